@@ -1,0 +1,116 @@
+"""Files for people and programs: JSON that can be read, written whole or not at all."""
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from planner.errors import PlanFileError
+
+_WIDTH = 110
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file, whole or not at all: other readers see the old content or the new.
+
+    The text goes to a new file in the same directory, to disk, and then takes the name. A failure on the way
+    leaves what was there before, and no other file.
+
+    Raises:
+        PlanFileError: the file cannot be written.
+    """
+    shown = os.fspath(path)
+    # A link keeps pointing to the file that it points to.
+    target = os.path.realpath(shown)
+    directory, name = os.path.split(target)
+    temporary = os.path.join(directory, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
+    try:
+        check_writable(shown)
+        try:
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except (OSError, ValueError) as error:
+        if isinstance(error, PlanFileError):
+            raise
+        raise PlanFileError(f"{shown}: cannot be written: {reason(error)}") from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Find out before long work whether a file could be written after it.
+
+    Raises:
+        PlanFileError: its directory does not exist or takes no new file, or the name is taken by something
+            that is not a file.
+    """
+    shown = os.fspath(path)
+    try:
+        target = os.path.realpath(shown)
+        directory = os.path.dirname(target)
+        if os.path.lexists(target) and not stat.S_ISREG(os.stat(target).st_mode):
+            # Replacing would put a file in the place of a device such as /dev/null.
+            raise PlanFileError(f"{shown}: cannot be written: it is there and is not a file")
+        if not os.path.isdir(directory):
+            raise PlanFileError(f"{shown}: cannot be written: there is no directory {directory}")
+        # Permission bits do not tell of read-only file systems; making a file does.
+        probe = os.path.join(directory, f".{secrets.token_hex(8)}.tmp")
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.unlink(probe)
+    except PlanFileError:
+        raise
+    except (OSError, ValueError) as error:
+        raise PlanFileError(f"{shown}: cannot be written: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """Say why a file operation failed, without the path, which the caller names."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def laid_out(value: Any) -> str:
+    """Write JSON for people: what is short stays on one line, long lists of numbers fill their lines."""
+    return "".join(_pieces(value, 0))
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    flat = not isinstance(value, dict | list) or not any(
+        isinstance(item, dict | list) for item in _items(value)
+    )
+    if flat:
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        if len(line) + 2 * depth <= _WIDTH or not value or isinstance(value, str):
+            yield line
+            return
+    outer, inner = "  " * depth, "  " * (depth + 1)
+    if flat and isinstance(value, list) and not any(isinstance(item, str) for item in value):
+        # Strings may hold spaces, at which a line must not break.
+        yield "[\n"
+        yield textwrap.fill(line[1:-1], _WIDTH, initial_indent=inner, subsequent_indent=inner)
+        yield f"\n{outer}]"
+        return
+    if isinstance(value, dict):
+        yield "{"
+        for index, (key, item) in enumerate(value.items()):
+            yield f"{',' if index else ''}\n{inner}{json.dumps(key, ensure_ascii=False)}: "
+            yield from _pieces(item, depth + 1)
+        yield f"\n{outer}}}"
+        return
+    yield "["
+    for index, item in enumerate(value):
+        yield f"{',' if index else ''}\n{inner}"
+        yield from _pieces(item, depth + 1)
+    yield f"\n{outer}]"
+
+
+def _items(value: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    return iter(value.values() if isinstance(value, dict) else value)

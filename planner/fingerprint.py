@@ -1,0 +1,27 @@
+"""What identifies a model: the names, shapes and dtypes of its state, never its values."""
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def state_digest(model: "nn.Module") -> str:
+    """Hash the sorted names, shapes and dtypes of a module's `state_dict`.
+
+    No tensor's data is read, so it works on the meta device, and costs nothing for large models.
+
+    Returns:
+        a hexadecimal SHA-256 of 64 characters, the same for models that can load each other's state.
+    """
+    lines = []
+    for name, entry in sorted(model.state_dict().items()):
+        try:
+            shape, dtype = [int(size) for size in entry.shape], str(entry.dtype)
+        except (AttributeError, RuntimeError):
+            # A module's extra state need not be a tensor, and a lazy parameter has no shape yet.
+            shape, dtype = [], type(entry).__qualname__
+        lines.append(json.dumps([name, shape, dtype]))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
