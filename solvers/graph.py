@@ -1,0 +1,272 @@
+"""The problem a solver sees: operations, the storages they produce, and the order they ran in.
+
+A :class:`Graph` is plain data about one training step. It knows nothing of torch or modules:
+every solver, the simulator and the tests work on it alone.
+
+The rules of the model:
+
+* A *value* is one storage, not one tensor; views share the value of their base. Parameters,
+  buffers and inputs are resident and do not appear.
+* ``ops[:base_length]`` are the operations of the step in captured order, forward before backward
+  (glue that ran outside captured graphs included). A schedule contains each of them exactly once,
+  in this order, and inserts recomputations of forward operations between backward ones.
+* An operation may be re-run in another form than it first ran: a random operation replays its
+  saved generator state, a batch normalisation leaves the running statistics alone. Such a *replay*
+  form is an extra row behind ``base_length`` with (some of) the same outputs; ``op.replay`` names it.
+* A forward operation can be re-run only inside the backward *region* of its own captured graph:
+  only there does generated code run.
+* A value lives from the step that computes it to its last use before it is computed again. The
+  outside world may hold it longer (``held_until``): module outputs, gradients, tangents.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+
+GLUE_REGION = -1
+
+
+class Phase(IntEnum):
+    """Which half of the training step an operation belongs to."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One storage.
+
+    Attributes:
+        bytes: Size, rounded as the device's allocator rounds.
+        name: For people.
+        held_until: Index of the base operation after which the outside world lets go of the first
+            computed instance; ``None`` when only operations hold it.
+        on_demand: Allocated only in schedules that use it (a saved random generator state).
+    """
+
+    bytes: int
+    name: str = ""
+    held_until: int | None = None
+    on_demand: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        inputs: Indices of the values that it reads.
+        outputs: Indices of the values that it allocates.
+        seconds: Its duration.
+        workspace_bytes: What its kernel allocates and frees inside.
+        phase: Forward or backward.
+        recomputable: May it be run a second time (in its ``replay`` form, if it has one)?
+        region: The captured graph it belongs to; ``GLUE_REGION`` for what ran outside of any.
+        replay: Index of the row that stands for its re-run; ``None`` when that is itself.
+        name: For people: the operator and its stable index.
+        module: Path of the module that it came from, "" for the root.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+    phase: Phase = Phase.FORWARD
+    recomputable: bool = True
+    region: int = 0
+    replay: int | None = None
+    name: str = ""
+    module: str = ""
+
+
+class GraphError(ValueError):
+    """The graph or schedule breaks a rule of the model; the message says which and where."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Operations and values of one training step.
+
+    Attributes:
+        ops: The operations: ``base_length`` base rows in captured order, then replay rows.
+        values: The values that they read and write.
+        base_length: How many of ``ops`` are base rows; all of them when not given.
+
+    Raises:
+        GraphError: If a value is used before it is produced, produced twice, or an index is off.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    base_length: int = field(default=-1)
+
+    def __post_init__(self) -> None:
+        if self.base_length < 0:
+            object.__setattr__(self, "base_length", len(self.ops))
+        self._check()
+
+    def _check(self) -> None:
+        produced: set[int] = set()
+        seen_backward = False
+        for i, op in enumerate(self.ops[: self.base_length]):
+            for v in op.inputs:
+                if v not in produced:
+                    raise GraphError(f"op {i} ({op.name}) uses value {v} before it is produced")
+            for v in op.outputs:
+                if v in produced:
+                    raise GraphError(f"op {i} ({op.name}) produces value {v} a second time")
+                if not 0 <= v < len(self.values):
+                    raise GraphError(f"op {i} ({op.name}) produces value {v} of {len(self.values)}")
+                produced.add(v)
+            if op.phase is Phase.BACKWARD:
+                seen_backward = True
+            elif seen_backward:
+                raise GraphError(f"forward op {i} ({op.name}) comes after a backward op")
+            if op.replay is not None and not self.base_length <= op.replay < len(self.ops):
+                raise GraphError(f"op {i} ({op.name}) names replay row {op.replay}, not a replay row")
+        for i, op in enumerate(self.ops[self.base_length :], self.base_length):
+            if not set(op.inputs) | set(op.outputs) <= produced:
+                raise GraphError(f"replay row {i} ({op.name}) has a value that no base op produces")
+
+    @cached_property
+    def forward_length(self) -> int:
+        """Number of base operations in the forward phase (they come first)."""
+        return sum(op.phase is Phase.FORWARD for op in self.ops[: self.base_length])
+
+    @cached_property
+    def bytes(self) -> np.ndarray:
+        """Bytes of every value, int64."""
+        return np.array([v.bytes for v in self.values], dtype=np.int64)
+
+    @cached_property
+    def on_demand(self) -> np.ndarray:
+        """Which values are allocated only in schedules that use them, bool."""
+        return np.array([v.on_demand for v in self.values], dtype=bool)
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Seconds of every row of ``ops``, float64."""
+        return np.array([op.seconds for op in self.ops], dtype=np.float64)
+
+    @cached_property
+    def workspace_bytes(self) -> np.ndarray:
+        """Workspace bytes of every row of ``ops``, int64."""
+        return np.array([op.workspace_bytes for op in self.ops], dtype=np.int64)
+
+    @cached_property
+    def producer(self) -> np.ndarray:
+        """The base operation that first computes each value, int64; -1 for a value of no op."""
+        producer = np.full(len(self.values), -1, dtype=np.int64)
+        for i, op in enumerate(self.ops[: self.base_length]):
+            producer[list(op.outputs)] = i
+        return producer
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the base operations that read it, in captured order."""
+        consumers: list[list[int]] = [[] for _ in self.values]
+        for i, op in enumerate(self.ops[: self.base_length]):
+            for v in set(op.inputs):
+                consumers[v].append(i)
+        return tuple(map(tuple, consumers))
+
+    def rerun(self, op: int) -> int:
+        """The row to put in a schedule to run base operation ``op`` a second time."""
+        replay = self.ops[op].replay
+        return op if replay is None else replay
+
+    @cached_property
+    def recompute_row(self) -> np.ndarray:
+        """For each value the row that computes it anew, int64; -1 where nothing may."""
+        row = np.full(len(self.values), -1, dtype=np.int64)
+        for i, op in enumerate(self.ops[: self.forward_length]):
+            if op.recomputable and op.region != GLUE_REGION:
+                again = self.rerun(i)
+                row[list(self.ops[again].outputs)] = again
+        return row
+
+    @cached_property
+    def walk_table(self) -> "WalkTable":
+        """The rows as Python lists, for walks that are no matter for NumPy."""
+        row = self.recompute_row.tolist()
+        return WalkTable(
+            row,
+            [self.ops[r].region if r >= 0 else None for r in row],
+            [tuple(dict.fromkeys(op.inputs)) for op in self.ops],
+            [op.outputs for op in self.ops],
+            [op.region for op in self.ops],
+            self.base_of.tolist(),
+        )
+
+    @cached_property
+    def region(self) -> np.ndarray:
+        """Region of every row of ``ops``, int64."""
+        return np.array([op.region for op in self.ops], dtype=np.int64)
+
+    @cached_property
+    def held_table(self) -> tuple[np.ndarray, np.ndarray]:
+        """The values that the outside world holds and the base operations until which it does."""
+        held = [(v, x.held_until) for v, x in enumerate(self.values) if x.held_until is not None]
+        table = np.array(held, dtype=np.int64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+
+    @cached_property
+    def base_of(self) -> np.ndarray:
+        """For each row of ``ops`` the base operation that it is a form of, int64."""
+        base = np.arange(len(self.ops), dtype=np.int64)
+        for i, op in enumerate(self.ops[: self.base_length]):
+            if op.replay is not None:
+                base[op.replay] = i
+        return base
+
+    @cached_property
+    def input_table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs of all rows as (offsets, values): row i reads ``values[offsets[i]:offsets[i+1]]``."""
+        return _ragged([op.inputs for op in self.ops])
+
+    @cached_property
+    def output_table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Outputs of all rows, in the form of :attr:`input_table`."""
+        return _ragged([op.outputs for op in self.ops])
+
+    @cached_property
+    def base_schedule(self) -> np.ndarray:
+        """The schedule that recomputes nothing, int64."""
+        return np.arange(self.base_length, dtype=np.int64)
+
+    @cached_property
+    def base_seconds(self) -> float:
+        """Seconds of the step when nothing is recomputed."""
+        return float(self.seconds[: self.base_length].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class WalkTable:
+    """A graph as Python lists.
+
+    Attributes:
+        recompute_row: For each value the row that computes it anew, -1 where nothing may.
+        recompute_region: For each value the region in which that may be done; None where nothing may.
+        inputs: Distinct inputs of every row.
+        outputs: Outputs of every row.
+        region: Region of every row.
+        base_of: The base operation that each row is a form of.
+    """
+
+    recompute_row: list[int]
+    recompute_region: list[int | None]
+    inputs: list[tuple[int, ...]]
+    outputs: list[tuple[int, ...]]
+    region: list[int]
+    base_of: list[int]
+
+
+def _ragged(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(r) for r in rows], out=offsets[1:])
+    flat = np.fromiter((v for r in rows for v in r), dtype=np.int64, count=int(offsets[-1]))
+    return offsets, flat

@@ -1,0 +1,28 @@
+"""The solvers by name."""
+
+from typing import Protocol
+
+from solvers import sqrt_n
+from solvers.constraints import Constraints
+from solvers.graph import Graph
+from solvers.solution import Progress, Solution
+
+
+class Solve(Protocol):
+    """What every solver is: a function from a graph and a budget to a solution."""
+
+    def __call__(
+        self,
+        graph: Graph,
+        budget: int | None,
+        *,
+        time_limit: float | None = None,
+        progress: Progress | None = None,
+        constraints: Constraints | None = None,
+    ) -> Solution:
+        """Solve for a budget in bytes of dynamic peak; None asks for the least peak."""
+
+
+SOLVERS: dict[str, Solve] = {
+    sqrt_n.NAME: sqrt_n.solve,
+}

@@ -1,0 +1,121 @@
+"""The best of many schedules: what every solver that tries several of them shares."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from solvers.constraints import NO_CONSTRAINTS, Constraints
+from solvers.graph import Graph
+from solvers.recompute import Forget, recompute
+from solvers.schedule import Timeline, simulate
+from solvers.solution import Progress, Solution, Status
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A simulated schedule, and the kept values it was made from where it was made so."""
+
+    schedule: np.ndarray
+    timeline: Timeline
+    kept: np.ndarray | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Simulated dynamic peak."""
+        return self.timeline.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Simulated seconds."""
+        return self.timeline.seconds
+
+
+@dataclass
+class Search:
+    """Candidates of one solver for one budget; remembers the best two of them.
+
+    Attributes:
+        solver: Name of the solver.
+        graph: The problem.
+        budget: Bytes of dynamic peak; None asks for the least peak.
+        time_limit: Wall seconds after which :attr:`out_of_time` is true; None for no limit.
+        progress: Told about advances.
+        constraints: Applied to all kept values that are tried.
+        most_seconds: Schedules slower than this do not count as fitting.
+        fastest: The fastest candidate within the budget.
+        least: The candidate of least peak.
+    """
+
+    solver: str
+    graph: Graph
+    budget: int | None
+    time_limit: float | None = None
+    progress: Progress | None = None
+    constraints: Constraints = NO_CONSTRAINTS
+    most_seconds: float = float("inf")
+    fastest: Candidate | None = None
+    least: Candidate | None = None
+    started: float = field(default_factory=time.perf_counter)
+    _seen: set[bytes] = field(default_factory=set)
+
+    @property
+    def elapsed(self) -> float:
+        """Wall seconds since the search began."""
+        return time.perf_counter() - self.started
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether to stop with what there is."""
+        return self.time_limit is not None and self.elapsed > self.time_limit and self.least is not None
+
+    def tell(self, text: str, done: float) -> None:
+        """Report progress, a fraction done."""
+        if self.progress is not None:
+            self.progress(text, done)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the candidate is within the budget."""
+        return self.budget is not None and candidate.peak_bytes <= self.budget
+
+    def try_kept(self, kept: np.ndarray, forget: Forget | None = None) -> Candidate:
+        """Judge the schedule that keeps these values, constraints applied."""
+        kept = self.constraints.apply(kept)
+        return self.try_schedule(recompute(self.graph, kept, forget=forget), kept if forget is None else None)
+
+    def try_schedule(self, schedule: np.ndarray, kept: np.ndarray | None = None) -> Candidate:
+        """Judge a schedule, which must honour the constraints already."""
+        candidate = Candidate(schedule, simulate(self.graph, schedule), kept)
+        self.offer(candidate)
+        return candidate
+
+    def offer(self, candidate: Candidate) -> None:
+        """Remember a candidate if it is the best of its kind."""
+        peak, seconds = candidate.peak_bytes, candidate.seconds
+        if seconds > self.most_seconds * (1 + 1e-9):
+            return
+        if self.least is None or (peak, seconds) < (self.least.peak_bytes, self.least.seconds):
+            self.least = candidate
+        if self.fits(candidate) and (
+            self.fastest is None or (seconds, peak) < (self.fastest.seconds, self.fastest.peak_bytes)
+        ):
+            self.fastest = candidate
+
+    def is_new(self, key: bytes) -> bool:
+        """Whether this key is seen for the first time: candidates are not judged twice."""
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+    def solution(self, *, bound_seconds: float | None = None, optimal: bool = False) -> Solution:
+        """The best candidate as a typed answer."""
+        best = self.least if self.budget is None else self.fastest
+        status = Status.OPTIMAL if optimal else Status.FEASIBLE
+        if best is None:
+            best, status = self.least, Status.INFEASIBLE
+        if best is None:
+            raise RuntimeError("a solver ended without a single candidate")
+        return Solution(
+            self.solver, status, best.schedule, best.peak_bytes, best.seconds, self.elapsed, bound_seconds
+        )
