@@ -6,8 +6,8 @@ import os
 import secrets
 import stat
 import textwrap
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
 
 from planner.errors import PlanFileError
 
@@ -15,24 +15,38 @@ _WIDTH = 110
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file, whole or not at all: other readers see the old content or the new.
-
-    The text goes to a new file in the same directory, to disk, and then takes the name. A failure on the way
-    leaves what was there before, and no other file.
+    """Write a text file, whole or not at all; as `replace_atomically`.
 
     Raises:
         PlanFileError: the file cannot be written.
     """
+    content = text.encode()
+    replace_atomically(path, lambda file: file.write(content))
+
+
+def replace_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+    """Write a file, whole or not at all: other readers see the old content or the new.
+
+    What is written goes to a new file in the same directory, to disk, and then takes the name. A failure on
+    the way leaves what was there before, and no other file.
+
+    Args:
+        path: the file.
+        write: writes the content to the open file that it is given.
+
+    Raises:
+        PlanFileError: the file cannot be written.
+    """
+    check_writable(path)
     shown = os.fspath(path)
     # A link keeps pointing to the file that it points to.
     target = os.path.realpath(shown)
     directory, name = os.path.split(target)
-    temporary = os.path.join(directory, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
+    temporary = os.path.join(directory, f".{name[:60]}.{secrets.token_hex(6)}.tmp")
     try:
-        check_writable(shown)
         try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
+            with open(temporary, "xb") as file:
+                write(file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
@@ -40,9 +54,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-    except (OSError, ValueError) as error:
-        if isinstance(error, PlanFileError):
-            raise
+    except OSError as error:
         raise PlanFileError(f"{shown}: cannot be written: {reason(error)}") from error
 
 

@@ -1,0 +1,136 @@
+"""From `pkg.module:build` on a command line to a model and its example inputs."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class BuilderError(PlannerError):
+    """What a reference names cannot be found, imported, called, or is not what it should be."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a builder returns."""
+
+    model: "nn.Module"
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def load_reference(reference: str) -> Callable[..., Any]:
+    """Import a function named as `pkg.module:function` or `path/to/file.py:function`.
+
+    The current directory is searched as well, as Python itself does for `python -m`.
+
+    Raises:
+        BuilderError: there is no such module or function, importing it raises, or it cannot be called.
+    """
+    place, colon, attribute = reference.rpartition(":")
+    if not colon or not place or not attribute:
+        raise BuilderError(f"{reference!r}: expected pkg.module:function or path/to/file.py:function")
+    if place.endswith(".py") or os.sep in place:
+        found: Any = _import_file(place)
+    else:
+        _search(os.getcwd())
+        found = _import_module(place)
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise BuilderError(f"{reference!r}: {place} has no {attribute}") from None
+    if not callable(found):
+        raise BuilderError(f"{reference!r}: {attribute} is a {type(found).__name__}, expected a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def build(reference: str) -> Built:
+    """Call a builder and check what it returns: (model, args) or (model, args, kwargs).
+
+    Raises:
+        BuilderError: as `load_reference`, or the builder raises, or returns something else.
+    """
+    function = load_reference(reference)
+    try:
+        result = function()
+    except (Exception, SystemExit) as error:
+        raise BuilderError(f"{reference!r} raised {_summary(error)}") from error
+    return _checked(reference, result)
+
+
+def _checked(reference: str, result: Any) -> Built:
+    from torch import nn
+
+    expected = "expected (model, args) or (model, args, kwargs)"
+    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
+        count = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+        raise BuilderError(f"{reference!r} returned a {type(result).__name__}{count}: {expected}")
+    model, args = result[0], result[1]
+    kwargs = result[2] if len(result) == 3 else {}
+    if not isinstance(model, nn.Module):
+        raise BuilderError(
+            f"{reference!r} returned a {type(model).__name__} as the model: expected an nn.Module"
+        )
+    if not isinstance(args, tuple | list):
+        message = f"returned a {type(args).__name__} as args: expected a tuple, for one input (x,)"
+        raise BuilderError(f"{reference!r} {message}")
+    if kwargs is None:
+        kwargs = {}
+    if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
+        raise BuilderError(f"{reference!r} returned kwargs that are not a dict with names as keys")
+    return Built(model, tuple(args), kwargs)
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise BuilderError(f"no module named {error.name!r}, here or installed") from None
+        raise BuilderError(f"importing {name} raised {_summary(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise BuilderError(f"importing {name} raised {_summary(error)}") from error
+
+
+def _import_file(path: str) -> ModuleType:
+    if not os.path.isfile(path):
+        raise BuilderError(f"{path}: no such file")
+    path = os.path.abspath(path)
+    stem = os.path.splitext(os.path.basename(path))[0]
+    # Under its own name, unless that would hide, or be taken for, another module.
+    name = stem
+    if stem in sys.modules or stem in sys.stdlib_module_names or not stem.isidentifier():
+        name = f"_built_from_{stem}"
+    _search(os.path.dirname(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise BuilderError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise BuilderError(f"importing {path} raised {_summary(error)}") from error
+    return module
+
+
+def _search(directory: str) -> None:
+    if directory not in sys.path and not (directory == os.getcwd() and "" in sys.path):
+        sys.path.insert(0, directory)
+
+
+def _summary(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,242 @@
+"""The command line: `plan`, `verify`, `show` and `schema`.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a plan did not verify, 2 wrong
+usage or input, 3 no plan fits the budget.
+"""
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import planner
+from planner.budget import format_bytes, parse_budget
+from planner.builder import BuilderError, Built, build, load_reference
+from planner.errors import InfeasibleBudget, PlannerError
+from planner.files import check_writable, write_atomically
+from planner.plan_file import Plan, plan_schema
+from planner.progress import shown_progress
+from planner.report import figure as plan_figure
+from planner.report.text import printable, render
+from planner.report.verification import render_verification
+
+VERIFY_FAILED, WRONG_INPUT, INFEASIBLE = 1, 2, 3
+
+app = typer.Typer(
+    help="Plan which activations a PyTorch training step keeps and recomputes, within a memory budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Reference = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="Returns (model, args) or (model, args, kwargs); as pkg.module:build or path/to/file.py:build.",
+        show_default=False,
+    ),
+]
+PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+Loss = Annotated[
+    str | None,
+    typer.Option(
+        "--loss", metavar="MODULE:FUNCTION", help="A function from the model's output to a scalar loss."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+FigurePath = Annotated[
+    str | None,
+    typer.Option("--figure", metavar="FILE", help="Draw the plan as well, into a .png, .svg or .pdf."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(planner.__version__)
+        raise typer.Exit
+
+
+@app.command("plan")
+def plan_command(
+    reference: Reference,
+    budget: Annotated[
+        str,
+        typer.Option("--budget", "-b", help="8GiB, 8GB, bytes, 60% of the unplanned step's peak, or min."),
+    ],
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to this file.")
+    ] = None,
+    solver: Annotated[str, typer.Option(help="How to search for the plan.")] = "auto",
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, or a device to plan for without having it, as A100-80GB."),
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="An optimizer whose state to count, as adamw.")
+    ] = None,
+    loss: Loss = None,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds that the search may take.")] = 60.0,
+    figure: FigurePath = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan a model's training step for a memory budget."""
+    with _one_line_errors(debug):
+        # What can be refused at once is refused before the model is built.
+        parse_budget(budget, 2**40)
+        if output is not None:
+            check_writable(output)
+        if figure is not None:
+            plan_figure.check_figure(figure)
+        with _stdout_for_results():
+            built = build(reference)
+            loss_function = None if loss is None else load_reference(loss)
+            with shown_progress() as progress:
+                plan = planner.plan(
+                    built.model,
+                    args=built.args,
+                    kwargs=built.kwargs,
+                    budget=budget,
+                    solver=solver,
+                    loss=loss_function,
+                    optimizer=optimizer,
+                    device=device,
+                    time_limit=time_limit,
+                    progress=progress,
+                )
+        if output is not None:
+            plan.save(output)
+        if figure is not None:
+            plan_figure.save(plan, figure)
+        if as_json:
+            _print_json({**_described(plan), "saved_to": output})
+            return
+        _print(render(plan, width=_width()))
+        if output is not None:
+            typer.echo(f"\nwritten to {printable(output)}")
+
+
+@app.command("verify")
+def verify_command(
+    reference: Reference,
+    plan_path: PlanPath,
+    loss: Loss = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run the planned and the unplanned step, and compare gradients, buffers, memory and time."""
+    with _one_line_errors(debug):
+        plan = Plan.load(plan_path)
+        with _stdout_for_results():
+            built: Built = build(reference)
+            loss_function = None if loss is None else load_reference(loss)
+            report = planner.verify(
+                built.model, args=built.args, kwargs=built.kwargs, plan=plan, loss=loss_function
+            )
+        if as_json:
+            _print_json(report.to_dict())
+        else:
+            _print(render_verification(report))
+        if not report.ok:
+            raise typer.Exit(VERIFY_FAILED)
+
+
+@app.command("show")
+def show_command(
+    plan_path: PlanPath,
+    figure: FigurePath = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a plan keeps and recomputes, by module, and its memory over the step."""
+    with _one_line_errors(debug):
+        plan = Plan.load(plan_path)
+        if figure is not None:
+            plan_figure.check_figure(figure)
+            plan_figure.save(plan, figure)
+        if as_json:
+            _print_json(_described(plan))
+        else:
+            _print(render(plan, width=_width()))
+
+
+@app.command("schema")
+def schema_command(
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON schema of plan files."""
+    with _one_line_errors(debug):
+        text = json.dumps(plan_schema(), indent=2) + "\n"
+        if output is None:
+            typer.echo(text, nl=False)
+        else:
+            write_atomically(output, text)
+
+
+@contextlib.contextmanager
+def _one_line_errors(debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        _print_error(error, debug)
+        raise typer.Exit(INFEASIBLE if isinstance(error, InfeasibleBudget) else WRONG_INPUT) from None
+
+
+def _print_error(error: Exception, debug: bool) -> None:
+    text = " ".join(str(error).split())
+    if isinstance(error, InfeasibleBudget):
+        text += f" (least: {error.minimum_bytes} bytes, {format_bytes(error.minimum_bytes)})"
+    elif not isinstance(error, PlannerError | ValueError):
+        text = f"{type(error).__name__}: {text}"
+    if not debug and (isinstance(error, BuilderError) or not isinstance(error, PlannerError)):
+        text += "; --debug shows where"
+    typer.echo(f"error: {printable(text)}", err=True)
+
+
+def _stdout_for_results() -> contextlib.AbstractContextManager[object]:
+    # A model may print while it is built or run; on stdout that would spoil --json.
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    described = plan.model_dump(mode="json", exclude={"graphs", "timeline", "baseline_timeline"})
+    return {
+        **described,
+        "overhead": plan.overhead,
+        "recomputed_ops": sum(len(graph.recomputed) for graph in plan.graphs),
+        "forward_ops": sum(graph.forward_length for graph in plan.graphs),
+    }
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, soft_wrap=False, width=None if sys.stdout.isatty() else 100)
+
+
+def _width() -> int:
+    return min(_console().width, 120)
+
+
+def _print(what: object) -> None:
+    _console().print(what)

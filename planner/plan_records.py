@@ -1,0 +1,254 @@
+"""The records that a plan is made of, each with the checks of its own fields."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MOST_OPS = 2_000_000
+_MOST_STEPS = 20_000_000
+_TIMELINE_POINTS = 600
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Field(ge=0, le=1e15)]
+Index = Annotated[int, Field(ge=0, lt=_MOST_OPS)]
+Name = Annotated[str, StringConstraints(max_length=2000)]
+Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class InconsistentError(ValueError):
+    """Fields that are right alone and wrong together; `field` is a path below the model that found it."""
+
+    def __init__(self, message: str, *field: str | int) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Record(BaseModel):
+    """What all records have in common: nothing changes, nothing unknown, no infinity and no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Footprint(Record):
+    """What one training step takes."""
+
+    peak_bytes: Count = Field(description="resident_bytes + dynamic_peak_bytes")
+    dynamic_peak_bytes: Count = Field(
+        description="most bytes that the step holds over what was there at entry"
+    )
+    resident_bytes: Count = Field(description="bytes that are there throughout: the total of `resident`")
+    seconds: Seconds = Field(description="time of forward and backward by the plan's cost source")
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        total = self.resident_bytes + self.dynamic_peak_bytes
+        if self.peak_bytes != total:
+            raise InconsistentError(
+                f"{self.peak_bytes} is not resident_bytes + dynamic_peak_bytes = {total}", "peak_bytes"
+            )
+        return self
+
+
+class Resident(Record):
+    """Bytes that are there throughout the step, outside the schedule."""
+
+    parameter_bytes: Count
+    buffer_bytes: Count
+    input_bytes: Count
+    gradient_bytes: Count = Field(description="gradients that are there at entry, as when accumulating")
+    optimizer_bytes: Count
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameter_bytes
+            + self.buffer_bytes
+            + self.input_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+        )
+
+
+class TensorRecord(Record):
+    """One tensor among the example inputs."""
+
+    path: Name = Field(description="where it is in the arguments, as in args[0] or kwargs['labels']")
+    shape: list[Count] = Field(max_length=64)
+    dtype: Label
+    device: Label
+    requires_grad: bool
+
+
+class ModelRecord(Record):
+    """The model that was planned, and how it was called."""
+
+    class_name: Name
+    training: bool
+    inputs: list[TensorRecord] = Field(max_length=100_000)
+    parameter_count: Count
+    state_digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] = Field(
+        description="SHA-256 over the names, shapes and dtypes of the model's state_dict"
+    )
+    autocast: list[Label] = Field(
+        max_length=64, description="autocast regions that were on, as in cuda:bfloat16"
+    )
+    torch_version: Label
+
+
+class OpRecord(Record):
+    """One operation of a captured graph; its index in the list is its stable id."""
+
+    name: Name = Field(description="as in aten.addmm.default")
+    module: Name = Field(
+        description="path of the module that ran it, as in encoder.layer.0.attention; empty: the root"
+    )
+    bytes: Count = Field(description="bytes of the storages that it makes")
+    phase: Literal["forward", "backward"]
+    seconds: Seconds
+
+
+class GraphRecord(Record):
+    """One captured graph and its schedule: the forward runs as captured, the backward as `backward` says."""
+
+    fingerprint: Label = Field(description="identifies the graph together with its sizes")
+    structure: Label = Field(description="identifies the graph whatever its sizes")
+    unused_outputs: list[Index] = Field(
+        max_length=_MOST_OPS, description="outputs of the module that get no gradient"
+    )
+    ops: list[OpRecord] = Field(
+        min_length=1, max_length=_MOST_OPS, description="forward operations, then backward"
+    )
+    backward: list[Index] = Field(
+        max_length=_MOST_STEPS,
+        description="ids of operations in the order in which the backward runs them: each backward operation "
+        "once, and forward operations wherever they are re-run",
+    )
+    kept: list[Index] = Field(
+        default=[],
+        max_length=_MOST_OPS,
+        description="ids of forward operations whose results the forward holds for the backward; for "
+        "readers: it follows from `backward`",
+    )
+
+    @property
+    def forward_length(self) -> int:
+        """How many operations the forward has; they come first in `ops`."""
+        return sum(1 for _ in itertools.takewhile(lambda op: op.phase == "forward", self.ops))
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Ids of the forward operations that the backward re-runs, each once, ascending."""
+        forward_length = self.forward_length
+        return sorted({op for op in self.backward if op < forward_length})
+
+    @model_validator(mode="after")
+    def _is_a_schedule(self) -> Self:
+        forward_length, count = self.forward_length, len(self.ops)
+        for index, op in enumerate(self.ops[forward_length:], forward_length):
+            if op.phase == "forward":
+                raise InconsistentError(
+                    "a forward operation stands after a backward one", "ops", index, "phase"
+                )
+        for position, op_id in enumerate(self.kept):
+            if op_id >= forward_length:
+                raise InconsistentError(f"operation {op_id} is not of the forward", "kept", position)
+        awaited = forward_length
+        for position, op_id in enumerate(self.backward):
+            if op_id >= count:
+                message = f"operation {op_id} is not one of the {count} in ops"
+                raise InconsistentError(message, "backward", position)
+            if op_id < forward_length:
+                continue
+            if op_id != awaited:
+                expected = (
+                    f"backward operation {awaited} is next" if awaited < count else "all have run before it"
+                )
+                message = f"backward operation {op_id} stands out of order ({expected})"
+                raise InconsistentError(message, "backward", position)
+            awaited += 1
+        if awaited < count:
+            raise InconsistentError(f"backward operation {awaited} is never run", "backward")
+        return self
+
+
+class Target(Record):
+    """What was planned for."""
+
+    budget_bytes: Count | None = Field(
+        description="most bytes the step may take; null: as few as can be reached"
+    )
+    budget_text: Name = Field(description="the budget as it was written")
+    device: Label
+    costs: Name = Field(description="where the seconds of operations come from")
+    workspace: Name = Field(description="where the scratch bytes of operations come from")
+
+
+class SolverRecord(Record):
+    """How the schedule was found."""
+
+    name: Label
+    status: Label
+    gap: Annotated[float, Field(ge=0)] | None = Field(description="0.01: at most 1 % slower than possible")
+    bound_seconds: Seconds | None = Field(description="no schedule within the budget is faster than this")
+    solve_seconds: Seconds
+    capture_seconds: Seconds
+
+
+class Holder(Record):
+    """A module, and what it holds when memory is at its peak."""
+
+    module: Name
+    bytes: Count
+
+
+class Timeline(Record):
+    """Live bytes over the entry of the step, along its forward and backward."""
+
+    bytes: list[Count] = Field(max_length=100_000)
+    peak_index: Annotated[int, Field(ge=0)]
+    forward_length: Annotated[int, Field(ge=0)] = Field(
+        description="how many of the points are of the forward"
+    )
+
+    @classmethod
+    def downsample(cls, array: "np.ndarray[Any, Any] | Sequence[int]", forward_length: int) -> Self:
+        """Keep at most 600 points of a timeline: of every stretch its largest, so that the peak stays.
+
+        Args:
+            array: live bytes after each step, at least one.
+            forward_length: how many of the steps are of the forward.
+        """
+        live = [int(value) for value in array]
+        if not 0 <= forward_length <= len(live):
+            raise ValueError(f"forward_length {forward_length} is not within the {len(live)} steps")
+        stride = max(1, math.ceil(len(live) / (_TIMELINE_POINTS - 2)))
+        forward, backward = live[:forward_length], live[forward_length:]
+        # The two are thinned apart, so that no stretch spans the turn from forward to backward.
+        points = [
+            max(part[start : start + stride])
+            for part in (forward, backward)
+            for start in range(0, len(part), stride)
+        ]
+        peak_index = max(range(len(points)), key=points.__getitem__, default=0)
+        return cls(bytes=points, peak_index=peak_index, forward_length=math.ceil(forward_length / stride))
+
+    @model_validator(mode="after")
+    def _peak_is_the_peak(self) -> Self:
+        if not self.bytes:
+            raise InconsistentError("a timeline has at least one point", "bytes")
+        if self.peak_index >= len(self.bytes):
+            raise InconsistentError(
+                f"{self.peak_index} is not one of the {len(self.bytes)} points", "peak_index"
+            )
+        if self.bytes[self.peak_index] != max(self.bytes):
+            raise InconsistentError(f"point {self.peak_index} is not the largest", "peak_index")
+        if self.forward_length > len(self.bytes):
+            message = f"{self.forward_length} is more than the {len(self.bytes)} points"
+            raise InconsistentError(message, "forward_length")
+        return self

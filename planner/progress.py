@@ -1,0 +1,32 @@
+"""Progress of long work, on stderr."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+Progressing = Callable[[str, float], None]
+"""Called with what is being done, and how much of all is done, between 0 and 1."""
+
+
+@contextlib.contextmanager
+def shown_progress() -> Iterator[Progressing]:
+    """Show progress on stderr: a bar on a terminal, elsewhere a line whenever the text changes."""
+    if sys.stderr.isatty():
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting", total=1.0)
+            yield lambda text, fraction: bar.update(task, description=text, completed=fraction)
+        return
+    last = ""
+
+    def line(text: str, fraction: float) -> None:
+        nonlocal last
+        if text != last:
+            sys.stderr.write(f"{text} ({fraction:.0%})\n")
+            sys.stderr.flush()
+        last = text
+
+    yield line

@@ -1,0 +1,144 @@
+"""A plan as a figure, by matplotlib, which is imported when one is drawn."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from planner.budget import format_bytes
+from planner.errors import PlannerError
+from planner.files import check_writable, replace_atomically
+from planner.plan_file import Plan, Timeline
+from planner.report.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg", "pdf")
+
+_UNPLANNED, _PLANNED, _BUDGET = "#b0a08a", "#1f6f8b", "#c0392b"
+_MIB = 2**20
+
+
+class PlottingError(PlannerError):
+    """A figure cannot be drawn: matplotlib is missing, or the file's format is not one it writes."""
+
+
+def draw(plan: Plan, *, most_modules: int = 10) -> "Figure":
+    """Draw live bytes over the step, planned and unplanned, and what is alive at the planned peak.
+
+    Args:
+        plan: the plan.
+        most_modules: how many modules to name; the others are one bar.
+
+    Raises:
+        PlottingError: matplotlib is not installed.
+    """
+    figure_class = _figure_class()
+    figure: Figure = figure_class(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    _draw_timelines(left, plan)
+    _draw_holders(right, plan, most_modules)
+    return figure
+
+
+def check_figure(path: str | os.PathLike[str]) -> None:
+    """Find out before long work whether a figure could be drawn and written after it.
+
+    Raises:
+        PlottingError: matplotlib is not installed, or the name ends in no known format.
+        PlanFileError: the file cannot be written.
+    """
+    _format(path)
+    _figure_class()
+    check_writable(path)
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Draw a plan into a file, whole or not at all; its ending says the format: .png, .svg or .pdf.
+
+    Raises:
+        PlottingError: as `check_figure`.
+        PlanFileError: the file cannot be written.
+    """
+    kind = _format(path)
+    figure = draw(plan)
+    from matplotlib import rc_context
+
+    # Without a date and with fixed names the same plan gives the same file.
+    metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    with rc_context({"svg.hashsalt": "planner"}):
+        replace_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=150, metadata=metadata))
+
+
+def _format(path: str | os.PathLike[str]) -> str:
+    ending = os.path.splitext(os.fspath(path))[1].lower().removeprefix(".")
+    if ending not in FORMATS:
+        raise PlottingError(
+            f"{os.fspath(path)}: a figure's name ends in {', '.join('.' + f for f in FORMATS)}"
+        )
+    return ending
+
+
+def _figure_class() -> Any:
+    try:
+        # Not through pyplot, which keeps figures in global state and picks a window system.
+        from matplotlib.figure import Figure
+    except ImportError:
+        message = "figures need matplotlib: pip install 'torch-checkpoint-planner[plot]'"
+        raise PlottingError(message) from None
+    return Figure
+
+
+def _draw_timelines(axes: "Axes", plan: Plan) -> None:
+    resident = plan.resident.total
+    for timeline, colour, label in (
+        (plan.baseline_timeline, _UNPLANNED, "unplanned"),
+        (plan.timeline, _PLANNED, "planned"),
+    ):
+        peak = max(timeline.bytes)
+        axes.fill_between(_steps(timeline), [0, *_mib(timeline.bytes)], color=colour, alpha=0.35, step="pre")
+        axes.step(
+            _steps(timeline),
+            [0, *_mib(timeline.bytes)],
+            color=colour,
+            where="pre",
+            label=f"{label}: {format_bytes(peak)}",
+        )
+    budget_bytes = plan.target.budget_bytes
+    if budget_bytes is not None:
+        dynamic = budget_bytes - resident
+        axes.axhline(dynamic / _MIB, color=_BUDGET, linestyle="--", label=f"budget: {format_bytes(dynamic)}")
+    axes.axvline(1, color="black", linewidth=0.5)
+    axes.set_xticks([0.5, 1.5], ["forward", "backward"])
+    axes.set_xlim(0, 2)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("live MiB over the entry of the step")
+    axes.legend(loc="upper right", framealpha=0.9)
+    axes.set_title(f"{format_bytes(resident)} resident besides, {plan.overhead:+.1%} time", fontsize=10)
+
+
+def _draw_holders(axes: "Axes", plan: Plan, most: int) -> None:
+    holders = sorted(plan.peak_holders, key=lambda holder: -holder.bytes)
+    # A dollar sign would start a formula.
+    names = [printable(holder.module).replace("$", r"\$") or "(the model)" for holder in holders[:most]]
+    sizes = _mib([holder.bytes for holder in holders[:most]])
+    rest = sum(holder.bytes for holder in holders[most:])
+    if rest:
+        names.append(f"{len(holders) - most} others")
+        sizes += _mib([rest])
+    axes.barh(range(len(names)), sizes, color=_PLANNED)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB")
+    axes.set_title("alive at the planned peak", fontsize=10)
+
+
+def _steps(timeline: Timeline) -> list[float]:
+    # Forward and backward take one unit each, so that timelines of different lengths compare.
+    forward, backward = timeline.forward_length, len(timeline.bytes) - timeline.forward_length
+    ends = [(index + 1) / forward for index in range(forward)]
+    return [0.0, *ends, *(1 + (index + 1) / backward for index in range(backward))]
+
+
+def _mib(values: list[int]) -> list[float]:
+    return [value / _MIB for value in values]

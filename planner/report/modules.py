@@ -1,0 +1,122 @@
+"""What a plan does to each module: operations, bytes and time, with alike layers folded into one line."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+
+from planner.plan_file import Plan
+
+
+@dataclass
+class Share:
+    """What a module, with all it contains, does in the forward and what of it the backward re-runs."""
+
+    ops: int = 0
+    recomputed_ops: int = 0
+    recomputed_bytes: int = 0
+    kept_bytes: int = 0
+    seconds: float = 0.0
+    recomputed_seconds: float = 0.0
+
+
+@dataclass
+class _Node:
+    share: Share = field(default_factory=Share)
+    recomputed_names: Counter[str] = field(default_factory=Counter)
+    own_ops: int = 0
+    children: dict[str, "_Node"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One line of the table: a module, or several that are treated alike."""
+
+    name: str
+    """Path below the line it is indented under; `layer.[0-3]` stands for four layers."""
+    depth: int
+    count: int
+    """How many modules the line stands for; `share` is of all of them."""
+    share: Share
+    recomputed_names: tuple[str, ...]
+    """Which operations are re-run, where only some are and the module contains no other."""
+
+
+def module_rows(plan: Plan) -> list[ModuleRow]:
+    """List the modules of a plan's forward, in order of their first operation.
+
+    A module of which all is re-run, or nothing, is one line; others are followed by what they contain.
+    Neighbours in a list of layers that are treated alike are one line.
+    """
+    root = _tree(plan)
+    return list(_rows(root, "", 0, 1)) if root.share.ops else []
+
+
+def _tree(plan: Plan) -> _Node:
+    root = _Node()
+    for graph in plan.graphs:
+        runs = Counter(op for op in graph.backward if op < graph.forward_length)
+        kept = set(graph.kept)
+        for index, op in enumerate(graph.ops[: graph.forward_length]):
+            node = root
+            path = [node]
+            for part in filter(None, op.module.split(".")):
+                node = node.children.setdefault(part, _Node())
+                path.append(node)
+            node.own_ops += 1
+            node.recomputed_names[op.name] += runs[index]
+            for ancestor in path:
+                share = ancestor.share
+                share.ops += 1
+                share.seconds += op.seconds
+                share.kept_bytes += op.bytes if index in kept else 0
+                if runs[index]:
+                    share.recomputed_ops += 1
+                    share.recomputed_bytes += op.bytes
+                    share.recomputed_seconds += op.seconds * runs[index]
+    return root
+
+
+def _rows(node: _Node, name: str, depth: int, count: int) -> Iterator[ModuleRow]:
+    # A module that only contains one other is written with it, as in bert.encoder.
+    while len(node.children) == 1 and not node.own_ops:
+        ((part, child),) = node.children.items()
+        node, name = child, f"{name}.{part}" if name else part
+    partly = 0 < node.share.recomputed_ops < node.share.ops
+    leaf = not node.children or not partly
+    names = tuple(sorted(+node.recomputed_names)) if partly and not node.children else ()
+    yield ModuleRow(name or "(the model)", depth, count, node.share, names)
+    if leaf:
+        return
+    for label, alike, child in _folded(node):
+        yield from _rows(child, label, depth + 1, count * alike)
+
+
+def _folded(node: _Node) -> Iterator[tuple[str, int, _Node]]:
+    runs: list[list[str]] = []
+    for part, child in node.children.items():
+        last = runs[-1][-1] if runs else ""
+        consecutive = part.isdecimal() and last.isdecimal() and int(part) == int(last) + 1
+        if consecutive and _signature(child) == _signature(node.children[last]):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    for run in runs:
+        label = run[0] if len(run) == 1 else f"[{run[0]}-{run[-1]}]"
+        yield label, len(run), _merged([node.children[part] for part in run])
+
+
+def _signature(node: _Node) -> tuple[object, ...]:
+    # Times are left out: measured ones differ between layers that are treated alike.
+    share = node.share
+    children = tuple((name, _signature(child)) for name, child in node.children.items())
+    names = tuple(sorted(node.recomputed_names.items()))
+    return (share.ops, share.recomputed_ops, share.recomputed_bytes, share.kept_bytes, names, children)
+
+
+def _merged(nodes: list[_Node]) -> _Node:
+    if len(nodes) == 1:
+        return nodes[0]
+    share = Share(*(sum(values) for values in zip(*(astuple(node.share) for node in nodes), strict=True)))
+    names: Counter[str] = sum((node.recomputed_names for node in nodes), Counter())
+    children = {name: _merged([node.children[name] for node in nodes]) for name in nodes[0].children}
+    return _Node(share, names, nodes[0].own_ops, children)

@@ -1,0 +1,202 @@
+"""A plan for a terminal: summary, timeline, and what is kept and re-run by module."""
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.budget import format_bytes
+from planner.plan_file import Plan, Timeline
+from planner.report.modules import ModuleRow, module_rows
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_MOST_ROWS = 80
+
+
+def render(plan: Plan, *, width: int = 100) -> Group:
+    """Lay out everything there is to say about a plan, for `rich.print`.
+
+    Args:
+        plan: the plan.
+        width: characters that a line may take.
+    """
+    parts: list[RenderableType] = [summary(plan), Text(), timeline_chart(plan, width=width), Text()]
+    parts += [module_table(plan), Text(), holder_table(plan)]
+    parts += [Text(f"note: {printable(note)}") for note in plan.notes]
+    return Group(*parts)
+
+
+def summary(plan: Plan) -> Table:
+    """What was planned, for what, and what it promises."""
+    table = _table("", "now", "nothing recomputed", "planned")
+    footprints = (plan.baseline, plan.no_recompute, plan.predicted)
+    table.add_row("peak", *(_share(item.peak_bytes, plan.baseline.peak_bytes) for item in footprints))
+    table.add_row("  of the step", *(format_bytes(item.dynamic_peak_bytes) for item in footprints))
+    table.add_row("  resident", *(format_bytes(item.resident_bytes) for item in footprints))
+    table.add_row("time", *(format_seconds(item.seconds) for item in footprints))
+    target, solver, model = plan.target, plan.solver, plan.model
+    budget = printable(target.budget_text)
+    if target.budget_bytes is not None:
+        budget += f", {format_bytes(target.budget_bytes)}"
+    mode = "training" if model.training else "evaluation"
+    inputs = ", ".join(
+        f"{item.path} {'x'.join(map(str, item.shape)) or 'scalar'}" for item in model.inputs[:6]
+    )
+    more = ", ..." if len(model.inputs) > 6 else ""
+    gap = "" if solver.gap is None else f", at most {solver.gap:.1%} slower than possible"
+    facts = {
+        "model": f"{model.class_name}, {model.parameter_count:,} parameters, {mode}",
+        "inputs": f"{inputs}{more}" or "none",
+        "budget": f"{budget}, on {target.device}",
+        "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
+        "solver": f"{solver.name}, {solver.status}{gap}, in {format_seconds(solver.solve_seconds)} "
+        f"after {format_seconds(solver.capture_seconds)} of capture",
+    }
+    outer = Table.grid(padding=(0, 2))
+    for name, fact in facts.items():
+        outer.add_row(Text(name, style="bold"), Text(printable(fact)))
+    stacked = Table.grid()
+    stacked.add_row(outer)
+    stacked.add_row(Text())
+    stacked.add_row(table)
+    return stacked
+
+
+def timeline_chart(plan: Plan, *, width: int = 100, height: int = 10) -> Text:
+    """Draw live bytes over the step: the plan in blocks, the unplanned step in dots, the budget as a line."""
+    columns = max(20, width - 14)
+    share = plan.timeline.forward_length / len(plan.timeline.bytes)
+    turn = min(columns - 1, max(1, round(columns * share)))
+    planned = _columns(plan.timeline, turn, columns)
+    unplanned = _columns(plan.baseline_timeline, turn, columns)
+    budget_bytes = None
+    if plan.target.budget_bytes is not None:
+        budget_bytes = plan.target.budget_bytes - plan.resident.total
+    # A budget far above everything would press the step flat.
+    highest = max(*planned, *unplanned, 1)
+    drawn_budget = budget_bytes if budget_bytes is not None and budget_bytes <= 1.3 * highest else None
+    top = max(highest, drawn_budget or 0)
+    budget_row = None if drawn_budget is None else min(height - 1, int(drawn_budget / top * height))
+    chart = Text(no_wrap=True)
+    chart.append("live bytes over the step  ", style="bold")
+    chart.append("█ planned", style="cyan")
+    chart.append("  · unplanned", style="yellow")
+    if drawn_budget is not None:
+        chart.append("  ─ budget", style="red")
+    for row in reversed(range(height)):
+        label = format_bytes(int(top * (row + 1) / height)) if row in (height - 1, height // 2 - 1) else ""
+        if row == budget_row and drawn_budget is not None:
+            label = format_bytes(drawn_budget)
+        chart.append(f"\n{label:>11} ┤")
+        for column in range(columns):
+            chart.append(*_cell(planned[column], unplanned[column], top, height, row, row == budget_row))
+    axis = "─" * turn + "┴" + "─" * (columns - turn - 1)
+    chart.append(f"\n{'0 B':>11} └{axis}")
+    chart.append(f"\n{'':>13}{'forward':<{turn}}{'backward' if columns - turn >= 8 else ''}")
+    return chart
+
+
+def sparkline(values: Sequence[int], width: int = 60) -> str:
+    """Draw values as one line of bars, of each stretch the largest."""
+    points = _stretched(list(values), width)
+    highest = max(points, default=0) or 1
+    return "".join(_EIGHTHS[round(8 * value / highest)] for value in points)
+
+
+def module_table(plan: Plan) -> Table:
+    """What is kept and what is re-run, by module; layers that are treated alike share a line."""
+    table = _table("module", "re-run", "of", "bytes re-made", "kept", "extra time")
+    rows = module_rows(plan)
+    kept_is_known = any(graph.kept for graph in plan.graphs)
+    for row in rows[:_MOST_ROWS]:
+        share = row.share
+        table.add_row(
+            _module_label(row),
+            str(share.recomputed_ops) if share.recomputed_ops else "-",
+            str(share.ops),
+            format_bytes(share.recomputed_bytes) if share.recomputed_ops else "-",
+            format_bytes(share.kept_bytes) if kept_is_known and share.kept_bytes else "-",
+            format_seconds(share.recomputed_seconds) if share.recomputed_ops else "-",
+        )
+    if len(rows) > _MOST_ROWS:
+        table.add_row(Text(f"... and {len(rows) - _MOST_ROWS} more lines"))
+    return table
+
+
+def holder_table(plan: Plan, most: int = 12) -> Table:
+    """What is alive at the planned peak, by module."""
+    table = _table("alive at the peak", "bytes", "share")
+    total = sum(holder.bytes for holder in plan.peak_holders) or 1
+    ordered = sorted(plan.peak_holders, key=lambda holder: -holder.bytes)
+    for holder in ordered[:most]:
+        name = printable(holder.module) or "(the model)"
+        table.add_row(Text(name), format_bytes(holder.bytes), f"{holder.bytes / total:.0%}")
+    rest = sum(holder.bytes for holder in ordered[most:])
+    if rest:
+        table.add_row(Text(f"{len(ordered) - most} others"), format_bytes(rest), f"{rest / total:.0%}")
+    return table
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a time for people: 12.3 us, 4.56 ms, 1.2 s, 3 min."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def printable(text: str) -> str:
+    """Replace what could move a terminal's cursor or break a line; names come from files and modules."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _share(amount_bytes: int, whole_bytes: int) -> str:
+    share = f" ({amount_bytes / whole_bytes:.0%})" if whole_bytes else ""
+    return format_bytes(amount_bytes) + share
+
+
+def _module_label(row: ModuleRow) -> Text:
+    label = Text("  " * row.depth + printable(row.name))
+    if row.count > 1:
+        label.append(f" x{row.count}", style="dim")
+    if row.recomputed_names:
+        short = [".".join(name.split(".")[1:2]) or name for name in row.recomputed_names]
+        label.append(f" ({printable(', '.join(short))})", style="dim")
+    return label
+
+
+def _columns(timeline: Timeline, turn: int, columns: int) -> list[int]:
+    # Forward and backward are stretched apart, so that all timelines turn in the same column.
+    forward, backward = timeline.bytes[: timeline.forward_length], timeline.bytes[timeline.forward_length :]
+    return _stretched(forward, turn) + _stretched(backward, columns - turn)
+
+
+def _stretched(values: list[int], columns: int) -> list[int]:
+    if not values:
+        return [0] * columns
+    scale = len(values) / columns
+    return [
+        max(values[int(column * scale) : max(int(column * scale) + 1, math.ceil((column + 1) * scale))])
+        for column in range(columns)
+    ]
+
+
+def _cell(planned: int, unplanned: int, top: int, height: int, row: int, on_budget: bool) -> tuple[str, str]:
+    eighths = round(planned / top * height * 8) - 8 * row
+    if eighths > 0 and not (on_budget and eighths < 3):
+        return _EIGHTHS[min(8, eighths)], "cyan"
+    if unplanned and row == min(height - 1, int(unplanned / top * height)):
+        return "·", "yellow"
+    if on_budget:
+        return "─", "red"
+    return " ", ""
