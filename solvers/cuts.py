@@ -17,8 +17,8 @@ import numpy as np
 
 from solvers.graph import Graph
 
-SMALL_FRACTION = 1e-4
-"""A value below this fraction of the forward bytes is pinned."""
+SMALL_FRACTION = 2.5e-3
+"""The smallest values, as long as they are together below this fraction of the forward bytes, are pinned."""
 
 SHARED_FRACTION = 2e-2
 """A value below this fraction of the forward bytes, used all over the forward pass, is pinned."""
@@ -72,7 +72,12 @@ def pinned_values(graph: Graph, uses: ForwardUses) -> np.ndarray:
     forward = (graph.producer >= 0) & (graph.producer < graph.forward_length)
     total = max(1, int(graph.bytes[forward].sum()))
     pinned = graph.recompute_row < 0
-    pinned |= forward & (graph.bytes <= SMALL_FRACTION * total)
+    sizes = np.sort(graph.bytes[forward])
+    together = np.cumsum(sizes)
+    for size in np.unique(sizes):
+        if together[np.searchsorted(sizes, size, side="right") - 1] > SMALL_FRACTION * total:
+            break
+        pinned |= forward & (graph.bytes <= size)
     widely = (uses.forward_count >= 8) & (uses.last_forward - graph.producer > graph.forward_length // 2)
     pinned |= forward & widely & (graph.bytes <= SHARED_FRACTION * total)
     return pinned

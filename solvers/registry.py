@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from solvers import sqrt_n
+from solvers import checkpoint_all, manual, none, sqrt_n
 from solvers.constraints import Constraints
 from solvers.graph import Graph
 from solvers.solution import Progress, Solution
@@ -24,5 +24,8 @@ class Solve(Protocol):
 
 
 SOLVERS: dict[str, Solve] = {
+    none.NAME: none.solve,
+    checkpoint_all.NAME: checkpoint_all.solve,
+    manual.NAME: manual.solve,
     sqrt_n.NAME: sqrt_n.solve,
 }

@@ -94,8 +94,8 @@ def weights(graph: Graph, needed: np.ndarray) -> np.ndarray:
     """For each position the bytes that backward needs of what was computed before it."""
     total = np.zeros(graph.forward_length + 1, dtype=np.int64)
     np.add.at(total, graph.producer[needed] + 1, graph.bytes[needed])
-    cumulative: np.ndarray = np.cumsum(total)
-    return cumulative
+    np.cumsum(total, out=total)
+    return total
 
 
 def segment_walls(positions: np.ndarray, weight: np.ndarray, size: float) -> list[int]:
@@ -111,7 +111,8 @@ def segment_walls(positions: np.ndarray, weight: np.ndarray, size: float) -> lis
 
 def keep_walls(graph: Graph, cuts: Cuts, pinned: np.ndarray, walls: list[int]) -> np.ndarray:
     """Kept: what is pinned, what crosses a wall, and the segment behind the last wall."""
-    kept = pinned | cuts.kept_at(walls)
+    kept = pinned.copy()
+    kept |= cuts.kept_at(walls)
     if walls:
         kept |= (graph.producer >= walls[-1]) & (graph.producer < graph.forward_length)
     return kept

@@ -1,0 +1,62 @@
+"""Checkpoint every block: what ``torch.utils.checkpoint`` around each layer of a model does.
+
+Elsewhere: "full activation checkpointing", ``gradient_checkpointing_enable``, ``recompute_grad``.
+
+A block is what stands at one index of a module list (``encoder.layer.3``). What enters or leaves a
+block is kept, and so is everything outside of blocks; the inside is recomputed, that of the last
+block too. Without such module paths blocks lie between articulation points of the forward graph.
+
+Not optimal, and deaf to the budget: the habit that all others are compared with.
+"""
+
+import re
+
+import numpy as np
+
+from solvers.constraints import NO_CONSTRAINTS, Constraints
+from solvers.cuts import find_cuts, forward_uses, pinned_values
+from solvers.graph import Graph
+from solvers.search import Search
+from solvers.solution import Progress, Solution
+
+NAME = "checkpoint_all"
+BLOCK = re.compile(r"^(?:[^.]*[^.\d][^.]*\.)*?\d+(?=\.|$)")
+
+
+def solve(
+    graph: Graph,
+    budget: int | None,
+    *,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+    constraints: Constraints | None = None,
+) -> Solution:
+    """Recompute the inside of every block; arguments as of every solver."""
+    search = Search(NAME, graph, budget, time_limit, progress, constraints or NO_CONSTRAINTS)
+    search.try_kept(block_boundaries(graph))
+    return search.solution()
+
+
+def block_boundaries(graph: Graph) -> np.ndarray:
+    """Which values enter, leave or lie outside of blocks, bool."""
+    blocks = [block_of(op.module) for op in graph.ops[: graph.forward_length]]
+    if len({b for b in blocks if b is not None}) < 2:
+        uses = forward_uses(graph)
+        pinned = pinned_values(graph, uses)
+        cuts = find_cuts(graph, uses, pinned)
+        pinned |= cuts.kept_at(np.flatnonzero(cuts.articulation).tolist())
+        return pinned
+    kept = np.ones(len(graph.values), dtype=bool)
+    for i, block in enumerate(blocks):
+        if block is None:
+            continue
+        for v in graph.ops[i].outputs:
+            readers = [c for c in graph.consumers[v] if c < graph.forward_length]
+            kept[v] = any(blocks[c] != block for c in readers) or graph.values[v].held_until is not None
+    return kept
+
+
+def block_of(module: str) -> str | None:
+    """The block that a module path lies in; None for a path outside of any."""
+    found = BLOCK.match(module)
+    return found.group() if found else None

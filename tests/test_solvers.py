@@ -1,0 +1,94 @@
+"""What holds for every solver: valid schedules, budgets kept, constraints honoured."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from solvers import SOLVERS, Constraints, Graph, GraphError, Status, check, simulate
+from solvers.checkpoint_all import block_of
+from tests.graphs import chain, graphs, transformer
+
+FAST = [name for name in SOLVERS if name != "exact"]
+
+
+@pytest.mark.parametrize("name", FAST)
+@settings(deadline=None, max_examples=40)
+@given(graphs(most=25), st.one_of(st.none(), st.floats(0.05, 1.1)))
+def test_solutions_are_valid(name: str, graph: Graph, fraction: float | None) -> None:
+    peak = simulate(graph, graph.base_schedule).peak_bytes
+    budget = None if fraction is None else int(fraction * peak)
+    solution = SOLVERS[name](graph, budget, time_limit=2)
+    check(graph, solution.schedule)
+    timeline = simulate(graph, solution.schedule)
+    assert (timeline.peak_bytes, timeline.seconds) == (solution.peak_bytes, solution.seconds)
+    if budget is not None:
+        assert solution.feasible == (solution.peak_bytes <= budget)
+    if solution.bound_seconds is not None:
+        assert solution.bound_seconds <= solution.seconds + 1e-9
+
+
+@pytest.mark.parametrize("name", FAST)
+@settings(deadline=None, max_examples=15)
+@given(graphs(most=15), st.integers(0, 2**20), st.floats(0.3, 1.1))
+def test_constraints_are_honoured(name: str, graph: Graph, seed: int, fraction: float) -> None:
+    rng = np.random.default_rng(seed)
+    keep, again = rng.random((2, len(graph.values))) < 0.2
+    again &= ~keep
+    budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
+    solution = SOLVERS[name](graph, budget, constraints=Constraints(keep, again), time_limit=2)
+    check(graph, solution.schedule)
+    ran = {v for row in solution.schedule[graph.forward_length :].tolist() for v in graph.ops[row].outputs}
+    for op in graph.ops[graph.forward_length : graph.base_length]:
+        for v in op.inputs:
+            own = graph.recompute_row[v] >= 0 and op.region == graph.ops[graph.producer[v]].region
+            assert not (own and again[v]) or v in ran
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_step_without_backward(name: str) -> None:
+    graph = chain(1)
+    assert SOLVERS[name](graph, 10**6).feasible
+
+
+def test_none_proves_that_it_is_optimal() -> None:
+    graph = chain(5)
+    solution = SOLVERS["none"](graph, 10**6)
+    assert solution.status is Status.OPTIMAL
+    assert solution.gap == 0
+    assert SOLVERS["none"](graph, 1).status is Status.INFEASIBLE
+
+
+def test_manual_keeps_what_it_is_told() -> None:
+    graph = chain(20)
+    keep = np.zeros(len(graph.values), dtype=bool)
+    keep[[5, 10, 15]] = True
+    solution = SOLVERS["manual"](graph, None, constraints=Constraints(keep=keep))
+    again = set(solution.schedule[20:].tolist()) & set(range(20))
+    assert again == set(range(15)) - {5, 10}
+
+
+def test_contradicting_constraints_are_refused() -> None:
+    with pytest.raises(GraphError, match="both kept and recomputed"):
+        Constraints(np.array([True]), np.array([True]))
+
+
+@pytest.mark.parametrize(
+    ("module", "block"),
+    [
+        ("encoder.layer.3.attention.self", "encoder.layer.3"),
+        ("blocks.11", "blocks.11"),
+        ("0.1.2", "0"),
+        ("head", None),
+        ("", None),
+        ("conv2d.weight", None),
+    ],
+)
+def test_blocks_by_module_path(module: str, block: str | None) -> None:
+    assert block_of(module) == block
+
+
+def test_checkpointing_every_block_saves_memory() -> None:
+    graph = transformer(6)
+    solution = SOLVERS["checkpoint_all"](graph, None)
+    assert solution.peak_bytes < 0.6 * simulate(graph, graph.base_schedule).peak_bytes
