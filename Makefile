@@ -1,0 +1,60 @@
+# Two commands for a fresh machine with Python 3.11: `make demo` and `make test`. Everything goes into $(VENV).
+VENV ?= .venv
+PYTHON ?= python3.11
+TORCH ?= torch==2.13.0
+OUT ?= out
+
+BIN := $(VENV)/bin
+# One thread for each of the two test workers, so that they do not fight over cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all lint format schema picture bench clean
+
+help:  ## List these commands.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+venv: $(BIN)/.installed  ## Make the virtual environment.
+
+# torch comes first and by itself: a later install finds it there and leaves it alone.
+$(BIN)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: venv  ## Plan a BERT for 60 % of its memory, train with the plan, compare with the unplanned step.
+	mkdir -p $(OUT)
+	$(BIN)/python examples/bert.py --budget 60% --plan $(OUT)/bert-plan.json
+	$(BIN)/python -m planner show $(OUT)/bert-plan.json
+
+test: venv  ## Run the tests that take seconds.
+	$(PYTEST) -m "not heavy" -n 2
+
+test-all: venv  ## Run all tests.
+	$(PYTEST) -m "not heavy" -n 2
+	$(PYTEST) -m heavy
+
+lint: venv  ## Check style and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv  ## Lay out the code.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+schema: venv  ## Write docs/plan.schema.json from the code.
+	$(BIN)/python -m planner schema --output docs/plan.schema.json
+
+picture: venv  ## Draw the picture of the README from the demo's plan.
+	mkdir -p $(OUT)
+	$(BIN)/python examples/bert.py --budget 60% --plan $(OUT)/bert-plan.json --steps 0
+	$(BIN)/python -m planner show $(OUT)/bert-plan.json --figure docs/bert.svg
+
+bench: venv  ## Run the benchmarks, one after the other.
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:  ## Remove what these commands made, the virtual environment as well.
+	rm -rf $(VENV) $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
