@@ -1,0 +1,236 @@
+"""The accelerators a plan can be made for: memory, bandwidth, arithmetic and allocator granularity.
+
+Planning needs a device's figures, not the device: a plan for a GPU that is not there is made from
+the table below. ``"cpu"`` is a fixed reference processor (with this machine's memory), so that plans and
+overheads are comparable between machines; ``"cuda"`` is the GPU that is present.
+
+FLOP/s are the makers' dense peak figures (no structured sparsity), matrix units included where a
+dtype has them, with 32-bit accumulation. ``memory_bytes`` is what CUDA reports as the total of the
+device (the figure in PyTorch's out-of-memory messages), which is less than the figure on the box.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from planner.errors import PlannerError
+
+GIB = 1 << 30
+# PyTorch's CUDA caching allocator rounds every block up to 512 bytes (kMinBlockSize).
+CUDA_ROUNDING_BYTES = 512
+# A CUDA context with PyTorch's kernels takes 300 to 550 MiB: it depends on card, driver and CUDA version.
+CUDA_CONTEXT_BYTES = 500 << 20
+# Kernels shorter than this are bound by their launch.
+CUDA_LAUNCH_SECONDS = 4e-6
+
+
+class DeviceError(PlannerError, ValueError):
+    """A device name is unknown, ambiguous, or names hardware that is not here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What the cost model and the memory model know of one device.
+
+    Attributes:
+        name: For people and plan files.
+        kind: ``"cuda"`` (also AMD's, under ROCm) or ``"cpu"``.
+        memory_bytes: Total memory of the device.
+        bandwidth: Bytes per second between memory and processor.
+        flops: FLOP/s by dtype name (``"float32"``, ``"bfloat16"``, ...); ``"tf32"`` is what ``float32``
+            matrix products reach where TF32 is allowed.
+        launch_seconds: Time that every kernel takes at least.
+        allocation_rounding_bytes: Every allocation is rounded up to a multiple of this.
+        context_bytes: Memory gone before the first tensor exists.
+    """
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: int
+    bandwidth: float
+    flops: Mapping[str, float] = field(hash=False)
+    launch_seconds: float
+    allocation_rounding_bytes: int
+    context_bytes: int
+
+    def flops_of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """FLOP/s for matrix arithmetic in `dtype`; a dtype that is not listed counts as ``float32``."""
+        if tf32 and dtype is torch.float32 and "tf32" in self.flops:
+            return self.flops["tf32"]
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+
+
+def round_bytes(device: Device, count: int) -> int:
+    """Returns the bytes that an allocation of `count` bytes takes on `device`."""
+    rounding = device.allocation_rounding_bytes
+    return -(-count // rounding) * rounding
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    bandwidth_gb: float,
+    float64: float,
+    float32: float,
+    tf32: float | None,
+    float16: float,
+    bfloat16: float | None,
+    float8: float | None,
+) -> Device:
+    """`gib` as CUDA reports it; `bandwidth_gb` in 10^9 bytes/s; the dtypes in TFLOP/s."""
+    tera = {"float64": float64, "float32": float32, "float16": float16, "bfloat16": bfloat16 or float32}
+    if tf32 is not None:
+        tera["tf32"] = tf32
+    if float8 is not None:
+        tera |= {"float8_e4m3fn": float8, "float8_e5m2": float8}
+    return Device(
+        name=name,
+        kind="cuda",
+        memory_bytes=int(gib * GIB),
+        bandwidth=bandwidth_gb * 1e9,
+        flops=MappingProxyType({dtype: figure * 1e12 for dtype, figure in tera.items()}),
+        launch_seconds=CUDA_LAUNCH_SECONDS,
+        allocation_rounding_bytes=CUDA_ROUNDING_BYTES,
+        context_bytes=CUDA_CONTEXT_BYTES,
+    )
+
+
+_CPU = Device(
+    name="cpu",
+    kind="cpu",
+    memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    bandwidth=10e9,
+    flops=MappingProxyType(
+        dict.fromkeys(("float64", "float32", "float16", "bfloat16", "complex64", "complex128"), 125e9)
+    ),
+    launch_seconds=2e-6,
+    allocation_rounding_bytes=1,
+    context_bytes=0,
+)
+
+# fmt: off
+_TABLE = tuple(_gpu(*row) for row in (
+    # name, GiB, GB/s; TFLOP/s in float64, float32, TF32, float16, bfloat16, float8
+    # NVIDIA V100 datasheet (January 2020), SXM2. No bfloat16 units: it runs at the float32 rate.
+    ("V100-16GB", 15.77, 900, 7.8, 15.7, None, 125, None, None),
+    ("V100-32GB", 31.74, 900, 7.8, 15.7, None, 125, None, None),
+    # NVIDIA T4 datasheet; float64 at 1/32 of float32 (Turing whitepaper).
+    ("T4", 14.75, 320, 0.25, 8.1, None, 65, None, None),
+    # NVIDIA A10 datasheet; float64 at 1/32 (GA102 whitepaper).
+    ("A10", 22.2, 600, 0.98, 31.2, 62.5, 125, 125, None),
+    # NVIDIA A100 datasheet, SXM4; float64 outside the matrix units.
+    ("A100-40GB", 39.39, 1555, 9.7, 19.5, 156, 312, 312, None),
+    ("A100-80GB", 79.15, 2039, 9.7, 19.5, 156, 312, 312, None),
+    # NVIDIA L4 and L40S datasheets; figures with sparsity halved. float64 at 1/64 (Ada whitepaper).
+    ("L4", 22.03, 300, 0.47, 30.3, 60, 121, 121, 242),
+    ("L40S", 44.4, 864, 1.43, 91.6, 183, 362, 362, 733),
+    # NVIDIA H100 (SXM5) and H200 (SXM) datasheets; figures with sparsity halved.
+    ("H100", 79.1, 3350, 34, 67, 494, 989, 989, 1979),
+    ("H200", 139.8, 4800, 34, 67, 494, 989, 989, 1979),
+    # NVIDIA DGX B200 datasheet, an eighth of the system; figures with sparsity halved.
+    ("B200", 178.3, 8000, 37, 75, 1125, 2250, 2250, 4500),
+    # GA102, Ada and RTX Blackwell architecture whitepapers; matrix products with 32-bit accumulation.
+    ("RTX3090", 23.69, 936, 0.56, 35.6, 35.6, 71, 71, None),
+    ("RTX4090", 23.64, 1008, 1.29, 82.6, 82.6, 165.2, 165.2, 330.3),
+    ("RTX5090", 31.36, 1792, 1.64, 104.8, 104.8, 209.5, 209.5, 419),
+    # AMD Instinct MI250 data sheet, one of its two dies: that is the device PyTorch sees.
+    ("MI250", 63.98, 1638, 45.3, 45.3, None, 181, 181, None),
+    # AMD Instinct MI300X data sheet; float32 and float64 on the matrix cores.
+    ("MI300X", 191.9, 5300, 163.4, 163.4, 654, 1307, 1307, 2615),
+))
+# fmt: on
+
+DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in (*_TABLE, _CPU)})
+
+
+def find_device(name: str | torch.device | Device | None, model_device: torch.device | None = None) -> Device:
+    """Finds the device that a plan is for.
+
+    Args:
+        name: A name from the table (``"A100-80GB"``; case, spaces, ``-`` and ``_`` do not matter), ``"cpu"``,
+            ``"cuda"`` or ``"cuda:1"`` for a GPU that is present, a :class:`torch.device`, a
+            :class:`Device` of one's own, or ``None`` for the device the model is on.
+        model_device: Where the model's parameters are; used when `name` is ``None``. A model on the
+            meta device counts as on the CPU.
+
+    Raises:
+        DeviceError: the name is unknown (near matches are listed), fits several, or is that of a GPU
+            that is not here.
+    """
+    if isinstance(name, Device):
+        return name
+    if name is None:
+        name = model_device if model_device is not None and model_device.type != "meta" else "cpu"
+    if isinstance(name, torch.device):
+        name = str(name)
+    wanted = _plain(name)
+    if re.fullmatch(r"cpu(:0)?", wanted):
+        return _CPU
+    if match := re.fullmatch(r"cuda(?::(\d+))?", wanted):
+        return _present_gpu(int(match[1]) if match[1] else None)
+    exact = [device for device in DEVICES.values() if _plain(device.name) == wanted]
+    if exact:
+        return exact[0]
+    near = [device.name for device in DEVICES.values() if wanted and _plain(device.name).startswith(wanted)]
+    if near:
+        raise DeviceError(f"device {name!r} could be any of {', '.join(near)}: name one of them")
+    names = {_plain(known): known for known in DEVICES}
+    close = [names[plain] for plain in difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise DeviceError(
+        f"unknown device {name!r}: {hint}known are {', '.join(DEVICES)} and 'cuda' for the GPU that is here"
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+def _present_gpu(index: int | None) -> Device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise DeviceError("no CUDA device is here: plan for one by its name, for example device='A100-80GB'")
+    if index is None:
+        index = torch.cuda.current_device()
+    if index >= count:
+        raise DeviceError(f"device 'cuda:{index}' does not exist: this machine has {count}, numbered from 0")
+    properties = torch.cuda.get_device_properties(index)
+    return described_gpu(properties.name, properties.total_memory, properties)
+
+
+def described_gpu(product: str, memory_bytes: int, properties: object = None) -> Device:
+    """The device for a GPU that the driver calls `product` (``"NVIDIA A100-SXM4-80GB"``).
+
+    Its figures come from the table where it is listed, and are estimated from `properties` (those of
+    :func:`torch.cuda.get_device_properties`) where it is not. Its memory is always `memory_bytes`.
+    """
+    listed = [device for device in _TABLE if _names(product, device)]
+    if listed:
+        nearest = min(listed, key=lambda device: abs(device.memory_bytes - memory_bytes))
+        return replace(nearest, name=product, memory_bytes=memory_bytes)
+    return replace(_estimated(properties), name=product, memory_bytes=memory_bytes)
+
+
+def _names(product: str, device: Device) -> bool:
+    model = _plain(device.name.split("-")[0])
+    maker_removed = re.sub(r"^(nvidia|tesla|geforce|amd|instinct)+", "", _plain(product))
+    # "A10" is no name of an A100, nor "L4" of an L40.
+    return re.match(rf"{model}(?![0-9])", maker_removed) is not None
+
+
+def _estimated(properties: object) -> Device:
+    """From clocks and counts: 128 fused multiply-adds a clock and multiprocessor, double data rate memory."""
+    units = int(getattr(properties, "multi_processor_count", 0) or 40)
+    clock = float(getattr(properties, "clock_rate", 0) or 1.5e6) * 1e3
+    memory_clock = float(getattr(properties, "memory_clock_rate", 0) or 0) * 1e3
+    bus_bits = float(getattr(properties, "memory_bus_width", 0) or 0)
+    float32 = units * 128 * 2 * clock / 1e12
+    bandwidth = 2 * memory_clock * bus_bits / 8 / 1e9 or 500.0
+    half = 4 * float32
+    return _gpu("", 0, bandwidth, float32 / 32, float32, None, half, half, None)

@@ -1,0 +1,356 @@
+"""Bytes that a kernel allocates and frees inside itself, seen by running it once on the device at hand.
+
+Fake tensors know an operator's outputs but not the scratch memory of its kernel: convolutions in oneDNN and
+cuDNN, attention, reductions in several passes. Each distinct operator, with its shapes, strides, dtypes and
+other arguments, is run on tensors made for the purpose, one at a time, and its allocator events are read. The
+answers are kept in memory and on disk.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner._torch import (
+    OpOverload,
+    concrete_size,
+    plain_execution,
+    profiler_is_active,
+    record_cpu_allocations,
+    tree_leaves,
+)
+from planner.errors import PlannerError
+from planner.workspace_cache import (
+    call_signature,
+    default_cache_path,
+    environment,
+    read_entries,
+    write_entries,
+)
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+_CHUNK = 64
+_MAX_RUNS = 4
+_MARK = "planner.workspace."
+# These share their input's storage, or copy where its strides do not allow that.
+_MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.to})
+# Anything else may have effects, or may not survive made-up inputs.
+_NAMESPACES = frozenset({"aten", "prims", "mkldnn", "torchvision"})
+
+Progress = Callable[[int, int], None]
+"""Called with how many operators have been run, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator with its arguments; tensors among them may be fake, and may be nested in lists."""
+
+    func: OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OpMemory:
+    """The memory of one operator.
+
+    Attributes:
+        workspace_bytes: The most it held at once beyond what is there when it returns.
+        output_bytes: Size of the storage of each of its outputs, flattened; 0 for one that shares a storage
+            with an input or an earlier output, and for what is no tensor. Empty for an operator that was not
+            run (a view, or a failure).
+    """
+
+    workspace_bytes: int
+    output_bytes: tuple[int, ...]
+
+
+NOT_RUN = OpMemory(0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    memory: OpMemory
+    net_bytes: int
+
+    @property
+    def clean(self) -> bool:
+        """Nothing but the outputs was allocated, so that a second run could not differ."""
+        return self.memory.workspace_bytes == 0 and self.net_bytes == sum(self.memory.output_bytes)
+
+
+class WorkspaceMeter:
+    """Measures operators on one device, each distinct one once.
+
+    Attributes:
+        failures: Operators that could not be run, with the reason, by signature. Their workspace counts as 0.
+    """
+
+    def __init__(self, device: torch.device | str, cache_path: Path | str | None = "default") -> None:
+        """
+        Args:
+            device: Where to run: the CPU, or a CUDA device that is here.
+            cache_path: JSON file that remembers; ``"default"`` is one in the user's cache directory, ``None``
+                none. A file that cannot be read or written costs time, not correctness.
+        """
+        self.device = torch.device(device)
+        self.failures: dict[str, str] = {}
+        self._known: dict[str, OpMemory] = {}
+        if cache_path == "default":
+            cache_path = default_cache_path()
+        self._path = None if cache_path is None else Path(cache_path)
+        self._environment = environment(self.device)
+        self._loaded = False
+
+    def measure(self, calls: Iterable[Call], progress: Progress | None = None) -> list[OpMemory]:
+        """Returns the memory of each call, in order, running those not yet known.
+
+        The state of the random generators, and whatever modes and autocast are active, stay as they are.
+
+        Raises:
+            PlannerError: a profiler session is open, which measuring on the CPU would end.
+        """
+        self._load()
+        signatures: list[str | None] = []
+        pending: dict[str, Call] = {}
+        for call in calls:
+            signature = None
+            if _allocates(call.func):
+                try:
+                    signature = call_signature(call.func, call.args, call.kwargs)
+                except (TypeError, ValueError) as error:
+                    self._fail(str(call.func), str(error))
+            signatures.append(signature)
+            if signature is not None and signature not in self._known and signature not in self.failures:
+                pending[signature] = call
+        if pending:
+            self._run_all(pending, progress)
+            self._save({key: self._known[key] for key in pending if key in self._known})
+        return [NOT_RUN if s is None else self._known.get(s, NOT_RUN) for s in signatures]
+
+    # ---- running ------------------------------------------------------------------------------
+
+    def _run_all(self, pending: Mapping[str, Call], progress: Progress | None) -> None:
+        if self.device.type == "cpu" and profiler_is_active():
+            raise PlannerError("a torch.profiler session is open: close it before memory is measured")
+        todo = list(pending)
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            for start in range(0, len(todo), _CHUNK):
+                self._settle({key: pending[key] for key in todo[start : start + _CHUNK]})
+                if progress is not None:
+                    progress(min(start + _CHUNK, len(todo)), len(todo))
+
+    def _settle(self, chunk: Mapping[str, Call]) -> None:
+        """Runs each operator until what it allocates repeats: first runs fill caches that stay."""
+        before: dict[str, _Run] = {}
+        for _ in range(_MAX_RUNS):
+            runs = self._run_chunk({key: call for key, call in chunk.items() if key not in self._known})
+            for key, run in runs.items():
+                if run.clean or before.get(key) == run:
+                    self._known[key] = run.memory
+            before = {key: run for key, run in runs.items() if key not in self._known}
+            if not before:
+                return
+            chunk = {key: chunk[key] for key in before}
+        for key, run in before.items():
+            logger.debug("%s allocates differently each time; the last is taken", key)
+            self._known[key] = run.memory
+
+    def _run_chunk(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
+        run = self._run_on_cuda if self.device.type == "cuda" else self._run_on_cpu
+        with plain_execution(self.device.type):
+            return run(chunk)
+
+    def _run_on_cpu(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
+        outputs: dict[str, tuple[int, ...]] = {}
+
+        def run_each() -> None:
+            for number, (key, call) in enumerate(chunk.items()):
+                with self._reporting(key):
+                    args, kwargs, inputs = self._real_arguments(call)
+                    with torch.profiler.record_function(f"{_MARK}{number}"):
+                        result = call.func(*args, **kwargs)
+                    outputs[key] = _output_bytes(result, inputs, round_up=1)
+                    del result, args, kwargs, inputs
+
+        recording = record_cpu_allocations(run_each)
+        runs = {}
+        for number, key in enumerate(chunk):
+            if key in outputs:
+                first, last = recording.marks[f"{_MARK}{number}"]
+                net = peak = 0
+                for _, count in recording.allocations_between(first, last):
+                    net += count
+                    peak = max(peak, net)
+                runs[key] = _Run(OpMemory(peak - max(net, 0), outputs[key]), net)
+        return runs
+
+    def _run_on_cuda(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
+        runs = {}
+        with torch.cuda.device(self.device):
+            for key, call in chunk.items():
+                with self._reporting(key):
+                    args, kwargs, inputs = self._real_arguments(call)
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                    result = call.func(*args, **kwargs)
+                    after = torch.cuda.memory_allocated()
+                    peak = torch.cuda.max_memory_allocated()
+                    outputs = _output_bytes(result, inputs, round_up=1)
+                    rounded = _output_bytes(result, inputs, round_up=512)
+                    torch.cuda.synchronize()
+                    del result, args, kwargs, inputs
+                    # `clean` compares what was allocated with outputs as the allocator rounds them.
+                    excess = after - before - sum(rounded)
+                    runs[key] = _Run(OpMemory(peak - max(after, before), outputs), sum(outputs) + excess)
+        return runs
+
+    @contextmanager
+    def _reporting(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a kernel says about inputs that were made up
+            self._fail(key, f"{type(error).__name__}: {error}")
+
+    def _fail(self, key: str, reason: str) -> None:
+        logger.debug("no workspace known for %s: %s", key, reason)
+        self.failures[key] = reason
+
+    # ---- inputs -------------------------------------------------------------------------------
+
+    def _real_arguments(self, call: Call) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:
+        """The arguments with real tensors in the place of fake ones, and those tensors."""
+        if call.func.namespace not in _NAMESPACES:
+            raise ValueError("not run: operators from outside PyTorch may have effects")
+        needed = 2 * sum(_storage_length(t) * t.element_size() for t in _tensors([call.args, call.kwargs]))
+        if needed > (available := _available_bytes(self.device)):
+            raise MemoryError(f"not run: it needs about {needed} bytes and {available} are free")
+        made: dict[int, torch.Tensor] = {}
+        # Factorisations and solvers need matrices that are well conditioned.
+        matrices = "linalg" in str(call.func) or "cholesky" in str(call.func)
+
+        def real(nest: Any) -> Any:
+            if isinstance(nest, torch.Tensor):
+                if id(nest) not in made:
+                    made[id(nest)] = self._made_tensor(nest, matrices)
+                return made[id(nest)]
+            if isinstance(nest, (list, tuple)):
+                return type(nest)(real(item) for item in nest)
+            if isinstance(nest, torch.SymInt):
+                return concrete_size(nest)
+            if isinstance(nest, torch.device) and nest.type == "meta":
+                return self.device
+            return nest
+
+        args = [real(argument) for argument in call.args]
+        kwargs = {name: real(argument) for name, argument in call.kwargs.items()}
+        if complete := _RESERVES.get(call.func.overloadpacket):
+            complete(args)
+        return args, kwargs, list(made.values())
+
+    def _made_tensor(self, like: torch.Tensor, matrix: bool) -> torch.Tensor:
+        """A tensor of the same shape, strides and dtype: floats 1 (valid as a variance too), the others 0."""
+        if like.layout is not torch.strided:
+            raise ValueError(f"not run: an input has layout {like.layout}")
+        device = self.device if like.device.type == "meta" else like.device
+        fill = 1.0 if like.is_floating_point() or like.is_complex() else 0
+        flat = torch.empty(_storage_length(like), dtype=like.dtype, device=device).fill_(fill)
+        made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()))
+        if matrix and fill and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
+            made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
+        return made
+
+    def _load(self) -> None:
+        if not self._loaded:
+            self._loaded = True
+            for key, numbers in read_entries(self._path, self._environment).items():
+                self._known.setdefault(key, OpMemory(numbers[0], tuple(numbers[1:])))
+
+    def _save(self, measured: Mapping[str, OpMemory]) -> None:
+        entries = {key: [memory.workspace_bytes, *memory.output_bytes] for key, memory in measured.items()}
+        write_entries(self._path, self._environment, entries)
+
+
+def _allocates(func: object) -> bool:
+    return isinstance(func, OpOverload) and not (func.is_view and func.overloadpacket not in _MAY_COPY)
+
+
+def _tensors(nest: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, (list, tuple)):
+        for item in nest:
+            yield from _tensors(item)
+    elif isinstance(nest, Mapping):
+        yield from _tensors(list(nest.values()))
+
+
+def _storage_length(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory."""
+    sizes = _concrete(tensor.shape)
+    if tensor.layout is not torch.strided or 0 in sizes:
+        return 0
+    strides = _concrete(tensor.stride())
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _concrete(sizes: Iterable[int]) -> list[int]:
+    return [concrete_size(size) for size in sizes]
+
+
+def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], round_up: int) -> tuple[int, ...]:
+    seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    sizes = []
+    for output in tree_leaves(result):
+        size = 0
+        if isinstance(output, torch.Tensor) and output.layout is torch.strided:
+            storage = output.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                size = -(-storage.nbytes() // round_up) * round_up
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# ---- operators whose inputs must come from another operator ---------------------------------------
+# The reserve that a recurrent layer hands to its backward has a size that fake tensors do not know, and
+# the kernels do not check it: it is made by running the layer.
+
+
+def _mkldnn_rnn_reserve(args: list[Any]) -> None:
+    reverse, mode, hidden, layers, biases, train, bidirectional, batch_sizes, batch_first = args[13:22]
+    forward = aten.mkldnn_rnn_layer(
+        *args[:7], reverse, batch_sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
+    )
+    args[22] = forward[3]
+
+
+def _cudnn_rnn_reserve(args: list[Any]) -> None:
+    forward = aten._cudnn_rnn(*args[:6], *args[10:20])
+    args[3], args[20] = forward[4], forward[3]
+
+
+_RESERVES: dict[object, Callable[[list[Any]], None]] = {
+    aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_reserve,
+    aten._cudnn_rnn_backward: _cudnn_rnn_reserve,
+}
