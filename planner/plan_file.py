@@ -183,6 +183,8 @@ def _first_problem(error: ValidationError) -> str:
     field = ""
     for part in location:
         field += f"[{part}]" if isinstance(part, int) else f"{'.' if field else ''}{part}"
+    # A field that is not known is named by the file.
+    field = "".join(character if character.isprintable() else "?" for character in field[:200])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{field}: {message}{more}"
 

@@ -1,0 +1,174 @@
+"""Plans as text and as figures."""
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import planner
+from planner.plan_file import Holder, Plan
+from planner.report import figure
+from planner.report.modules import module_rows
+from planner.report.text import format_seconds, module_table, printable, render, sparkline, timeline_chart
+from planner.report.verification import render_verification
+from tests.plans import LAYER_OPS, MIB, layered_plan
+
+
+def _text(what: object, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(what)
+    return out.getvalue()
+
+
+def test_the_report_says_what_matters() -> None:
+    text = _text(render(layered_plan(), width=100))
+    for words in (
+        "zoo.GPT",
+        "8x128",
+        "60%",
+        "+10.0%",
+        "sqrt_n",
+        "141.0 MiB (100%)",
+        "101.0 MiB (72%)",
+        "budget",
+    ):
+        assert words in text
+    assert all(len(line.rstrip()) <= 100 for line in text.splitlines())
+
+
+def test_layers_that_are_treated_alike_share_a_line() -> None:
+    rows = module_rows(layered_plan(layers=6, kept_layers=2))
+    names = {row.name: row for row in rows}
+    assert names["[0-3]"].count == 4
+    assert names["[0-3]"].share.recomputed_ops == 4 * (len(LAYER_OPS) - 1)
+    assert names["[0-3]"].share.recomputed_bytes == 4 * (len(LAYER_OPS) - 1) * MIB
+    assert names["[4-5]"].share.recomputed_ops == 0
+    # Nothing is said of what is in layers that are kept whole.
+    assert rows[-1].name == "[4-5]"
+
+
+def test_the_first_line_is_the_whole_model() -> None:
+    plan = layered_plan()
+    first = module_rows(plan)[0]
+    graph = plan.graphs[0]
+    assert first.share.ops == graph.forward_length
+    assert first.share.recomputed_ops == len(graph.recomputed)
+    assert first.share.kept_bytes == len(graph.kept) * MIB
+
+
+def test_a_long_table_is_cut() -> None:
+    plan = layered_plan()
+    graph = plan.graphs[0]
+    ops = [
+        op.model_copy(update={"module": f"part{index}"}) if op.phase == "forward" else op
+        for index, op in enumerate(graph.ops)
+    ]
+    many = plan.model_copy(update={"graphs": [graph.model_copy(update={"ops": ops})] * 3})
+    assert len(module_rows(many)) == 51
+    text = _text(module_table(many), width=120)
+    assert "part49" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+@pytest.mark.parametrize("budget_text", ["60%", "min"])
+def test_the_chart_fits_and_shows_the_budget(width: int, budget_text: str) -> None:
+    chart = timeline_chart(layered_plan(budget_text=budget_text), width=width).plain
+    assert all(len(line) <= max(width, 70) for line in chart.splitlines())
+    assert ("─ budget" in chart) == (budget_text != "min")
+    assert "█" in chart
+    assert "backward" in chart
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 4, 8]) == " " * 20 + "▄" * 20 + "█" * 20
+    assert sparkline([]) == " " * 60
+    assert len(sparkline(range(1000), width=30)) == 30
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.0, "0 ns"), (3e-9, "3 ns"), (1.5e-5, "15 us"), (0.0123, "12.3 ms"), (1234.0, "1234 s")],
+)
+def test_times_for_people(seconds: float, shown: str) -> None:
+    assert format_seconds(seconds) == shown
+
+
+def test_names_cannot_move_the_cursor_or_colour_the_text() -> None:
+    plan = layered_plan()
+    nasty = "\x1b[2J[red]layer[/red]\n"
+    model = plan.model.model_copy(update={"class_name": nasty})
+    holders = [Holder(module=nasty, bytes=5)]
+    text = _text(render(plan.model_copy(update={"model": model, "peak_holders": holders, "notes": [nasty]})))
+    assert "\x1b" not in text
+    assert text.count("[red]layer[/red]") == 3
+    assert printable(nasty) == "?[2J[red]layer[/red]?"
+
+
+def test_a_plan_without_recomputation_is_one_line() -> None:
+    rows = module_rows(layered_plan(layers=3, kept_layers=3))
+    assert [row.name for row in rows] == ["(the model)"]
+
+
+@pytest.mark.parametrize("ending", figure.FORMATS)
+def test_figures_are_written_whole(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"plan.{ending}"
+    figure.save(layered_plan(), path)
+    assert path.stat().st_size > 1000
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_same_plan_draws_the_same_file(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        figure.save(layered_plan(), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_odd_names_are_drawn(tmp_path: Path) -> None:
+    plan = layered_plan(budget_text="min").model_copy(
+        update={"peak_holders": [Holder(module=f"$\\frac{n}$", bytes=5) for n in range(20)]}
+    )
+    figure.save(plan, tmp_path / "plan.png")
+
+
+def test_an_unknown_format_is_named() -> None:
+    with pytest.raises(planner.PlannerError, match=r"plan\.txt.*\.svg"):
+        figure.check_figure("plan.txt")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(planner.PlannerError, match=r"torch-checkpoint-planner\[plot\]"):
+        figure.draw(layered_plan())
+
+
+@dataclass
+class _Verified:
+    ok: bool = True
+    loss_equal: bool = True
+    gradients_equal: bool = True
+    buffers_equal: bool = True
+    rng_equal: bool = True
+    measured_dynamic_peak_bytes: int = 99 * MIB
+    predicted_dynamic_peak_bytes: int = 100 * MIB
+    baseline_measured_dynamic_peak_bytes: int = 200 * MIB
+    baseline_predicted_dynamic_peak_bytes: int = 200 * MIB
+    seconds: float = 1.1
+    baseline_seconds: float = 1.0
+    overhead: float = 0.1
+    problems: list[str] = field(default_factory=list)
+
+
+def test_a_verification_shows_both_peaks_and_its_problems() -> None:
+    good = _text(render_verification(_Verified()))
+    for words in ("verified", "gradients equal", "99.0 MiB", "0.9900", "+10.0%"):
+        assert words in good
+    bad = _text(render_verification(_Verified(ok=False, buffers_equal=False, problems=["buffers: bn.mean"])))
+    for words in ("NOT VERIFIED", "buffers DIFFER", "problem: buffers: bn.mean"):
+        assert words in bad
+
+
+def test_a_loaded_plan_shows_as_the_one_saved() -> None:
+    plan = layered_plan()
+    assert _text(render(Plan.loads(plan.dumps()))) == _text(render(plan))
