@@ -9,7 +9,7 @@ answers are kept in memory and on disk.
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from planner._torch import (
     record_cpu_allocations,
     tree_leaves,
 )
+from planner.devices import CUDA_ROUNDING_BYTES
 from planner.errors import PlannerError
 from planner.workspace_cache import (
     call_signature,
@@ -79,12 +80,13 @@ NOT_RUN = OpMemory(0, ())
 @dataclass(frozen=True, slots=True)
 class _Run:
     memory: OpMemory
-    net_bytes: int
+    kept_bytes: int
+    """What it left allocated beyond its outputs."""
 
     @property
     def clean(self) -> bool:
         """Nothing but the outputs was allocated, so that a second run could not differ."""
-        return self.memory.workspace_bytes == 0 and self.net_bytes == sum(self.memory.output_bytes)
+        return self.memory.workspace_bytes == 0 and self.kept_bytes == 0
 
 
 class WorkspaceMeter:
@@ -104,6 +106,7 @@ class WorkspaceMeter:
         self.device = torch.device(device)
         self.failures: dict[str, str] = {}
         self._known: dict[str, OpMemory] = {}
+        self._masks_false: set[str] = set()
         if cache_path == "default":
             cache_path = default_cache_path()
         self._path = None if cache_path is None else Path(cache_path)
@@ -153,17 +156,22 @@ class WorkspaceMeter:
         """Runs each operator until what it allocates repeats: first runs fill caches that stay."""
         before: dict[str, _Run] = {}
         for _ in range(_MAX_RUNS):
-            runs = self._run_chunk({key: call for key, call in chunk.items() if key not in self._known})
+            runs = self._run_chunk(chunk)
             for key, run in runs.items():
                 if run.clean or before.get(key) == run:
                     self._known[key] = run.memory
-            before = {key: run for key, run in runs.items() if key not in self._known}
-            if not before:
+            before = runs
+            chunk = {
+                key: call
+                for key, call in chunk.items()
+                if key not in self._known and key not in self.failures
+            }
+            if not chunk:
                 return
-            chunk = {key: chunk[key] for key in before}
         for key, run in before.items():
-            logger.debug("%s allocates differently each time; the last is taken", key)
-            self._known[key] = run.memory
+            if key in chunk:
+                logger.debug("%s allocates differently each time; the last is taken", key)
+                self._known[key] = run.memory
 
     def _run_chunk(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
         run = self._run_on_cuda if self.device.type == "cuda" else self._run_on_cpu
@@ -173,53 +181,59 @@ class WorkspaceMeter:
     def _run_on_cpu(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
         outputs: dict[str, tuple[int, ...]] = {}
 
+        def run_one(mark: str, key: str, call: Call) -> None:
+            args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
+            with _grad_mode(call.func), torch.profiler.record_function(mark):
+                result = call.func(*args, **kwargs)
+            outputs[key] = _output_bytes(result, inputs)
+
         def run_each() -> None:
             for number, (key, call) in enumerate(chunk.items()):
-                with self._reporting(key):
-                    args, kwargs, inputs = self._real_arguments(call)
-                    with torch.profiler.record_function(f"{_MARK}{number}"):
-                        result = call.func(*args, **kwargs)
-                    outputs[key] = _output_bytes(result, inputs, round_up=1)
-                    del result, args, kwargs, inputs
+                with self._reporting(key, call):
+                    run_one(f"{_MARK}{number}", key, call)
 
         recording = record_cpu_allocations(run_each)
         runs = {}
         for number, key in enumerate(chunk):
             if key in outputs:
-                first, last = recording.marks[f"{_MARK}{number}"]
                 net = peak = 0
-                for _, count in recording.allocations_between(first, last):
+                for _, count in recording.allocations_between(*recording.marks[f"{_MARK}{number}"]):
                     net += count
                     peak = max(peak, net)
-                runs[key] = _Run(OpMemory(peak - max(net, 0), outputs[key]), net)
+                runs[key] = _Run(OpMemory(peak - net, outputs[key]), net - sum(outputs[key]))
         return runs
 
     def _run_on_cuda(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
+        def run_one(key: str, call: Call) -> _Run:
+            args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with _grad_mode(call.func):
+                result = call.func(*args, **kwargs)
+            after = torch.cuda.memory_allocated()
+            peak = torch.cuda.max_memory_allocated()
+            torch.cuda.synchronize()  # what goes wrong in the kernel shows here
+            outputs = _output_bytes(result, inputs)
+            rounded = sum(-(-size // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES for size in outputs)
+            return _Run(OpMemory(peak - after, outputs), after - before - rounded)
+
         runs = {}
         with torch.cuda.device(self.device):
             for key, call in chunk.items():
-                with self._reporting(key):
-                    args, kwargs, inputs = self._real_arguments(call)
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    result = call.func(*args, **kwargs)
-                    after = torch.cuda.memory_allocated()
-                    peak = torch.cuda.max_memory_allocated()
-                    outputs = _output_bytes(result, inputs, round_up=1)
-                    rounded = _output_bytes(result, inputs, round_up=512)
-                    torch.cuda.synchronize()
-                    del result, args, kwargs, inputs
-                    # `clean` compares what was allocated with outputs as the allocator rounds them.
-                    excess = after - before - sum(rounded)
-                    runs[key] = _Run(OpMemory(peak - max(after, before), outputs), sum(outputs) + excess)
+                with self._reporting(key, call):
+                    runs[key] = run_one(key, call)
         return runs
 
     @contextmanager
-    def _reporting(self, key: str) -> Iterator[None]:
+    def _reporting(self, key: str, call: Call) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever a kernel says about inputs that were made up
-            self._fail(key, f"{type(error).__name__}: {error}")
+            masks = any(tensor.dtype is torch.bool for tensor in _tensors([call.args, call.kwargs]))
+            if masks and key not in self._masks_false:
+                self._masks_false.add(key)  # and once more
+            else:
+                self._fail(key, f"{type(error).__name__}: {error}")
 
     def _fail(self, key: str, reason: str) -> None:
         logger.debug("no workspace known for %s: %s", key, reason)
@@ -227,7 +241,9 @@ class WorkspaceMeter:
 
     # ---- inputs -------------------------------------------------------------------------------
 
-    def _real_arguments(self, call: Call) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:
+    def _real_arguments(
+        self, call: Call, masks: bool
+    ) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:
         """The arguments with real tensors in the place of fake ones, and those tensors."""
         if call.func.namespace not in _NAMESPACES:
             raise ValueError("not run: operators from outside PyTorch may have effects")
@@ -241,7 +257,7 @@ class WorkspaceMeter:
         def real(nest: Any) -> Any:
             if isinstance(nest, torch.Tensor):
                 if id(nest) not in made:
-                    made[id(nest)] = self._made_tensor(nest, matrices)
+                    made[id(nest)] = self._made_tensor(nest, matrices, masks)
                 return made[id(nest)]
             if isinstance(nest, (list, tuple)):
                 return type(nest)(real(item) for item in nest)
@@ -254,18 +270,24 @@ class WorkspaceMeter:
         args = [real(argument) for argument in call.args]
         kwargs = {name: real(argument) for name, argument in call.kwargs.items()}
         if complete := _RESERVES.get(call.func.overloadpacket):
-            complete(args)
+            with torch.enable_grad():
+                complete(args)
         return args, kwargs, list(made.values())
 
-    def _made_tensor(self, like: torch.Tensor, matrix: bool) -> torch.Tensor:
-        """A tensor of the same shape, strides and dtype: floats 1 (valid as a variance too), the others 0."""
+    def _made_tensor(self, like: torch.Tensor, matrix: bool, masks: bool) -> torch.Tensor:
+        """A tensor of the same shape, strides and dtype.
+
+        Floats are 1, which is valid as a variance too, and integers 0, which is valid as an index.
+        Booleans are `masks`: all true selects the most there can be, where the size depends on that.
+        """
         if like.layout is not torch.strided:
             raise ValueError(f"not run: an input has layout {like.layout}")
         device = self.device if like.device.type == "meta" else like.device
-        fill = 1.0 if like.is_floating_point() or like.is_complex() else 0
+        floating = like.is_floating_point() or like.is_complex()
+        fill = masks if like.dtype is torch.bool else int(floating)
         flat = torch.empty(_storage_length(like), dtype=like.dtype, device=device).fill_(fill)
         made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()))
-        if matrix and fill and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
+        if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
         return made
 
@@ -307,7 +329,7 @@ def _concrete(sizes: Iterable[int]) -> list[int]:
     return [concrete_size(size) for size in sizes]
 
 
-def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], round_up: int) -> tuple[int, ...]:
+def _output_bytes(result: Any, inputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
     seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     sizes = []
     for output in tree_leaves(result):
@@ -316,7 +338,7 @@ def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], round_up: int) ->
             storage = output.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                size = -(-storage.nbytes() // round_up) * round_up
+                size = storage.nbytes()
         sizes.append(size)
     return tuple(sizes)
 
@@ -332,9 +354,14 @@ def _available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# ---- operators whose inputs must come from another operator ---------------------------------------
-# The reserve that a recurrent layer hands to its backward has a size that fake tensors do not know, and
-# the kernels do not check it: it is made by running the layer.
+# ---- recurrent layers -----------------------------------------------------------------------------
+# A layer's backward needs the reserve that the layer made. Its size is one that fake tensors do not know and
+# the kernels do not check, so it is made by running the layer.
+
+
+def _grad_mode(func: OpOverload) -> AbstractContextManager[None]:
+    """oneDNN's layers make a reserve only where the grad mode is on, whatever their ``train`` says."""
+    return torch.enable_grad() if func.overloadpacket is aten.mkldnn_rnn_layer else nullcontext()
 
 
 def _mkldnn_rnn_reserve(args: list[Any]) -> None:

@@ -1,0 +1,334 @@
+"""Every private PyTorch API that the project uses, and nothing else.
+
+A new torch release is one file's work: each function says what it hides. All of it was seen to
+work with torch 2.13.
+"""
+
+import bisect
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+import torch._functorch.config as functorch_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import CompileContext, TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BoxedFunction = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
+
+
+# ---- fake tensors -----------------------------------------------------------------------------
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode under which tensors have shapes but no data; real tensors may be mixed in."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: object) -> bool:
+    """Whether a value is a tensor without data."""
+    return isinstance(value, FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage, the same for all of its views, while the storage lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class InfrastructureMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo and autograd treat as if it were not there."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
+def current_backward_node() -> object | None:
+    """The autograd node whose backward is running in this thread; None outside of a backward."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node: object | None = torch._C._current_autograd_node()
+    return node
+
+
+def exclusively_owned(tensor: torch.Tensor) -> bool:
+    """Whether, seen from a dispatch mode, only the caller in C++ holds this tensor and its storage.
+
+    The Python wrappers that a dispatch mode brings into being are allowed for. This is the
+    condition under which the autograd engine accumulates gradients in place.
+    """
+    uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count() <= 4 and uses <= 2
+
+
+# ---- Dynamo -------------------------------------------------------------------------------------
+
+_DYNAMO_CONFIG: dict[str, Any] = {
+    # nn.LSTM and its kin are otherwise skipped without a word.
+    "allow_rnn": True,
+    # Past the limit Dynamo runs the original without a word; every new shape is one entry.
+    "recompile_limit": 64,
+    "accumulated_recompile_limit": 4096,
+}
+
+
+def dynamo_settings() -> contextlib.AbstractContextManager[None]:
+    """Settings of Dynamo that our captures need; the user's own come back on exit."""
+    return dynamo.config.patch(**_DYNAMO_CONFIG)  # type: ignore[no-any-return]
+
+
+def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` with static shapes, of a function that has a cache of its own.
+
+    Dynamo caches per code object. Every call gets a fresh one, so that no two planned modules
+    share (and exhaust) a cache.
+    """
+    fresh = type(function)(  # types.FunctionType
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return torch.compile(fresh, backend=backend, dynamic=False)
+
+
+def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """What ``module(*args, **kwargs)`` does when nothing is installed: hooks and forward."""
+    return module._call_impl(*args, **kwargs)
+
+
+def installed_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What is installed in place of a module's call (by us or by ``module.compile()``)."""
+    return module._compiled_call_impl
+
+
+def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Put ``call`` in place of the module's own; None takes it out. Pickle and deepcopy drop it."""
+    module._compiled_call_impl = call
+
+
+# ---- AOTAutograd ---------------------------------------------------------------------------------
+
+Partition = Callable[
+    [torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]
+]
+"""Splits a joint graph with a number of forward outputs into a forward and a backward graph."""
+
+
+def compile_joint(
+    graph: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    partition: Partition,
+    forward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
+    backward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
+) -> Callable[..., Any]:
+    """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
+
+    A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
+    ``partition`` is not called.
+    """
+
+    def partition_fn(
+        joint: torch.fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        return partition(joint, num_fwd_outputs)
+
+    backend = aot_autograd(
+        fw_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
+        bw_compiler=lambda gm, _inputs: _boxed(backward_compiler(gm)),
+        inference_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
+        partition_fn=partition_fn,
+    )
+    settings = functorch_config.patch(
+        # Donated buffers would make backward(retain_graph=True) an error.
+        donated_buffer=False,
+        # Compile the backward with the forward: nothing is left to happen in the user's backward.
+        force_non_lazy_backward_lowering=True,
+        enable_autograd_cache=False,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(settings)
+        if TracingContext.try_get() is None:
+            mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
+            stack.enter_context(tracing(TracingContext(mode or fake_mode())))
+        return backend(graph, example_inputs)  # type: ignore[no-any-return]
+
+
+def mutated_primals() -> frozenset[int]:
+    """Inside ``partition``: which inputs of the joint graph the step overwrites (running statistics)."""
+    context = TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is None:
+        return frozenset()
+    return frozenset(i for i, info in enumerate(metadata.input_info) if info.mutates_data)
+
+
+def _boxed(function: BoxedFunction) -> BoxedFunction:
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def raw_callable(operator: Any) -> Any:
+    """The C++ function behind an ``OpOverload``: the same call without a Python frame around it."""
+    return operator._op if isinstance(operator, torch._ops.OpOverload) else operator
+
+
+def is_operator(target: object) -> bool:
+    """Whether a graph node's target is an ATen-style operator overload."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def uses_generator(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return isinstance(operator, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in operator.tags
+    )
+
+
+def deep_copy_with(module: torch.nn.Module, replaced: dict[int, Any]) -> torch.nn.Module:
+    """A deep copy of a module in which objects (by ``id``) are replaced rather than copied."""
+    memo: dict[int, Any] = dict(replaced)
+    return copy.deepcopy(module, memo)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Suspend the dispatch modes that are active (to run real operations inside a fake step)."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+# ---- measuring memory and running operators alone -----------------------------------------------
+
+OpOverload = torch._ops.OpOverload
+"""The type of ATen-style operator overloads."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRecording:
+    """What the CPU allocator did while something ran.
+
+    Attributes:
+        allocations: Nanosecond and bytes of each event, in order; a free has negative bytes. Only blocks
+            allocated during the recording appear: the allocator's table of sizes knows nothing, or
+            something outdated, of the others.
+        marks: First and last nanosecond of each ``record_function`` range, by name.
+    """
+
+    allocations: list[tuple[int, int]]
+    marks: dict[str, tuple[int, int]]
+
+    def allocations_between(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The events from nanosecond `first` to `last`."""
+        start = bisect.bisect_left(self.allocations, first, key=lambda event: event[0])
+        end = bisect.bisect_right(self.allocations, last, key=lambda event: event[0])
+        return self.allocations[start:end]
+
+
+def profiler_is_active() -> bool:
+    """Whether a profiler session is open; a second one would end it."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def record_cpu_allocations(step: Callable[[], object]) -> CpuRecording:
+    """Run something and record every event of the CPU allocator; what it returns lives until the end.
+
+    The profiler's own event list shows no addresses; its tree of raw events, which does, is private.
+    """
+    only_cpu = [torch.profiler.ProfilerActivity.CPU]
+    with _quiet_profiler(), torch.profiler.profile(activities=only_cpu, profile_memory=True) as session:
+        held = step()
+    del held
+    profiler: Any = session.profiler
+    allocation = torch._C._profiler._EventType.Allocation
+    events: list[tuple[int, int, int]] = []
+    marks = {}
+    nodes = list(profiler.kineto_results.experimental_event_tree())
+    while nodes:
+        node = nodes.pop()
+        nodes.extend(node.children)
+        kind, fields = node.typed
+        if kind != allocation:
+            if "::" not in node.name:
+                marks[node.name] = (node.start_time_ns, node.end_time_ns)
+        elif fields.device.type == "cpu":
+            events.append((node.start_time_ns, fields.alloc_size, fields.ptr))
+    return CpuRecording(_of_own_blocks(sorted(events, key=lambda event: event[0])), marks)
+
+
+def _of_own_blocks(events: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Events in order, without the frees of blocks that none of them allocated."""
+    live: dict[int, int] = {}
+    kept = []
+    for moment, count, address in events:
+        if count >= 0:
+            live[address] = count
+        elif live.pop(address, None) is None:
+            continue
+        kept.append((moment, count))
+    return kept
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """At its first start the profiler can be told not to write two lines to standard error per session."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    try:
+        yield
+    finally:
+        os.environ.pop("KINETO_LOG_LEVEL", None)
+
+
+@contextlib.contextmanager
+def plain_execution(device_type: str) -> Iterator[None]:
+    """Operators called inside run as they are: no modes, no autocast, no autograd."""
+    with (
+        without_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.autocast(device_type, enabled=False),
+        torch.autocast("cpu", enabled=False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def concrete_size(size: int | torch.SymInt) -> int:
+    """A size as a number: of a symbolic one the size that it was captured with."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    if hint is None:
+        raise ValueError(f"the size {size} depends on data")
+    return int(hint)
+
+
+def tf32_allowed(convolution: bool) -> bool:
+    """Whether float32 convolutions, or matrix products, may use TF32."""
+    if hasattr(torch.backends.cudnn, "conv"):
+        backend = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul
+        return bool(backend.fp32_precision == "tf32")
+    # Before torch 2.9.
+    return bool(torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32)
+
+
+def tree_leaves(nest: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dictionaries; ``None`` is one."""
+    return list(torch.utils._pytree.tree_leaves(nest))
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN; None without it."""
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version

@@ -1,0 +1,181 @@
+"""Generated code: a torch.fx graph as one Python function that holds nothing longer than it must.
+
+The function takes its arguments *boxed*, in a list that it empties, so that the caller keeps none
+of them alive; every intermediate is deleted right after its last use. That is what makes the
+executed step free memory exactly when the simulated one does.
+"""
+
+import keyword
+import linecache
+import math
+import operator
+from itertools import count
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+
+from planner import _torch
+
+_numbers = count()
+_LITERALS = (int, bool, str, type(None))
+
+
+def compile_graph(module: GraphModule, name: str) -> _torch.BoxedFunction:
+    """Compile a graph of operator calls into a boxed function.
+
+    Args:
+        module: The graph and its constants.
+        name: What tracebacks and profiles call the function.
+
+    Returns:
+        A function of one list. It empties the list and returns the list of outputs.
+    """
+    source, constants = generate(module.graph, module, name)
+    filename = f"<planner {name} {next(_numbers)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    scope: dict[str, Any] = dict(constants)
+    exec(compile(source, filename, "exec"), scope)
+    function: _torch.BoxedFunction = scope[name]
+    return function
+
+
+def generate(graph: FxGraph, module: GraphModule, name: str) -> tuple[str, dict[str, Any]]:
+    """Source of the boxed function and the constants that it refers to."""
+    return _Writer(graph, module).write(name)
+
+
+class _Writer:
+    def __init__(self, graph: FxGraph, module: GraphModule) -> None:
+        self.graph, self.module = graph, module
+        self.constants: dict[str, Any] = {}
+        self._constant_names: dict[int, str] = {}
+        self.names: dict[Node, str] = {}
+        self.lines: list[str] = []
+
+    def write(self, name: str) -> tuple[str, dict[str, Any]]:
+        nodes = list(self.graph.nodes)
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        last_use, unpacked = _last_uses(nodes), _unpacked(nodes)
+        for i, node in enumerate(nodes):
+            self.names[node] = f"v{i}"
+        if inputs:
+            self.lines.append(f"{', '.join(self.names[n] for n in inputs)}, = args")
+        self.lines.append("args.clear()")
+        self._delete([n for n in inputs if not n.users])
+        for node in nodes:
+            if node.op == "placeholder" or node in unpacked.members:
+                continue
+            if node.op == "get_attr":
+                self.names[node] = self._constant(_attribute(self.module, str(node.target)))
+                continue
+            if node.op == "output":
+                self.lines.append(f"return {self._text(list(node.args[0]))}")  # type: ignore[arg-type]
+                continue
+            dead = list(last_use.get(node, ()))
+            call = self._call(node)
+            if node in unpacked.tuples:
+                targets = unpacked.tuples[node]
+                names = [self.names[t] if t is not None else f"{self.names[node]}_{i}" for i, t in enumerate(targets)]
+                self.lines.append(f"{', '.join(names)}, = {call}")
+                unused = [n for n, t in zip(names, targets, strict=True) if t is None or not t.users]
+                if unused:
+                    self.lines.append(f"del {', '.join(unused)}")
+            elif node.users:
+                self.lines.append(f"{self.names[node]} = {call}")
+            else:
+                self.lines.append(call)
+            self._delete(dead)
+        body = "".join(f"    {line}\n" for line in self.lines)
+        return f"def {name}(args):\n{body}", self.constants
+
+    def _delete(self, nodes: list[Node]) -> None:
+        names = [self.names[n] for n in nodes if n.op != "get_attr"]
+        if names:
+            self.lines.append(f"del {', '.join(names)}")
+
+    def _call(self, node: Node) -> str:
+        target = node.target
+        if target is operator.getitem:
+            return f"{self._text(node.args[0])}[{self._text(node.args[1])}]"
+        if target is torch.ops.aten.view.default and isinstance(node.args[0], Node):
+            # Fake and real strides of some kernels disagree, and then a view cannot be taken.
+            return f"{self._text(node.args[0])}.reshape({self._text(node.args[1])})"
+        arguments = [self._text(a) for a in node.args]
+        arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
+        return f"{self._constant(_torch.raw_callable(target))}({', '.join(arguments)})"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return self.names[value]
+        if isinstance(value, tuple):
+            return "(" + "".join(f"{self._text(v)}, " for v in value) + ")"
+        if isinstance(value, list):
+            return "[" + ", ".join(self._text(v) for v in value) + "]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self._text(v)}" for k, v in value.items()) + "}"
+        if type(value) in _LITERALS or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = self._constant_names.get(id(value))
+        if name is None:
+            base = str(getattr(value, "__name__", type(value).__name__)).split(".")[-1]
+            base = base if base.isidentifier() and not keyword.iskeyword(base) else "c"
+            name = f"{base}_{len(self.constants)}"
+            self.constants[name] = value  # held, so that the id stays this object's
+            self._constant_names[id(value)] = name
+        return name
+
+
+class _Unpacked:
+    """Results that are tuples of tensors and are taken apart at once.
+
+    ``tuples`` maps the node of such a call to its members by position (None: never asked for);
+    ``members`` are the ``getitem`` nodes that this makes superfluous.
+    """
+
+    def __init__(self) -> None:
+        self.tuples: dict[Node, list[Node | None]] = {}
+        self.members: set[Node] = set()
+
+
+def _unpacked(nodes: list[Node]) -> _Unpacked:
+    found = _Unpacked()
+    for node in nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, list | tuple) or not value:
+            continue
+        members: list[Node | None] = [None] * len(value)
+        users = list(node.users)
+        once = len({u.args[1] for u in users if u.target is operator.getitem}) == len(users)
+        if once and all(u.target is operator.getitem and isinstance(u.args[1], int) for u in users):
+            for user in users:
+                members[user.args[1]] = user  # type: ignore[index]
+            found.tuples[node] = members
+            found.members.update(users)
+    return found
+
+
+def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
+    unpacked = _unpacked(nodes)
+    last: dict[Node, Node] = {}
+    for node in nodes:
+        if node in unpacked.members:
+            continue
+        for used in node.all_input_nodes:
+            last[used] = node
+    freed: dict[Node, list[Node]] = {}
+    for used, user in last.items():
+        if user.op != "output" and used not in unpacked.tuples:
+            freed.setdefault(user, []).append(used)
+    return freed
+
+
+def _attribute(module: GraphModule, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

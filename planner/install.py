@@ -1,0 +1,201 @@
+"""Putting a plan into a module, and taking it out again.
+
+The planned module is the same object: its class, attributes, parameters, ``state_dict`` keys and
+hooks stay. Only its call goes, while it trains, through the graphs that the plan describes.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from planner import _torch
+from planner.capture import call_module, detach_outputs, structure_of
+from planner.codegen import compile_graph
+from planner.errors import PlanMismatch
+from planner.fingerprint import state_digest
+from planner.joint import JointGraph, read_joint
+from planner.plan_file import GraphRecord, Plan
+from planner.rewrite import emit, no_recomputation
+
+logger = logging.getLogger(__name__)
+
+
+class PlanWarning(UserWarning):
+    """A planned module runs something that its plan does not cover; what it computes is still right."""
+
+
+def apply(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
+    """Make a module train by a plan, in place.
+
+    Args:
+        plan: A plan that was made for a module of the same class and state.
+        model: The module. A plan that is installed already is replaced.
+
+    Returns:
+        The same module.
+
+    Raises:
+        PlanMismatch: If the plan was made for another model; the module is as it was.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
+    found = class_name(model)
+    if found != plan.model.class_name:
+        raise PlanMismatch(f"the plan is for a {plan.model.class_name}, this is a {found}")
+    if state_digest(model) != plan.model.state_digest:
+        raise PlanMismatch(
+            f"the plan is for a {found} with other parameters or buffers (names, shapes or dtypes differ); "
+            "plan this one, or build the model as it was built for the plan"
+        )
+    previous = _torch.installed_call(model)
+    if isinstance(previous, PlannedCall):
+        previous = previous.previous
+    _torch.install_call(model, PlannedCall(model, plan, previous))
+    return model
+
+
+def remove(model: torch.nn.Module) -> torch.nn.Module:
+    """Take the plan out of a module, in place; a module without one is left alone.
+
+    Returns:
+        The same module.
+    """
+    installed = _torch.installed_call(model)
+    if isinstance(installed, PlannedCall):
+        _torch.install_call(model, installed.previous)
+    return model
+
+
+def installed_plan(model: torch.nn.Module) -> Plan | None:
+    """The plan that a module trains by, or None."""
+    installed = _torch.installed_call(model)
+    return installed.plan if isinstance(installed, PlannedCall) else None
+
+
+def class_name(model: torch.nn.Module) -> str:
+    """Qualified name of a module's class."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+class PlannedCall:
+    """What a planned module runs in place of its own call.
+
+    Attributes:
+        plan: The plan.
+        previous: What was installed before, by ``module.compile()`` for instance.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: Plan, previous: Callable[..., Any] | None) -> None:
+        self.plan, self.previous = plan, previous
+        self._model = model
+        self._training = plan.model.training
+        self._compiled = _torch.dynamo_compile(call_module, PlanBackend(plan))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model
+        if model.training is not self._training or not torch.is_grad_enabled():
+            return _torch.module_call(model, *args, **kwargs)
+        with _torch.dynamo_settings():
+            return self._compiled(model, args, kwargs)
+
+
+class PlanBackend:
+    """A ``torch.compile`` backend that runs the graphs of a plan by their schedules."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._unclaimed = list(plan.graphs)
+
+    def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        record = self._record_of(structure_of(graph))
+        if record is None:
+            _warn("the forward took a path that the plan has not seen; that part runs as it is, without the plan")
+            return graph.forward  # type: ignore[no-any-return]
+        compiled = _torch.compile_joint(
+            detach_outputs(graph, record.unused_outputs),
+            example_inputs,
+            partition=lambda joint, outputs: self._partition(record, joint, outputs),
+            forward_compiler=lambda module: compile_graph(module, "forward"),
+            backward_compiler=lambda module: compile_graph(module, "backward"),
+        )
+        if not record.unused_outputs:
+            return compiled
+        return _with_tripwires(compiled, record.unused_outputs)
+
+    def _record_of(self, structure: str) -> GraphRecord | None:
+        matching = [g for g in self._unclaimed if g.structure == structure]
+        if matching:
+            self._unclaimed.remove(matching[0])
+            return matching[0]
+        return next((g for g in self._plan.graphs if g.structure == structure), None)
+
+    def _partition(self, record: GraphRecord, module: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
+        joint = read_joint(module, outputs, _torch.mutated_primals())
+        sequence: Sequence[int] = record.backward
+        if not _same_operations(joint, record):
+            _warn(
+                "PyTorch traces this model into other operations than when the plan was made (another version, "
+                "device or shape?); it runs without recomputation. Plan it again"
+            )
+            sequence = no_recomputation(joint)
+        elif joint.fingerprint != record.fingerprint:
+            now, then = total_bytes(joint), sum(op.bytes for op in record.ops)
+            if now > then:
+                _warn(
+                    f"the inputs are larger than those that were planned: the step's operations produce {now:,} "
+                    f"bytes instead of {then:,}, and may exceed the budget. Plan for the largest inputs"
+                )
+        halves = emit(joint, sequence)
+        return halves.forward, halves.backward
+
+
+def total_bytes(joint: JointGraph) -> int:
+    """Bytes that all operations of a graph bring into being, together."""
+    return sum(joint.storage_bytes[s] for op in joint.ops for s in op.allocates)
+
+
+def _same_operations(joint: JointGraph, record: GraphRecord) -> bool:
+    return len(joint.ops) == len(record.ops) and all(
+        op.name == known.name and op.backward == (known.phase == "backward")
+        for op, known in zip(joint.ops, record.ops, strict=True)
+    )
+
+
+def _with_tripwires(compiled: Callable[..., Any], outputs: Sequence[int]) -> Callable[..., Any]:
+    """Outputs that the planned loss does not use must not get a gradient unnoticed.
+
+    AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a
+    gradient of zeros where eager leaves None. They are cut off instead, and say so when used.
+    """
+
+    def run(*args: Any) -> Any:
+        results = list(compiled(*args))
+        anchor = next((a for a in args if isinstance(a, torch.Tensor) and a.requires_grad), None)
+        if anchor is not None:
+            for index in outputs:
+                results[index] = _Tripwire.apply(anchor, results[index])  # type: ignore[no-untyped-call]
+        return results
+
+    return run
+
+
+class _Tripwire(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise PlanMismatch(
+            "a gradient arrives at an output of the model that the planned loss did not use. Plan again with "
+            "loss= a callable that computes the loss you train with, or planner.remove(model)"
+        )
+
+
+def _warn(text: str) -> None:
+    logger.warning(text)
+    warnings.warn(text, PlanWarning, stacklevel=2)

@@ -1,0 +1,212 @@
+"""From a schedule to programs: the forward and the backward graph that a plan runs.
+
+Every operation of the backward sequence becomes a node of its own; an operation that is re-run
+becomes a fresh node each time. What the backward needs of the forward's own results is *saved*:
+an output of the forward graph and an input of the backward graph. Views are saved as they are
+where their base is, and taken again where it is computed again.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from planner import replay
+from planner.errors import CaptureError
+from planner.joint import JointGraph, JointOp
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The two graphs of one captured graph, and the forward's nodes that are saved in between.
+
+    ``forward`` takes the primals and returns the forward outputs followed by what is saved;
+    ``backward`` takes what is saved followed by the tangents and returns the gradients.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    saved: tuple[Node, ...]
+
+
+def emit(joint: JointGraph, backward: Sequence[int]) -> Halves:
+    """Emit the graphs that run a schedule.
+
+    Args:
+        joint: The captured graph.
+        backward: The operations that the backward runs, by index, in order; forward operations
+            among them are re-runs.
+
+    Raises:
+        CaptureError: If the backward needs an input that the step overwrites.
+    """
+    body = _Backward(joint)
+    for index in backward:
+        body.run(joint.ops[index])
+    body.finish()
+    forward, saved = _forward(joint, body)
+    return Halves(forward, GraphModule(joint.module, body.graph), saved)
+
+
+def no_recomputation(joint: JointGraph) -> list[int]:
+    """The backward sequence that re-runs nothing."""
+    return list(range(joint.forward_length, len(joint.ops)))
+
+
+class _Backward:
+    """The backward graph while it grows.
+
+    A storage's *version* counts how often it has been computed again; a node of the joint graph
+    stands for a different node of this graph in each version of the storages it looks at.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.joint = joint
+        self.graph = FxGraph()
+        self.saved: dict[Node, Node] = {}
+        self.states: dict[JointOp, Node] = {}
+        self._version = [0] * len(joint.storage_bytes)
+        self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
+        self._backward_nodes = _backward_nodes(joint)
+        self._placeholders: list[Node] = []  # saved inputs, moved in front when the graph is done
+        self._mutated = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
+        self._tangents = {n: self._placeholder(n.name, n) for n in joint.tangents}
+
+    def run(self, op: JointOp) -> None:
+        """Append an operation: a backward one, or a forward one again."""
+        if op.backward:
+            self._current[op.node] = (self._versions(op.node), self.graph.node_copy(op.node, self.node))
+            return
+        node = self._again(op)
+        node.meta = dict(op.node.meta)
+        if op.batch_norm:
+            node.meta["val"] = op.node.meta["val"][:3]
+        for storage in op.allocates:
+            self._version[storage] += 1
+        self._current[op.node] = (self._versions(op.node), node)
+
+    def _again(self, op: JointOp) -> Node:
+        def take(tree: Any) -> Any:
+            return map_arg(tree, self.node)
+
+        if op.batch_norm:
+            target, arguments = replay.batch_norm_again(op.node.args)
+            return self.graph.call_function(target, take(arguments))
+        if not op.random:
+            return self.graph.node_copy(op.node, self.node)
+        if op not in self.states:
+            self.states[op] = self._placeholder(f"{op.node.name}_generator", None)
+        device = replay.generator_device(op.node)
+        arguments = (self.states[op], *device, op.node.target, *take(op.node.args))
+        return self.graph.call_function(replay.run_from_state, arguments, take(op.node.kwargs))
+
+    def node(self, original: Node) -> Node:
+        """The node that stands for a joint node at this point, saved or emitted as needed."""
+        if original in self._tangents:
+            return self._tangents[original]
+        if original.op == "get_attr":
+            node = self.graph.node_copy(original)
+            return node
+        versions = self._versions(original)
+        if original not in self._backward_nodes and not any(versions):
+            return self._save(original)
+        current = self._current.get(original)
+        if current is not None and current[0] == versions:
+            return current[1]
+        if not self.joint.is_view(original):
+            raise AssertionError(f"schedule uses {original} before it is computed")
+        node = self.graph.node_copy(original, self.node)
+        self._current[original] = (versions, node)
+        return node
+
+    def finish(self) -> None:
+        """Emit the outputs."""
+        self.graph.output(map_arg(list(self.joint.outputs[1]), self.node))
+
+    def _save(self, original: Node) -> Node:
+        node = self.saved.get(original)
+        if node is None:
+            if original in self._mutated:
+                raise CaptureError(
+                    f"the backward needs the value that input {original.name} had before the forward changed it "
+                    "in place; change a copy in the module's forward instead"
+                )
+            node = self.saved[original] = self._placeholder(original.name, original)
+        return node
+
+    def _placeholder(self, name: str, original: Node | None) -> Node:
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first):
+            node = self.graph.placeholder(name)
+        if original is not None:
+            node.meta = dict(original.meta)
+        return node
+
+    def _versions(self, node: Node) -> tuple[int, ...]:
+        storages = self.joint._storages_of(node)
+        return tuple(self._version[s] for s in storages)
+
+
+def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Node, ...]]:
+    graph = FxGraph()
+    env: dict[Node, Node] = {}
+    for primal in joint.primals:
+        env[primal] = graph.node_copy(primal)
+    outputs, _ = joint.outputs
+    saved = sorted(body.saved, key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
+    states: list[Node] = []
+    state_of: dict[JointOp, Node] = {}
+
+    def node(original: Node) -> Node:
+        if original not in env:
+            env[original] = graph.node_copy(original, node)
+        return env[original]
+
+    for op in joint.ops[: joint.forward_length]:
+        if op in body.states:
+            device = replay.generator_device(op.node)
+            state_of[op] = graph.call_function(replay.generator_state, device)
+            state_of[op].meta["val"] = torch.empty(0, dtype=torch.uint8)
+        node(op.node)
+    wanted = [*outputs, *saved]
+    results = map_arg(wanted, node)
+    states = [state_of[op] for op in body.states]
+    graph.output([*results[: len(outputs)], *states, *results[len(outputs) :]])
+
+    _order_placeholders(body, [*(body.states[op] for op in body.states), *(body.saved[n] for n in saved)])
+    return GraphModule(joint.module, graph), tuple(saved)
+
+
+def _order_placeholders(body: _Backward, saved: list[Node]) -> None:
+    ordered = [*saved, *body._tangents.values()]
+    first_other = next(n for n in body.graph.nodes if n.op != "placeholder")
+    for placeholder in ordered:
+        first_other.prepend(placeholder)
+    for op, state in body.states.items():
+        state.meta["val"] = torch.empty(0, dtype=torch.uint8)
+        del op
+
+
+def _backward_nodes(joint: JointGraph) -> set[Node]:
+    """Nodes that belong to the backward: its operations, and views taken in it or of its results."""
+    backward: set[Node] = set(joint.tangents)
+    started = False
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        started = started or node.meta.get("partitioner_tag") == "is_backward"
+        if started:
+            backward.add(node)
+    return backward
+
+
+def getitem_of(node: Node) -> Node | None:
+    """The call whose result a ``getitem`` node takes apart, or None for another node."""
+    if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], Node):
+        return node.args[0]
+    return None

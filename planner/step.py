@@ -1,0 +1,83 @@
+"""One training step, run the same way wherever it runs: on fake tensors, unplanned, or planned."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.errors import CaptureError
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of a training step and how its loss is found.
+
+    Attributes:
+        args: Positional arguments of the module.
+        kwargs: Keyword arguments of the module.
+        loss: Makes a scalar of the module's output; None to find it (see :func:`find_loss`).
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+
+    def run(self, module: torch.nn.Module) -> tuple[Any, torch.Tensor | None]:
+        """Forward and backward.
+
+        Returns:
+            The module's output, which a user typically still holds, and the loss (None when the
+            outputs themselves were differentiated, with gradients of ones).
+        """
+        output = module(*self.args, **self.kwargs)
+        loss = self.loss(output) if self.loss is not None else find_loss(output)
+        if loss is not None:
+            if loss.numel() != 1:
+                raise CaptureError(f"the loss must be a scalar, but loss= returned shape {tuple(loss.shape)}")
+            loss.backward()
+            return output, loss
+        outputs = differentiable_outputs(output)
+        if not outputs:
+            raise CaptureError(
+                f"nothing to differentiate: the module returned {type(output).__name__} without a tensor that "
+                "requires a gradient; is a parameter trainable, and is the loss among the outputs?"
+            )
+        torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        return output, None
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The scalar to differentiate: the output itself, its ``loss`` attribute or entry, or None."""
+    candidate = output
+    if not isinstance(output, torch.Tensor):
+        candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(candidate, torch.Tensor) and candidate.numel() == 1 and candidate.requires_grad:
+        return candidate
+    return None
+
+
+def differentiable_outputs(output: Any) -> list[torch.Tensor]:
+    """Tensors in a module's output that require a gradient, in order."""
+    return [t for t in tensors_in(output) if t.requires_grad]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Tensors anywhere in nested containers, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """A copy of nested containers with ``function`` applied to every tensor."""
+    return pytree.tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def unique_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor of each distinct storage, in order."""
+    seen: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
+    return list(seen.values())

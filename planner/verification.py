@@ -1,0 +1,294 @@
+"""Does the planned module do what the unplanned one does, in the memory that was promised?"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from planner import _torch
+from planner.errors import PlanMismatch
+from planner.install import PlannedCall, apply, installed_plan
+from planner.measure import measure_peak, measure_seconds
+from planner.plan_file import Plan
+from planner.step import Loss, Step, differentiable_outputs, tensors_in
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`verify` found.
+
+    Attributes:
+        loss_equal, gradients_equal, buffers_equal, rng_equal: The planned step against the unplanned.
+        exact: Whether equality was bit for bit. On CUDA differences are compared with those between
+            two unplanned steps, where PyTorch itself is not deterministic.
+        measured_dynamic_peak_bytes, predicted_dynamic_peak_bytes: Of the planned step, over entry.
+        baseline_measured_dynamic_peak_bytes, baseline_predicted_dynamic_peak_bytes: Of the unplanned.
+        measured_peak_bytes: Planned, with what is resident.
+        budget_bytes: What the plan was made for; None for "min".
+        seconds, baseline_seconds: Median of interleaved steps; process time on CPU.
+        problems: A line for everything that is not as promised; empty if all is.
+    """
+
+    loss_equal: bool
+    gradients_equal: bool
+    buffers_equal: bool
+    rng_equal: bool
+    exact: bool
+    measured_dynamic_peak_bytes: int
+    predicted_dynamic_peak_bytes: int
+    baseline_measured_dynamic_peak_bytes: int
+    baseline_predicted_dynamic_peak_bytes: int
+    measured_peak_bytes: int
+    budget_bytes: int | None
+    seconds: float
+    baseline_seconds: float
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Everything is equal, and the measured peak is within the budget."""
+        return not self.problems
+
+    @property
+    def overhead(self) -> float:
+        """Measured extra time of a planned step, relative."""
+        return self.seconds / self.baseline_seconds - 1.0 if self.baseline_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {**asdict(self), "ok": self.ok, "overhead": self.overhead}
+
+
+def verify(
+    model: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    loss: Loss | None = None,
+    repeats: int = 3,
+) -> Report:
+    """Run the unplanned and the planned step from the same state and compare everything.
+
+    Args:
+        model: The module, planned or not. It is left as it was: parameters, gradients, buffers,
+            random generators, and whether a plan is installed.
+        args, kwargs: Inputs of the step.
+        plan: The plan to verify; None for the one that is installed.
+        loss: As for :func:`planner.plan`.
+        repeats: Timed steps of each kind; 0 measures no time.
+
+    Raises:
+        PlanMismatch: If there is no plan, or it is for another model.
+    """
+    plan = plan or installed_plan(model)
+    if plan is None:
+        raise PlanMismatch("verify needs a plan: pass plan=, or apply one to the model")
+    if model.training != plan.model.training:
+        modes = {True: "train", False: "eval"}
+        raise PlanMismatch(
+            f"the plan is for {modes[plan.model.training]} mode, the model is in {modes[model.training]} mode"
+        )
+    step = Step(tuple(args), dict(kwargs or {}), loss)
+    state = _State(model, step)
+    installed = _torch.installed_call(model)
+    original = installed.previous if isinstance(installed, PlannedCall) else installed
+    try:
+        apply(plan, model)
+        planned = _torch.installed_call(model)
+        sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
+        outcomes = []
+        for call in (original, original, planned, planned):
+            _torch.install_call(model, call)
+            state.restore()
+            outcomes.append(_Outcome(model, step))
+        reference, again, first, second = outcomes
+        del first
+
+        def runner(call: Callable[..., Any] | None) -> Callable[[], object]:
+            def run() -> object:
+                _torch.install_call(model, call)
+                return step.run(model)
+
+            return run
+
+        peaks = []
+        for call in sides:
+            state.restore()
+            peaks.append(measure_peak(runner(call), state.device))
+        seconds = [0.0, 0.0]
+        if repeats:
+            state.restore()
+            seconds = measure_seconds([_fresh(runner(c), model) for c in sides], repeats, device=state.device)
+    finally:
+        _torch.install_call(model, installed)
+        state.restore(gradients=True)
+    return _report(plan, reference, again, second, peaks[1].peak_bytes, peaks[0].peak_bytes, seconds)
+
+
+class _State:
+    """Everything that a step changes, so that it can be put back."""
+
+    def __init__(self, model: torch.nn.Module, step: Step) -> None:
+        self._tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+        self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        self._copies = [t.detach().clone() for t in self._tensors]
+        self._gradients = [t.grad for t in self._tensors]
+        self._rng = _generators()
+
+    def restore(self, *, gradients: bool = False) -> None:
+        """Put values and generators back; gradients too, or else drop them."""
+        with torch.no_grad():
+            for tensor, copy, gradient in zip(self._tensors, self._copies, self._gradients, strict=True):
+                if not _same(tensor, copy, 0.0):
+                    tensor.copy_(copy)
+                tensor.grad = gradient if gradients else None
+        _set_generators(self._rng)
+
+
+class _Outcome:
+    """What a step leaves: copies, so that the next step cannot change them."""
+
+    def __init__(self, model: torch.nn.Module, step: Step) -> None:
+        output, loss = step.run(model)
+        losses = [loss] if loss is not None else differentiable_outputs(output)
+        self.loss = [x.detach().clone() for x in losses]
+        self.gradients: dict[str, torch.Tensor | None] = {
+            n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()
+        }
+        for i, tensor in enumerate(tensors_in((step.args, dict(step.kwargs)))):
+            if tensor.requires_grad:
+                self.gradients[f"input {i}"] = None if tensor.grad is None else tensor.grad.detach().clone()
+        self.buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+        self.rng = _generators()
+
+
+def _report(
+    plan: Plan, reference: _Outcome, again: _Outcome, planned: _Outcome, peak: int, baseline_peak: int,
+    seconds: Sequence[float],
+) -> Report:  # fmt: skip
+    problems: list[str] = []
+    exact = True
+
+    def compare(kind: str, left: Mapping[str, Any], repeated: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+        nonlocal exact
+        equal = True
+        for name, value in left.items():
+            tolerance = _spread(value, repeated[name])
+            exact = exact and tolerance == 0.0
+            if not _same(value, right.get(name), tolerance):
+                equal = False
+                problems.append(f"{kind} {name} differs: {_difference(value, right.get(name))}")
+        return equal
+
+    def numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {str(i): t for i, t in enumerate(tensors)}
+
+    loss_equal = compare("loss", numbered(reference.loss), numbered(again.loss), numbered(planned.loss))
+    gradients_equal = compare("gradient of", reference.gradients, again.gradients, planned.gradients)
+    buffers_equal = compare("buffer", reference.buffers, again.buffers, planned.buffers)
+    rng_equal = _same_generators(reference.rng, planned.rng)
+    if not rng_equal:
+        problems.append("the random generators stand elsewhere after the planned step")
+    measured_total = plan.resident.total + peak
+    if plan.target.budget_bytes is not None and measured_total > plan.target.budget_bytes:
+        over = measured_total - plan.target.budget_bytes
+        problems.append(f"the measured peak of {measured_total:,} bytes is {over:,} over the budget")
+    return Report(
+        loss_equal=loss_equal,
+        gradients_equal=gradients_equal,
+        buffers_equal=buffers_equal,
+        rng_equal=rng_equal,
+        exact=exact,
+        measured_dynamic_peak_bytes=peak,
+        predicted_dynamic_peak_bytes=plan.predicted.dynamic_peak_bytes,
+        baseline_measured_dynamic_peak_bytes=baseline_peak,
+        baseline_predicted_dynamic_peak_bytes=plan.baseline.dynamic_peak_bytes,
+        measured_peak_bytes=measured_total,
+        budget_bytes=plan.target.budget_bytes,
+        seconds=seconds[1],
+        baseline_seconds=seconds[0],
+        problems=problems,
+    )
+
+
+def _fresh(run: Callable[[], object], model: torch.nn.Module) -> Callable[[], object]:
+    def step() -> object:
+        model.zero_grad(set_to_none=True)
+        return run()
+
+    return step
+
+
+def _spread(value: torch.Tensor | None, repeated: torch.Tensor | None) -> float:
+    """How far two unplanned steps are apart: 0 where PyTorch is deterministic, as it is on the CPU."""
+    if value is None or repeated is None or value.device.type == "cpu" or _same(value, repeated, 0.0):
+        return 0.0
+    return float((value - repeated).abs().max())
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if tolerance == 0.0:
+        return bool(torch.equal(torch.isnan(a), torch.isnan(b))) and torch.equal(
+            torch.nan_to_num(a), torch.nan_to_num(b)
+        )
+    return bool(torch.allclose(a, b, rtol=1e-5, atol=10 * tolerance, equal_nan=True))
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    if a is None or b is None:
+        return f"{'None' if a is None else 'a tensor'} without the plan, {'None' if b is None else 'a tensor'} with it"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{tuple(a.shape)} {a.dtype} without the plan, {tuple(b.shape)} {b.dtype} with it"
+    a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))
+    apart = (a.double() - b.double()).abs()
+    return f"{int((apart > 0).sum()):,} of {a.numel():,} elements, by at most {float(apart.max()):.3g}"
+
+
+@dataclass(frozen=True)
+class _Generators:
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor]
+    python: Any
+    numpy: Any
+
+
+def _generators() -> _Generators:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return _Generators(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
+
+
+def _set_generators(state: _Generators) -> None:
+    torch.set_rng_state(state.cpu)
+    if state.cuda:
+        torch.cuda.set_rng_state_all(state.cuda)
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+
+
+def _same_generators(a: _Generators, b: _Generators) -> bool:
+    cuda = len(a.cuda) == len(b.cuda) and all(torch.equal(x, y) for x, y in zip(a.cuda, b.cuda, strict=True))
+    numpy = a.numpy[2] == b.numpy[2] and bool((a.numpy[1] == b.numpy[1]).all())
+    return bool(torch.equal(a.cpu, b.cpu)) and cuda and a.python == b.python and numpy
+
+
+@contextlib.contextmanager
+def unplanned(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Run a planned module without its plan, for the time of a ``with`` block."""
+    installed = _torch.installed_call(model)
+    try:
+        if isinstance(installed, PlannedCall):
+            _torch.install_call(model, installed.previous)
+        yield model
+    finally:
+        _torch.install_call(model, installed)
