@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 import planner
-from planner.budget import format_bytes, parse_budget
+from planner.budget import parse_budget
 from planner.builder import BuilderError, Built, build, load_reference
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.files import check_writable, write_atomically
@@ -202,9 +202,7 @@ def _one_line_errors(debug: bool) -> Iterator[None]:
 
 def _print_error(error: Exception, debug: bool) -> None:
     text = " ".join(str(error).split())
-    if isinstance(error, InfeasibleBudget):
-        text += f" (least: {error.minimum_bytes} bytes, {format_bytes(error.minimum_bytes)})"
-    elif not isinstance(error, PlannerError | ValueError):
+    if not isinstance(error, PlannerError | ValueError):
         text = f"{type(error).__name__}: {text}"
     if not debug and (isinstance(error, BuilderError) or not isinstance(error, PlannerError)):
         text += "; --debug shows where"

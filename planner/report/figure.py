@@ -7,6 +7,7 @@ from planner.budget import format_bytes
 from planner.errors import PlannerError
 from planner.files import check_writable, replace_atomically
 from planner.plan_file import Plan, Timeline
+from planner.report.modules import folded_holders
 from planner.report.text import printable
 
 if TYPE_CHECKING:
@@ -118,15 +119,10 @@ def _draw_timelines(axes: "Axes", plan: Plan) -> None:
 
 
 def _draw_holders(axes: "Axes", plan: Plan, most: int) -> None:
-    holders = sorted(plan.peak_holders, key=lambda holder: -holder.bytes)
+    holders = folded_holders(plan, most)
     # A dollar sign would start a formula.
-    names = [printable(holder.module).replace("$", r"\$") or "(the model)" for holder in holders[:most]]
-    sizes = _mib([holder.bytes for holder in holders[:most]])
-    rest = sum(holder.bytes for holder in holders[most:])
-    if rest:
-        names.append(f"{len(holders) - most} others")
-        sizes += _mib([rest])
-    axes.barh(range(len(names)), sizes, color=_PLANNED)
+    names = [printable(holder.module).replace("$", r"\$") for holder in holders]
+    axes.barh(range(len(names)), _mib([holder.bytes for holder in holders]), color=_PLANNED)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")

@@ -1,10 +1,11 @@
 """What a plan does to each module: operations, bytes and time, with alike layers folded into one line."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
-from planner.plan_file import Plan
+from planner.plan_file import Holder, Plan
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Share:
 class _Node:
     share: Share = field(default_factory=Share)
     recomputed_names: Counter[str] = field(default_factory=Counter)
-    own_ops: int = 0
+    own: Share = field(default_factory=Share)
     children: dict[str, "_Node"] = field(default_factory=dict)
 
 
@@ -51,6 +52,31 @@ def module_rows(plan: Plan) -> list[ModuleRow]:
     return list(_rows(root, "", 0, 1)) if root.share.ops else []
 
 
+def folded_holders(plan: Plan, most: int) -> list[Holder]:
+    """List what is alive at the peak, largest first, with the same module of every layer as one.
+
+    Args:
+        plan: the plan.
+        most: how many lines to return; what is left is the last of them.
+    """
+    numbers: dict[str, list[str]] = {}
+    sizes: Counter[str] = Counter()
+    for holder in plan.peak_holders:
+        pattern = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", holder.module) or "(the model)"
+        numbers.setdefault(pattern, []).append(holder.module)
+        sizes[pattern] += holder.bytes
+    holders = []
+    for pattern, size in sizes.most_common():
+        alike = numbers[pattern]
+        name = f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0] or pattern
+        holders.append(Holder(module=name, bytes=size))
+    if len(holders) > most:
+        rest = holders[most - 1 :]
+        last = Holder(module=f"({len(rest)} others)", bytes=sum(holder.bytes for holder in rest))
+        holders = [*holders[: most - 1], last]
+    return holders
+
+
 def _tree(plan: Plan) -> _Node:
     root = _Node()
     for graph in plan.graphs:
@@ -62,10 +88,8 @@ def _tree(plan: Plan) -> _Node:
             for part in filter(None, op.module.split(".")):
                 node = node.children.setdefault(part, _Node())
                 path.append(node)
-            node.own_ops += 1
             node.recomputed_names[op.name] += runs[index]
-            for ancestor in path:
-                share = ancestor.share
+            for share in (node.own, *(ancestor.share for ancestor in path)):
                 share.ops += 1
                 share.seconds += op.seconds
                 share.kept_bytes += op.bytes if index in kept else 0
@@ -78,15 +102,17 @@ def _tree(plan: Plan) -> _Node:
 
 def _rows(node: _Node, name: str, depth: int, count: int) -> Iterator[ModuleRow]:
     # A module that only contains one other is written with it, as in bert.encoder.
-    while len(node.children) == 1 and not node.own_ops:
+    while len(node.children) == 1 and not node.own.ops:
         ((part, child),) = node.children.items()
         node, name = child, f"{name}.{part}" if name else part
     partly = 0 < node.share.recomputed_ops < node.share.ops
-    leaf = not node.children or not partly
-    names = tuple(sorted(+node.recomputed_names)) if partly and not node.children else ()
-    yield ModuleRow(name or "(the model)", depth, count, node.share, names)
-    if leaf:
+    names = tuple(sorted(+node.recomputed_names)) if partly else ()
+    if not node.children or not partly:
+        yield ModuleRow(name or "(the model)", depth, count, node.share, names)
         return
+    yield ModuleRow(name or "(the model)", depth, count, node.share, ())
+    if node.own.ops:
+        yield ModuleRow("(itself)", depth + 1, count, node.own, names)
     for label, alike, child in _folded(node):
         yield from _rows(child, label, depth + 1, count * alike)
 
@@ -116,7 +142,11 @@ def _signature(node: _Node) -> tuple[object, ...]:
 def _merged(nodes: list[_Node]) -> _Node:
     if len(nodes) == 1:
         return nodes[0]
-    share = Share(*(sum(values) for values in zip(*(astuple(node.share) for node in nodes), strict=True)))
     names: Counter[str] = sum((node.recomputed_names for node in nodes), Counter())
     children = {name: _merged([node.children[name] for node in nodes]) for name in nodes[0].children}
-    return _Node(share, names, nodes[0].own_ops, children)
+    share, own = _sum([node.share for node in nodes]), _sum([node.own for node in nodes])
+    return _Node(share, names, own, children)
+
+
+def _sum(shares: list[Share]) -> Share:
+    return Share(*(sum(values) for values in zip(*map(astuple, shares), strict=True)))

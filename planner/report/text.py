@@ -9,7 +9,7 @@ from rich.text import Text
 
 from planner.budget import format_bytes
 from planner.plan_file import Plan, Timeline
-from planner.report.modules import ModuleRow, module_rows
+from planner.report.modules import ModuleRow, folded_holders, module_rows
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_ROWS = 80
@@ -30,7 +30,7 @@ def render(plan: Plan, *, width: int = 100) -> Group:
 
 def summary(plan: Plan) -> Table:
     """What was planned, for what, and what it promises."""
-    table = _table("", "now", "nothing recomputed", "planned")
+    table = _table("", "unplanned", "nothing recomputed", "planned")
     footprints = (plan.baseline, plan.no_recompute, plan.predicted)
     table.add_row("peak", *(_share(item.peak_bytes, plan.baseline.peak_bytes) for item in footprints))
     table.add_row("  of the step", *(format_bytes(item.dynamic_peak_bytes) for item in footprints))
@@ -128,14 +128,12 @@ def module_table(plan: Plan) -> Table:
 def holder_table(plan: Plan, most: int = 12) -> Table:
     """What is alive at the planned peak, by module."""
     table = _table("alive at the peak", "bytes", "share")
-    total = sum(holder.bytes for holder in plan.peak_holders) or 1
-    ordered = sorted(plan.peak_holders, key=lambda holder: -holder.bytes)
-    for holder in ordered[:most]:
-        name = printable(holder.module) or "(the model)"
-        table.add_row(Text(name), format_bytes(holder.bytes), f"{holder.bytes / total:.0%}")
-    rest = sum(holder.bytes for holder in ordered[most:])
-    if rest:
-        table.add_row(Text(f"{len(ordered) - most} others"), format_bytes(rest), f"{rest / total:.0%}")
+    holders = folded_holders(plan, most)
+    total = sum(holder.bytes for holder in holders) or 1
+    for holder in holders:
+        table.add_row(
+            Text(printable(holder.module)), format_bytes(holder.bytes), f"{holder.bytes / total:.0%}"
+        )
     return table
 
 
