@@ -150,7 +150,7 @@ def improve(search: Search, budget: int, programs: Programs | None = None) -> No
     programs = programs or Programs(search.graph, search.constraints)
     sizes = programs.sizes()
     for n, size in enumerate(sizes):
-        if search.out_of_time:
+        if search.out_of_time():
             return
         share = None if search.time_limit is None else (search.time_limit - search.elapsed) / (len(sizes) - n)
         correct(search, programs.program(size), budget, programs.pinned, share)
@@ -162,7 +162,7 @@ def descend(search: Search, programs: Programs | None = None) -> None:
     programs = programs or Programs(search.graph, search.constraints)
     size = programs.sizes()[-1]
     low = 0
-    while search.least is not None and not search.out_of_time:
+    while search.least is not None and not search.out_of_time():
         high = search.least.peak_bytes
         target = (low + high) // 2
         if high - target < 0.005 * high:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from solvers import checkpoint_all, ilp, manual, none, sqrt_n
+from solvers import checkpoint_all, ilp, manual, none, portfolio, sqrt_n
 from solvers.constraints import Constraints
 from solvers.graph import Graph
 from solvers.solution import Progress, Solution
@@ -24,6 +24,7 @@ class Solve(Protocol):
 
 
 SOLVERS: dict[str, Solve] = {
+    portfolio.NAME: portfolio.solve,
     none.NAME: none.solve,
     checkpoint_all.NAME: checkpoint_all.solve,
     manual.NAME: manual.solve,

@@ -64,7 +64,6 @@ class Search:
         """Wall seconds since the search began."""
         return time.perf_counter() - self.started
 
-    @property
     def out_of_time(self) -> bool:
         """Whether to stop with what there is."""
         return self.time_limit is not None and self.elapsed > self.time_limit and self.least is not None

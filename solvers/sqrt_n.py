@@ -130,7 +130,7 @@ def single_level(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndar
     sets = families(cuts)
     for n, positions in enumerate(sets):
         for m, size in enumerate(sweep_sizes(weight, positions, SIZES)):
-            if search.out_of_time:
+            if search.out_of_time():
                 return found
             walls = segment_walls(positions, weight, size)
             if search.is_new(np.array(walls).tobytes()):
@@ -149,7 +149,7 @@ def recursive(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray
             if len(walls) < 3:
                 continue
             for parts in (2, 3, 4, 6, 8):
-                if search.out_of_time:
+                if search.out_of_time():
                     return found
                 if parts <= len(walls) and search.is_new(np.array([*walls, -parts]).tobytes()):
                     found.append(recurse(search, cuts, pinned, walls, parts))
@@ -218,7 +218,7 @@ def spend_rest(search: Search, candidate: Candidate) -> None:
     gain = graph.seconds[graph.recompute_row[values]] / np.maximum(1, graph.bytes[values])
     values = values[np.argsort(-gain, kind="stable")]
     low, high = 0, len(values)
-    while low < high and not search.out_of_time:
+    while low < high and not search.out_of_time():
         middle = (low + high + 1) // 2
         kept = candidate.kept.copy()
         kept[values[:middle]] = True

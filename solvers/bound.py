@@ -1,0 +1,109 @@
+"""A true lower bound on the seconds of any schedule within a budget.
+
+Fix one moment t of the backward phase. Whatever a schedule does, at t it holds the values that
+nothing recomputes and that are still to be read, and some of the others; what it does not hold and
+backward reads later must be re-run after t, with everything that those re-runs read and t does not
+hold. The cheapest choice of what to hold is a linear program: hold[v] and rerun[o] in [0, 1],
+
+    hold[v] + rerun[producer(v)] >= 1           for v that base operations read after t,
+    hold[v] + rerun[producer(v)] >= rerun[o]    for every v that a re-run of o reads,
+    fixed bytes + sum of bytes(v) hold[v] <= budget,
+
+and its optimum bounds every schedule, however often it recomputes, since re-runs after t are counted
+once. The bound is the best over several moments. An infeasible program proves the budget infeasible.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.cuts import ForwardUses, forward_uses
+from solvers.graph import Graph
+from solvers.milp import Outcome, Program
+from solvers.schedule import simulate
+
+SECONDS = 1000.0
+
+
+@dataclass(frozen=True)
+class Bound:
+    """``seconds`` that no schedule within the budget undercuts; inf when there is no such schedule.
+    ``moment`` is the base operation that proves it, -1 when that is the captured order itself."""
+
+    seconds: float
+    moment: int
+
+
+def lower_bound(graph: Graph, budget: int, *, moments: int = 4, time_limit: float | None = None) -> Bound:
+    """The best bound over up to ``moments`` moments: the highest points of the captured order."""
+    best = Bound(graph.base_seconds, -1)
+    profile = simulate(graph, graph.base_schedule).step_bytes
+    if not len(profile) or profile.max() <= budget:
+        return best
+    uses = forward_uses(graph)
+    for moment in highest(profile, graph.forward_length, moments):
+        seconds = bound_at(graph, uses, budget, moment, time_limit)
+        if seconds > best.seconds:
+            best = Bound(seconds, moment)
+    return best
+
+
+def highest(profile: np.ndarray, forward_length: int, count: int) -> list[int]:
+    """The highest backward moments of the profile, apart from each other."""
+    backward = np.arange(forward_length, len(profile))
+    apart = max(1, len(backward) // (4 * count))
+    chosen: list[int] = []
+    for moment in backward[np.argsort(-profile[backward], kind="stable")].tolist():
+        if all(abs(moment - other) >= apart for other in chosen):
+            chosen.append(moment)
+            if len(chosen) == count:
+                break
+    return chosen
+
+
+def bound_at(graph: Graph, uses: ForwardUses, budget: int, moment: int, time_limit: float | None) -> float:
+    """The bound that one moment proves, in seconds of the whole step."""
+    op = graph.ops[moment]
+    held = np.zeros(len(graph.values), dtype=bool)
+    held[list(op.inputs)] = True
+    values, until = graph.held_table
+    held[values[(graph.producer[values] <= moment) & (until >= moment)]] = True
+    computed = (graph.producer >= 0) & (graph.producer < moment)
+    later = computed & (uses.last_any > moment)
+    fixed_values = held | (later & (graph.recompute_row < 0))
+    fixed = int(graph.bytes[fixed_values].sum()) + int(graph.workspace_bytes[moment])
+    fixed += sum(int(graph.bytes[v]) for v in op.outputs if not held[v] and not graph.on_demand[v])
+    program = Program()
+    scale = SECONDS / max(graph.base_seconds, 1e-30)
+    unit = max(1.0, budget / 1e4)
+    rerun = [
+        program.variable(float(graph.seconds[graph.rerun(i)]) * scale, high=1.0 if _may(graph, i) else 0.0)
+        for i in range(graph.forward_length)
+    ]
+    hold: dict[int, int] = {}
+    memory: dict[int, float] = {}
+    for v in np.flatnonzero(computed & ~fixed_values & (graph.producer < graph.forward_length)).tolist():
+        hold[v] = program.variable()
+        memory[hold[v]] = float(graph.bytes[v]) / unit
+        if later[v]:
+            program.row({hold[v]: 1.0, rerun[int(graph.producer[v])]: 1.0}, low=1.0)
+    for i in range(graph.forward_length):
+        if not _may(graph, i):
+            continue
+        for v in graph.walk_table.inputs[graph.rerun(i)]:
+            if v in hold:
+                terms = {hold[v]: 1.0, rerun[i]: -1.0}
+                if graph.recompute_row[v] >= 0:
+                    terms[rerun[int(graph.producer[v])]] = 1.0
+                program.row(terms, low=0.0)
+    program.row(memory, high=(budget - fixed) / unit)
+    answer = program.solve(relax=True, time_limit=time_limit)
+    if answer.outcome is Outcome.INFEASIBLE:
+        return float("inf")
+    if answer.outcome is not Outcome.OPTIMAL:
+        return graph.base_seconds
+    return graph.base_seconds + max(0.0, answer.objective * (1 - 1e-7) / scale)
+
+
+def _may(graph: Graph, op: int) -> bool:
+    return any(graph.recompute_row[v] >= 0 for v in graph.ops[op].outputs)

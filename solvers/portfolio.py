@@ -1,0 +1,157 @@
+"""The portfolio, ``solver="auto"``: run what fits the graph and the time, polish, return the best.
+
+In this order, each offering its schedules to one search: recompute nothing; a lower bound that
+holds for every schedule (see ``bound``), which ends the search as soon as it is met; sqrt(n); the
+single-recompute program from coarse to fine; for budgets that one recomputation does not reach,
+the recursive and chain forms; local polish by simulation all along. At the time limit the best so far is
+returned.
+
+:func:`sweep` answers many budgets and is monotone by construction: from the smallest budget to the
+largest, every schedule found for one is a candidate for all that follow.
+
+Not optimal in general; the solution's ``gap`` says how far it can be from the optimum.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from solvers import ilp, sqrt_n
+from solvers.bound import Bound, lower_bound
+from solvers.constraints import NO_CONSTRAINTS, Constraints
+from solvers.graph import Graph
+from solvers.polish import delay, polish, trade
+from solvers.search import Search
+from solvers.solution import Progress, Solution, Status
+
+NAME = "auto"
+TIME_LIMIT = 60.0
+"""Wall seconds for one budget where none are given."""
+ENOUGH = 1e-4
+"""A schedule this close to the bound, relative to the seconds of the step, ends the search."""
+
+
+def solve(
+    graph: Graph,
+    budget: int | None,
+    *,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+    constraints: Constraints | None = None,
+    known: Sequence[np.ndarray] = (),
+) -> Solution:
+    """Run the portfolio on one budget.
+
+    Args:
+        graph: The problem.
+        budget: Bytes of dynamic peak; None for the least peak at no more than one extra forward.
+        time_limit: Wall seconds; 60 where none is given.
+        progress: Told about advances.
+        constraints: Values that are always kept or always recomputed.
+        known: Schedules found before (for other budgets, say) that are candidates too.
+
+    Returns:
+        The fastest schedule found, with a bound that is true; infeasible with the least peak found.
+    """
+    programs = ilp.Programs(graph, constraints or NO_CONSTRAINTS)
+    return _solve(programs, budget, TIME_LIMIT if time_limit is None else time_limit, progress, known)
+
+
+def sweep(
+    graph: Graph,
+    budgets: Iterable[int],
+    *,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+    constraints: Constraints | None = None,
+) -> list[Solution]:
+    """Solve for many budgets, sharing programs and schedules between them.
+
+    Args:
+        graph: The problem.
+        budgets: Bytes of dynamic peak, in any order.
+        time_limit: Wall seconds for all of them; 20 a budget where none is given.
+        progress: Told about advances.
+        constraints: Values that are always kept or always recomputed.
+
+    Returns:
+        One solution a budget, in the order given. Seconds never rise with the budget.
+    """
+    wanted = list(budgets)
+    ascending = sorted(set(wanted))
+    programs = ilp.Programs(graph, constraints or NO_CONSTRAINTS)
+    found: dict[int, Solution] = {}
+    left = 20.0 * len(ascending) if time_limit is None else time_limit
+    for n, budget in enumerate(ascending):
+        known = [s.schedule for s in list(found.values())[-1:]]
+        solution = _solve(programs, budget, left / (len(ascending) - n), None, known)
+        left = max(0.0, left - solution.solve_seconds)
+        found[budget] = solution
+        if progress is not None:
+            progress(f"budget {n + 1} of {len(ascending)}", (n + 1) / len(ascending))
+    return [found[budget] for budget in wanted]
+
+
+def _solve(
+    programs: ilp.Programs,
+    budget: int | None,
+    time_limit: float,
+    progress: Progress | None,
+    known: Sequence[np.ndarray],
+) -> Solution:
+    graph = programs.graph
+    search = Search(NAME, graph, budget, time_limit, progress, programs.constraints)
+    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    for schedule in known:
+        search.try_schedule(schedule)
+    if budget is None:
+        search.most_seconds = graph.base_seconds + sqrt_n.one_extra_forward(graph)
+        _single(search, None, Bound(graph.base_seconds, -1))
+        ilp.descend(search, programs)
+        return search.solution()
+    if search.fits(everything):
+        return _judge(search, Bound(graph.base_seconds, -1))
+    bound = lower_bound(graph, budget, time_limit=time_limit / 4)
+    search.tell("lower bound", 0.05)
+    _single(search, budget, bound)
+    if not _done(search, bound):
+        ilp.improve(search, budget, programs)
+        search.tell("integer programs", 0.7)
+    for _ in range(3):
+        if search.fastest is None or _done(search, bound):
+            break
+        before = search.fastest.seconds
+        delay(search, search.fastest)
+        polish(search, search.fastest, budget)
+        trade(search, search.fastest, rounds=1)
+        if search.fastest.seconds >= before:
+            break
+    search.tell("polished", 1.0)
+    return _judge(search, bound)
+
+
+def _single(search: Search, budget: int | None, bound: Bound) -> None:
+    if not _done(search, bound):
+        left = None if search.time_limit is None else (search.time_limit - search.elapsed) / 4
+        quick = sqrt_n.solve(search.graph, budget, time_limit=left, constraints=search.constraints)
+        search.try_schedule(quick.schedule)
+        search.tell("sqrt(n)", 0.1)
+
+
+def _done(search: Search, bound: Bound) -> bool:
+    """Whether time is out or the best schedule is as good as proven possible."""
+    return search.out_of_time() or (
+        search.fastest is not None
+        and search.fastest.seconds <= bound.seconds + ENOUGH * search.graph.base_seconds
+    )
+
+
+def _judge(search: Search, bound: Bound) -> Solution:
+    """The best schedule with the bound; optimal when it meets it."""
+    solution = search.solution()
+    if not solution.feasible:
+        return solution
+    seconds = min(bound.seconds, solution.seconds)
+    met = solution.seconds <= seconds * (1 + 1e-9)
+    return replace(solution, bound_seconds=seconds, status=Status.OPTIMAL if met else Status.FEASIBLE)

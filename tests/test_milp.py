@@ -1,0 +1,61 @@
+"""Integer programs: outcomes are what they say, with HiGHS and with CBC."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from solvers.milp import Outcome, Program
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(params=["highs", "cbc"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "cbc":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+
+def knapsack() -> Program:
+    program = Program()
+    items = [program.variable(-worth, integer=True) for worth in (3.0, 4.0, 5.0)]
+    program.row(dict(zip(items, (2.0, 3.0, 4.0), strict=True)), high=5.0)
+    return program
+
+
+def test_optimum() -> None:
+    answer = knapsack().solve(time_limit=10)
+    assert answer.outcome is Outcome.OPTIMAL
+    assert answer.objective == pytest.approx(-7)
+    assert answer.bound == pytest.approx(-7)
+    assert answer.values is not None
+    np.testing.assert_allclose(answer.values, [1, 1, 0], atol=1e-6)
+
+
+def test_relaxation() -> None:
+    answer = knapsack().solve(relax=True)
+    assert answer.objective == pytest.approx(-7)
+    program = knapsack()
+    program.row({0: 1.0, 1: 1.0, 2: 1.0}, high=1.5)
+    assert program.solve(relax=True).objective < program.solve().objective
+
+
+def test_infeasible_has_no_values() -> None:
+    program = knapsack()
+    program.row({0: 1.0}, low=2.0)
+    answer = program.solve()
+    assert answer.outcome is Outcome.INFEASIBLE
+    assert answer.values is None
+
+
+def test_a_variable_in_no_row_has_a_value() -> None:
+    program = knapsack()
+    program.variable(1.0)
+    answer = program.solve()
+    assert answer.values is not None
+    assert answer.values[-1] == 0
+
+
+def test_empty_program() -> None:
+    assert Program().solve().outcome is Outcome.OPTIMAL
