@@ -76,6 +76,9 @@ class Roofline:
         inputs = [*_tensors(args), *_tensors(kwargs)]
         if func.overloadpacket in _VIEW_OR_COPY and _is_alias(inputs, outputs):
             return 0.0
+        in_place = str(func.overloadpacket).endswith("_")
+        if not in_place and next(_tensors(outputs), None) is None:
+            return 0.0  # it asks for a size or a device
         arithmetic = 0.0
         flops = op_flops(func, args, kwargs, outputs)
         if flops:

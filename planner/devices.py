@@ -218,10 +218,10 @@ def described_gpu(product: str, memory_bytes: int, properties: object = None) ->
 
 
 def _names(product: str, device: Device) -> bool:
-    model = _plain(device.name.split("-")[0])
-    maker_removed = re.sub(r"^(nvidia|tesla|geforce|amd|instinct)+", "", _plain(product))
-    # "A10" is no name of an A100, nor "L4" of an L40.
-    return re.match(rf"{model}(?![0-9])", maker_removed) is not None
+    words = re.sub(r"[\s_-]+", " ", product).lower().replace("rtx ", "rtx")
+    model = device.name.split("-")[0].lower()
+    # "A10" is no name of an A100, "L4" none of an L40, "H200" none of a GH200.
+    return re.search(rf"(?<![a-z0-9]){model}(?![0-9])", words) is not None
 
 
 def _estimated(properties: object) -> Device:

@@ -146,7 +146,7 @@ class WorkspaceMeter:
             raise PlannerError("a torch.profiler session is open: close it before memory is measured")
         todo = list(pending)
         cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):
+        with plain_execution(self.device.type), torch.random.fork_rng(devices=cuda):
             for start in range(0, len(todo), _CHUNK):
                 self._settle({key: pending[key] for key in todo[start : start + _CHUNK]})
                 if progress is not None:
@@ -154,9 +154,10 @@ class WorkspaceMeter:
 
     def _settle(self, chunk: Mapping[str, Call]) -> None:
         """Runs each operator until what it allocates repeats: first runs fill caches that stay."""
+        run_each = self._run_on_cuda if self.device.type == "cuda" else self._run_on_cpu
         before: dict[str, _Run] = {}
         for _ in range(_MAX_RUNS):
-            runs = self._run_chunk(chunk)
+            runs = run_each(chunk)
             for key, run in runs.items():
                 if run.clean or before.get(key) == run:
                     self._known[key] = run.memory
@@ -172,11 +173,6 @@ class WorkspaceMeter:
             if key in chunk:
                 logger.debug("%s allocates differently each time; the last is taken", key)
                 self._known[key] = run.memory
-
-    def _run_chunk(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
-        run = self._run_on_cuda if self.device.type == "cuda" else self._run_on_cpu
-        with plain_execution(self.device.type):
-            return run(chunk)
 
     def _run_on_cpu(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
         outputs: dict[str, tuple[int, ...]] = {}

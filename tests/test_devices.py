@@ -1,0 +1,165 @@
+"""Devices: finding them by name, what the table promises, rounding."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from planner.devices import DEVICES, Device, DeviceError, described_gpu, find_device, round_bytes
+from planner.errors import PlannerError
+
+GIB = 1 << 30
+
+
+def test_the_reference_processor_has_the_published_cost_model() -> None:
+    cpu = find_device("cpu")
+    assert cpu.kind == "cpu"
+    assert {cpu.flops_of(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)} == {125e9}
+    assert (cpu.bandwidth, cpu.launch_seconds) == (10e9, 2e-6)
+    assert round_bytes(cpu, 13) == 13
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "bandwidth", "float16"),
+    [
+        ("V100-16GB", 16, 900e9, 125e12),
+        ("V100-32GB", 32, 900e9, 125e12),
+        ("T4", 15, 320e9, 65e12),
+        ("A10", 23, 600e9, 125e12),
+        ("A100-40GB", 40, 1555e9, 312e12),
+        ("A100-80GB", 80, 2039e9, 312e12),
+        ("L4", 23, 300e9, 121e12),
+        ("L40S", 45, 864e9, 362e12),
+        ("H100", 80, 3350e9, 989e12),
+        ("H200", 141, 4800e9, 989e12),
+        ("B200", 180, 8000e9, 2250e12),
+        ("RTX3090", 24, 936e9, 71e12),
+        ("RTX4090", 24, 1008e9, 165.2e12),
+        ("RTX5090", 32, 1792e9, 209.5e12),
+        ("MI250", 64, 1638e9, 181e12),
+        ("MI300X", 192, 5300e9, 1307e12),
+    ],
+)
+def test_named_accelerators(name: str, memory_gib: int, bandwidth: float, float16: float) -> None:
+    device = find_device(name)
+    assert device.name == name
+    assert device.kind == "cuda"
+    assert 0.95 * memory_gib * GIB < device.memory_bytes < memory_gib * GIB
+    assert device.bandwidth == bandwidth
+    assert device.flops_of(torch.float16) == pytest.approx(float16)
+    assert device.flops["float64"] <= device.flops["float32"] <= device.flops["float16"]
+    assert 0 < device.context_bytes < GIB
+
+
+@pytest.mark.parametrize("written", ["A100-80GB", "a100-80gb", "A100 80GB", "a100_80gb"])
+def test_names_may_be_written_loosely(written: str) -> None:
+    assert find_device(written) is DEVICES["A100-80GB"]
+
+
+def test_tf32_counts_only_where_it_is_allowed_and_exists() -> None:
+    a100, v100 = find_device("A100-40GB"), find_device("V100-32GB")
+    assert a100.flops_of(torch.float32) == 19.5e12
+    assert a100.flops_of(torch.float32, tf32=True) == 156e12
+    assert a100.flops_of(torch.bfloat16, tf32=True) == 312e12
+    assert v100.flops_of(torch.float32, tf32=True) == v100.flops_of(torch.bfloat16) == 15.7e12
+
+
+def test_the_model_says_where_it_is() -> None:
+    assert find_device(None, torch.device("cpu")).name == "cpu"
+    assert find_device(None, torch.device("meta")).name == "cpu"
+    assert find_device(None).name == "cpu"
+    assert find_device(torch.device("cpu")).name == "cpu"
+
+
+def test_a_device_of_ones_own() -> None:
+    own = replace(find_device("H100"), name="half an H100", memory_bytes=40 * GIB)
+    assert find_device(own) is own
+    assert hash(own) != hash(find_device("H100"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("A100", ["could be any of", "A100-40GB", "A100-80GB"]),
+        ("V100-23GB", ["did you mean", "V100-32GB"]),
+        ("RTX4080", ["did you mean", "RTX4090"]),
+        ("abacus", ["unknown device 'abacus'", "H200", "'cuda'"]),
+        ("", ["unknown device ''"]),
+    ],
+)
+def test_an_unknown_name_is_answered_with_near_ones(name: str, words: list[str]) -> None:
+    with pytest.raises(DeviceError) as caught:
+        find_device(name)
+    assert isinstance(caught.value, PlannerError)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_cuda_without_a_gpu_says_what_to_do() -> None:
+    with pytest.raises(DeviceError, match=r"no CUDA device is here.*device='A100-80GB'"):
+        find_device("cuda")
+    with pytest.raises(DeviceError, match="no CUDA device is here"):
+        find_device(torch.device("cuda", 1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_gpu_that_is_here() -> None:
+    device = find_device("cuda")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    assert (device.name, device.memory_bytes) == (properties.name, properties.total_memory)
+    with pytest.raises(DeviceError, match="does not exist"):
+        find_device(f"cuda:{torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize(
+    ("product", "gib", "listed"),
+    [
+        ("Tesla V100-SXM2-16GB", 15.78, "V100-16GB"),
+        ("Tesla V100-SXM2-32GB", 31.75, "V100-32GB"),
+        ("Tesla T4", 14.7, "T4"),
+        ("NVIDIA A10", 22.1, "A10"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA L4", 22, "L4"),
+        ("NVIDIA L40S", 44.5, "L40S"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "H100"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
+        ("AMD Instinct MI300X", 191.98, "MI300X"),
+    ],
+)
+def test_the_driver_s_name_finds_the_row(product: str, gib: float, listed: str) -> None:
+    device = described_gpu(product, int(gib * GIB))
+    assert device == replace(DEVICES[listed], name=product, memory_bytes=int(gib * GIB))
+
+
+def test_a_gpu_that_is_not_listed_is_estimated() -> None:
+    # The figures of a GeForce GTX 1080 Ti: 11.3 TFLOP/s and 484 GB/s on paper.
+    properties = SimpleNamespace(
+        multi_processor_count=28, clock_rate=1582000, memory_clock_rate=5505000, memory_bus_width=352
+    )
+    device = described_gpu("NVIDIA GeForce GTX 1080 Ti", 11 * GIB, properties)
+    assert device.flops_of(torch.float32) == pytest.approx(11.3e12, rel=0.01)
+    assert device.bandwidth == pytest.approx(484e9, rel=0.01)
+    assert device.memory_bytes == 11 * GIB
+
+
+@pytest.mark.parametrize("product", ["NVIDIA L40", "NVIDIA GH200 480GB", "Quadro RTX 5000"])
+def test_a_name_that_only_looks_like_a_listed_one(product: str) -> None:
+    figures = described_gpu(product, 40 * GIB).flops
+    assert all(figures != listed.flops for listed in DEVICES.values())
+
+
+def test_cuda_rounds_to_512_bytes() -> None:
+    gpu = find_device("T4")
+    assert [round_bytes(gpu, n) for n in (0, 1, 512, 513, 1 << 20)] == [0, 512, 512, 1024, 1 << 20]
+
+
+def test_a_device_cannot_be_changed() -> None:
+    device: Device = find_device("T4")
+    with pytest.raises(AttributeError):
+        device.bandwidth = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        device.flops["float32"] = 1.0  # type: ignore[index]

@@ -1,0 +1,385 @@
+"""Workspaces: measured figures against known scratch and against real runs, the cache, failures."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner._torch import record_cpu_allocations
+from planner.errors import PlannerError
+from planner.measure import measure_peak
+from planner.workspace import Call, OpMemory, WorkspaceMeter
+
+aten = torch.ops.aten
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def measured(func: Any, *args: Any, **kwargs: Any) -> OpMemory:
+    meter = WorkspaceMeter("cpu", None)
+    (memory,) = meter.measure([Call(func, args, kwargs)])
+    assert not meter.failures
+    return memory
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the operators of a real run, with tensors that have no data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def bare(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+        result = func(*args, **(kwargs or {}))
+        map_tensors = torch.utils._pytree.tree_map_only
+        self.calls.append(Call(func, *map_tensors(torch.Tensor, bare, (args, kwargs or {}))))
+        return result
+
+
+def recorded(step: Callable[[], object]) -> list[Call]:
+    recorder = Recorder()
+    with recorder:
+        step()
+    return recorder.calls
+
+
+def test_a_product_has_no_workspace() -> None:
+    assert measured(aten.mm.default, meta(64, 32), meta(32, 16)) == OpMemory(0, (64 * 16 * 4,))
+
+
+def test_a_mixed_sum_casts_its_operand_first() -> None:
+    x, y = meta(64, 64, dtype=torch.bfloat16), meta(64, 64)
+    assert measured(aten.add.Tensor, x, y) == OpMemory(64 * 64 * 4, (64 * 64 * 4,))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_convolution_agrees_with_a_real_one(backward: bool) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 32, 40, 40), torch.randn(64, 32, 3, 3)
+    y = torch.randn(4, 64, 40, 40)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    def forward_step() -> object:
+        return aten.convolution.default(x, w, None, *rest)
+
+    def backward_step() -> object:
+        return aten.convolution_backward.default(y, x, w, None, *rest, [True, True, False])
+
+    step = backward_step if backward else forward_step
+    step()
+    real = measure_peak(step, "cpu")
+    (call,) = recorded(step)
+    memory = measured(call.func, *call.args)
+    assert sum(memory.output_bytes) == real.final_bytes
+    assert memory.workspace_bytes == real.peak_bytes - real.final_bytes
+    if torch.backends.mkldnn.is_available():
+        assert memory.workspace_bytes > 100_000
+
+
+def training_steps() -> dict[str, Callable[[], object]]:
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 24, 24)
+    tokens = torch.randint(0, 50, (2, 12))
+    conv = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1),
+        torch.nn.BatchNorm2d(16),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 16, 3, groups=16),
+        torch.nn.GroupNorm(4, 16),
+        torch.nn.ConvTranspose2d(16, 8, 4, 2, 1),
+        torch.nn.MaxPool2d(2),
+    )
+    embedding = torch.nn.Embedding(50, 32)
+    encoder = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    head = torch.nn.Linear(32, 50)
+    lstm = torch.nn.LSTM(32, 16, batch_first=True)
+
+    def language_model() -> torch.Tensor:
+        return F.cross_entropy(head(encoder(embedding(tokens))).flatten(0, 1), tokens.flatten())
+
+    def attention() -> torch.Tensor:
+        x = embedding(tokens).unflatten(-1, (4, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
+    def half() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return head(encoder(embedding(tokens))).float().square().mean()
+
+    return {
+        "convolutions": lambda: conv(image).square().mean().backward(),
+        "language model": lambda: language_model().backward(),
+        "attention": lambda: attention().backward(),
+        "autocast": lambda: half().backward(),
+        "lstm": lambda: lstm(embedding(tokens))[0].sum().backward(),
+        "indexing": lambda: (
+            embedding(tokens)[:, [0, 3, 3]].sort(-1)[0].cumsum(1).logsumexp(-1).sum().backward()
+        ),
+    }
+
+
+class Marker(TorchDispatchMode):
+    """Marks every operator of a real run in the profile."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.profiler.record_function(f"operator {self.count}"):
+            result = func(*args, **(kwargs or {}))
+        self.count += 1
+        return result
+
+
+def per_operator(step: Callable[[], object]) -> list[tuple[int, int]]:
+    """Workspace and output bytes of every operator of a real run."""
+    marker = Marker()
+
+    def marked() -> None:
+        with marker:
+            step()
+
+    recording = record_cpu_allocations(marked)
+    figures = []
+    for number in range(marker.count):
+        held = [0]
+        for _, count in recording.allocations_between(*recording.marks[f"operator {number}"]):
+            held.append(held[-1] + count)
+        figures.append((max(held) - held[-1], held[-1]))
+    return figures
+
+
+@pytest.mark.parametrize("name", list(training_steps()))
+def test_every_operator_of_a_step_agrees_with_a_real_run(name: str) -> None:
+    step = training_steps()[name]
+    step()
+    calls = recorded(step)
+    meter = WorkspaceMeter("cpu", None)
+    predicted = [(m.workspace_bytes, sum(m.output_bytes)) for m in meter.measure(calls)]
+    assert not meter.failures
+    differing = [
+        (str(call.func), *figures)
+        for call, *figures in zip(calls, predicted, per_operator(step), strict=True)
+        if figures[0] != figures[1]
+    ]
+    assert differing == []
+
+
+def test_outputs_in_order() -> None:
+    memory = measured(aten.native_layer_norm.default, meta(8, 32), [32], meta(32), meta(32), 1e-5)
+    assert memory.output_bytes == (8 * 32 * 4, 8 * 4, 8 * 4)
+    rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True])
+    call = (meta(1, 4, 6, 6), meta(1, 3, 6, 6), meta(4, 3, 1, 1), [4], *rest)
+    assert measured(aten.convolution_backward.default, *call).output_bytes == (0, 48, 16)
+
+
+def test_outputs_that_are_inputs_count_nothing() -> None:
+    assert measured(aten.add_.Tensor, meta(10), meta(10)) == OpMemory(0, (0,))
+    assert measured(aten.reshape.default, meta(10, 10), [100]) == OpMemory(0, (0,))
+    assert measured(aten.reshape.default, meta(10, 10).t(), [100]) == OpMemory(0, (400,))
+
+
+def test_strides_matter() -> None:
+    wide = meta(4, 4).expand(3, 4, 4)
+    assert measured(aten.clone.default, wide).output_bytes == (192,)
+    meter = WorkspaceMeter("cpu", None)
+    calls = [Call(aten.clone.default, (x,)) for x in (meta(4, 8), meta(8, 4).t())]
+    meter.measure(calls)
+    assert len(meter._known) == 2
+
+
+def test_views_are_not_run() -> None:
+    meter = WorkspaceMeter("cpu", None)
+    assert meter.measure([Call(aten.view.default, (meta(4, 4), [16]))]) == [OpMemory(0, ())]
+    assert not meter.failures
+
+
+def test_each_distinct_operator_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    run = WorkspaceMeter._run_on_cpu
+
+    def counted(self: WorkspaceMeter, chunk: Any) -> Any:
+        ran.extend(chunk)
+        return run(self, chunk)
+
+    monkeypatch.setattr(WorkspaceMeter, "_run_on_cpu", counted)
+    meter = WorkspaceMeter("cpu", None)
+    call = Call(aten.mul.Tensor, (meta(5), meta(5)))
+    assert len(meter.measure([call, call, call])) == 3
+    meter.measure([call])
+    assert len(ran) == 1
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    calls = [Call(aten.neg.default, (meta(n),)) for n in range(1, 101)]
+    WorkspaceMeter("cpu", None).measure(calls, lambda done, total: told.append((done, total)))
+    assert told[-1] == (100, 100)
+    assert len(told) > 1
+
+
+def test_nothing_of_the_caller_s_changes() -> None:
+    state = torch.get_rng_state()
+    meter = WorkspaceMeter("cpu", None)
+    with FakeTensorMode() as mode, torch.autocast("cpu", dtype=torch.bfloat16):
+        x = torch.empty(16, 16)
+        calls = [
+            Call(aten.native_dropout.default, (x, 0.5, True)),
+            Call(aten.mm.default, (x, x)),
+            Call(aten.randn.default, ([4],)),
+        ]
+        found = meter.measure(calls)
+        assert isinstance(torch.empty(1), type(x))
+        assert mode is not None
+    assert [m.output_bytes for m in found] == [(1024, 256), (1024,), (16,)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+def test_an_open_profiler_session_is_left_alone() -> None:
+    meter = WorkspaceMeter("cpu", None)
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(PlannerError, match=r"torch\.profiler session is open"),
+    ):
+        meter.measure([Call(aten.neg.default, (meta(3),))])
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def test_an_operator_that_fails_counts_nothing_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "planner.workspace")
+    meter = WorkspaceMeter("cpu", None)
+    bad = Call(aten.mm.default, (meta(3, 4), meta(5, 6)))
+    good = Call(aten.mm.default, (meta(3, 4), meta(4, 6)))
+    assert meter.measure([bad, good, bad]) == [OpMemory(0, ()), OpMemory(0, (72,)), OpMemory(0, ())]
+    ((key, reason),) = meter.failures.items()
+    assert key.startswith("aten.mm.default(float32[3,4]")
+    assert "cannot be multiplied" in reason
+    assert "cannot be multiplied" in caplog.text
+
+
+def test_operators_from_elsewhere_are_not_run() -> None:
+    ran: list[int] = []
+    with torch.library._scoped_library("planner_test", "DEF") as library:
+        library.define("effect(Tensor x) -> Tensor")
+        library.impl("effect", lambda x: ran.append(1) or x.clone(), "CompositeExplicitAutograd")
+        meter = WorkspaceMeter("cpu", None)
+        meter.measure([Call(torch.ops.planner_test.effect.default, (meta(3),))])
+    assert not ran
+    assert "from outside PyTorch" in next(iter(meter.failures.values()))
+
+
+def test_an_operator_too_large_for_this_machine_is_not_run() -> None:
+    meter = WorkspaceMeter("cpu", None)
+    meter.measure([Call(aten.neg.default, (meta(1 << 50),))])
+    assert "are free" in next(iter(meter.failures.values()))
+
+
+def test_masks_are_tried_both_ways() -> None:
+    x, mask = meta(10), meta(10, dtype=torch.bool)
+    assert measured(aten.masked_select.default, x, mask).output_bytes == (40,)
+    # Ten elements are needed where all are true; there are two, and none are needed where all are false.
+    assert measured(aten.masked_scatter.default, x, mask, meta(2)).output_bytes == (40,)
+
+
+# ---- cache --------------------------------------------------------------------------------------
+
+
+def never_run(self: WorkspaceMeter, chunk: Any) -> Any:
+    raise AssertionError(f"ran {list(chunk)}")
+
+
+def test_a_second_meter_takes_its_answers_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new directory" / "cache.json"
+    calls = [
+        Call(aten.add.Tensor, (meta(9, dtype=torch.bfloat16), meta(9))),
+        Call(aten.neg.default, (meta(3),)),
+    ]
+    first = WorkspaceMeter("cpu", path).measure(calls)
+    monkeypatch.setattr(WorkspaceMeter, "_run_on_cpu", never_run)
+    assert WorkspaceMeter("cpu", path).measure(calls) == first
+    with pytest.raises(AssertionError, match="ran"):
+        WorkspaceMeter("cpu", None).measure(calls)
+
+
+def test_another_number_of_threads_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    call = Call(aten.neg.default, (meta(3),))
+    threads = torch.get_num_threads()
+    WorkspaceMeter("cpu", path).measure([call])
+    try:
+        torch.set_num_threads(threads + 1)
+        WorkspaceMeter("cpu", path).measure([call])
+    finally:
+        torch.set_num_threads(threads)
+    environments = json.loads(path.read_text())["environments"]
+    assert len(environments) == 2
+    assert all(str(torch.__version__) in name for name in environments)
+
+
+def test_what_others_wrote_meanwhile_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    one, other = WorkspaceMeter("cpu", path), WorkspaceMeter("cpu", path)
+    one.measure([])
+    other.measure([Call(aten.neg.default, (meta(3),))])
+    one.measure([Call(aten.abs.default, (meta(3),))])
+    (entries,) = json.loads(path.read_text())["environments"].values()
+    assert len(entries) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe\x00",
+        b'{"format": 1}',
+        b'{"format": 99, "environments": {}}',
+        b'{"format": 1, "environments": {"x": 3}}',
+        b'{"format": 1, "environments": {"x": {"y": []}}}',
+        b'{"format": 1, "environments": {"x": {"y": [-1]}}}',
+        b'{"format": 1, "environments": {"x": {"y": ["1"]}}}',
+        b'{"format": 1, "environments": {"x": {"y": 7}}}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_damaged_cache_is_replaced(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "cache.json"
+    path.write_bytes(content)
+    call = Call(aten.neg.default, (meta(3),))
+    assert WorkspaceMeter("cpu", path).measure([call]) == [OpMemory(0, (12,))]
+    (entries,) = json.loads(path.read_text())["environments"].values()
+    assert list(entries.values()) == [[0, 12]]
+
+
+def test_a_cache_that_cannot_be_written_is_only_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file" / "cache.json", tmp_path):
+        caplog.clear()
+        meter = WorkspaceMeter("cpu", path)
+        assert meter.measure([Call(aten.neg.default, (meta(3),))]) == [OpMemory(0, (12,))]
+        assert "could not be kept" in caplog.text
+
+
+def test_the_default_cache_is_in_the_user_s_cache_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    WorkspaceMeter("cpu").measure([Call(aten.neg.default, (meta(3),))])
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["workspace.json"]
