@@ -94,7 +94,7 @@ def _gpu(
         kind="cuda",
         memory_bytes=int(gib * GIB),
         bandwidth=bandwidth_gb * 1e9,
-        flops=MappingProxyType({dtype: figure * 1e12 for dtype, figure in tera.items()}),
+        flops={dtype: figure * 1e12 for dtype, figure in tera.items()},
         launch_seconds=CUDA_LAUNCH_SECONDS,
         allocation_rounding_bytes=CUDA_ROUNDING_BYTES,
         context_bytes=CUDA_CONTEXT_BYTES,
@@ -106,9 +106,7 @@ _CPU = Device(
     kind="cpu",
     memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     bandwidth=10e9,
-    flops=MappingProxyType(
-        dict.fromkeys(("float64", "float32", "float16", "bfloat16", "complex64", "complex128"), 125e9)
-    ),
+    flops=dict.fromkeys(("float64", "float32", "float16", "bfloat16", "complex64", "complex128"), 125e9),
     launch_seconds=2e-6,
     allocation_rounding_bytes=1,
     context_bytes=0,
