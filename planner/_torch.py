@@ -157,10 +157,32 @@ def compile_joint(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)
+        stack.enter_context(_recurrent_layers_whole())
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))
         return backend(graph, example_inputs)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _recurrent_layers_whole() -> Iterator[None]:
+    """Trace nn.LSTM and its kin as the kernels that eager runs.
+
+    While tracing, PyTorch otherwise takes Python decompositions of its own, step by step, which
+    leave out the dropout between layers and differ in the last bits.
+    """
+    names = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    overloads = [getattr(getattr(torch.ops.aten, n), o) for n in names for o in ("input", "data")]
+    taken = [(op, dict(op.py_kernels)) for op in overloads]
+    try:
+        for op, _ in taken:
+            op.py_kernels.clear()
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in taken:
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
 
 
 def mutated_primals() -> frozenset[int]:

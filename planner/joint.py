@@ -64,6 +64,15 @@ class JointOp:
         return self.batch_norm or not self.reads_mutated
 
     @property
+    def allocates_again(self) -> tuple[int, ...]:
+        """Storage numbers that a second run brings into being: all but new running statistics."""
+        if not self.batch_norm:
+            return self.allocates
+        results = {_torch.storage_key(t) for t in self.node.meta["val"][:3]}
+        keep = [_torch.storage_key(t) in results for t in self.node.meta["val"]]
+        return tuple(s for s, kept in zip(self.allocates, keep, strict=True) if kept)
+
+    @property
     def name(self) -> str:
         """Operator name, such as ``aten.mm.default``."""
         return str(self.node.target)

@@ -238,10 +238,9 @@ class _Builder:
             replays.append((row, again))
         elif op.batch_norm:
             target, arguments = replay.batch_norm_again(op.node.args)
-            kept = [s for s in op.allocates[:3]]
             inputs = [storages[s] for n in op.node.args[:3] if isinstance(n, Node) for s in joint._storages_of(n) if s in storages]
             again = {
-                "inputs": tuple(dict.fromkeys(inputs)), "outputs": tuple(storages[s] for s in kept), "extra": 0,
+                "inputs": tuple(dict.fromkeys(inputs)), "outputs": tuple(storages[s] for s in op.allocates_again), "extra": 0,
                 "call": Call(target, map_arg(arguments, _value_of), {}),
             }  # fmt: skip
             replays.append((row, again))

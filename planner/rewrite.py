@@ -86,7 +86,7 @@ class _Backward:
         node.meta = dict(op.node.meta)
         if op.batch_norm:
             node.meta["val"] = op.node.meta["val"][:3]
-        for storage in op.allocates:
+        for storage in op.allocates_again:
             self._version[storage] += 1
         self._current[op.node] = (self._versions(op.node), node)
 
