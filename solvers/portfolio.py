@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from solvers import ilp, sqrt_n
+from solvers import chain, ilp, sqrt_n
 from solvers.bound import Bound, lower_bound
 from solvers.constraints import NO_CONSTRAINTS, Constraints
 from solvers.graph import Graph
@@ -108,6 +108,7 @@ def _solve(
     if budget is None:
         search.most_seconds = graph.base_seconds + sqrt_n.one_extra_forward(graph)
         _single(search, None, Bound(graph.base_seconds, -1))
+        chain.improve(search, None, everything.peak_bytes)
         ilp.descend(search, programs)
         return search.solution()
     if search.fits(everything):
@@ -137,6 +138,9 @@ def _single(search: Search, budget: int | None, bound: Bound) -> None:
         quick = sqrt_n.solve(search.graph, budget, time_limit=left, constraints=search.constraints)
         search.try_schedule(quick.schedule)
         search.tell("sqrt(n)", 0.1)
+    if budget is not None and not _done(search, bound):
+        chain.improve(search, budget, budget)
+        search.tell("chains", 0.2)
 
 
 def _done(search: Search, bound: Bound) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from solvers import checkpoint_all, ilp, manual, none, portfolio, sqrt_n
+from solvers import chain, checkpoint_all, ilp, manual, none, portfolio, sqrt_n
 from solvers.constraints import Constraints
 from solvers.graph import Graph
 from solvers.solution import Progress, Solution
@@ -28,6 +28,7 @@ SOLVERS: dict[str, Solve] = {
     none.NAME: none.solve,
     checkpoint_all.NAME: checkpoint_all.solve,
     manual.NAME: manual.solve,
+    chain.NAME: chain.solve,
     ilp.NAME: ilp.solve,
     sqrt_n.NAME: sqrt_n.solve,
 }

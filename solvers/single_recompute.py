@@ -146,7 +146,7 @@ class SingleRecompute:
         return kept
 
 
-def write_program(graph: Graph, uses: ForwardUses, stages: Stages) -> SingleRecompute:
+def write_program(graph: Graph, uses: ForwardUses, stages: Stages, *, memory: bool = True) -> SingleRecompute:
     """Write the program of :mod:`solvers.ilp` for all budgets (see ``set_budget``)."""
     program = Program()
     scale = SECONDS / max(graph.base_seconds, 1e-30)
@@ -176,7 +176,8 @@ def write_program(graph: Graph, uses: ForwardUses, stages: Stages) -> SingleReco
     moments = find_moments(graph, stages, fixed)
     unit = max(1.0, float(graph.bytes.sum()) / 1e4)
     model = SingleRecompute(program, keep, moments, 0, fixed[moments], np.zeros(len(moments)), unit)
-    write_memory(graph, uses, stages, model, rerun)
+    if memory:
+        write_memory(graph, uses, stages, model, rerun)
     return model
 
 

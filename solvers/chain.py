@@ -1,0 +1,274 @@
+"""Blocks in a row, recomputed as often as it pays: the persistent dynamic program of rotor
+(Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains",
+2019, arXiv 1911.13214) over blocks with several options each, as Rockmate (Zhao et al., ICML 2023).
+
+Elsewhere: revolve, Gruslys et al. 2016 (memory-efficient backpropagation through time).
+
+The forward phase is cut into blocks (see ``blocks``). T[s, t, m] is the least time to do the
+backward of blocks t down to s when what crosses into s is held and m bytes are left:
+
+    keep a cut s' behind s:      seconds(s .. s'-1) + T[s', t, m - boundary(s, s')] + T[s, s'-1, m]
+    keep an option o of block s: seconds(s) + reruns(s, o) + T[s+1, t, m - boundary(s, s+1) - bytes(s, o)]
+                                 if the backward of s under o fits in m
+    s = t:                       just in time, nothing kept, if that fits in m
+
+One table answers all budgets. A schedule is read off it and made by the just-in-time walk, which
+forgets what the table does not keep; its simulated peak decides which m a budget is worth.
+
+Not optimal: the blocks' options come from a few prices, peaks are those of blocks evaluated together,
+memory is counted in slots, and what is kept stays until its backward (persistence).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.blocks import Blocks, find_blocks
+from solvers.constraints import NO_CONSTRAINTS, Constraints
+from solvers.cuts import Cuts, find_cuts, forward_uses, pinned_values
+from solvers.graph import Graph
+from solvers.polish import polish
+from solvers.recompute import Forget
+from solvers.search import Candidate, Search
+from solvers.solution import Progress, Solution
+from solvers.sqrt_n import families, one_extra_forward, segment_walls, weights
+
+NAME = "chain"
+SLOTS = 400
+"""Into how many slots the memory is cut."""
+MOST_BLOCKS = 64
+"""More blocks than this are merged: the table grows with the cube of their number."""
+COUNTS = (64, 24, 10)
+"""Numbers of blocks tried."""
+
+
+def solve(
+    graph: Graph,
+    budget: int | None,
+    *,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+    constraints: Constraints | None = None,
+) -> Solution:
+    """Solve by dynamic programming over blocks.
+
+    Args:
+        graph: The problem.
+        budget: Bytes of dynamic peak; None for the least peak at no more than one extra forward.
+        time_limit: Wall seconds.
+        progress: Told about advances.
+        constraints: Values that are always kept or always recomputed.
+
+    Returns:
+        The fastest schedule found; infeasible with the least peak found when none fits.
+    """
+    search = Search(NAME, graph, budget, time_limit, progress, constraints or NO_CONSTRAINTS)
+    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    if search.fits(everything) or graph.forward_length == graph.base_length:
+        return search.solution()
+    if budget is None:
+        search.most_seconds = graph.base_seconds + one_extra_forward(graph)
+    improve(search, budget, everything.peak_bytes)
+    return search.solution()
+
+
+def improve(search: Search, budget: int | None, everything: int) -> None:
+    """Offer ``search`` the schedules of the tables for several numbers of blocks."""
+    graph = search.graph
+    uses = forward_uses(graph)
+    pinned = pinned_values(graph, uses)
+    cuts = find_cuts(graph, uses, pinned)
+    needed = (uses.last_backward >= 0) & ~pinned
+    tried: set[tuple[int, ...]] = set()
+    for n, count in enumerate(COUNTS):
+        for positions in families(cuts)[:2]:
+            walls = choose_walls(weights(graph, needed), positions, count)
+            if search.out_of_time() or not walls or tuple(walls) in tried:
+                continue
+            tried.add(tuple(walls))
+            blocks = find_blocks(graph, uses, cuts, pinned, search.constraints, walls)
+            most = everything if budget is None else budget
+            best = read_off(search, blocks, cuts, pinned, most, budget)
+            if budget is not None and best is not None and not search.out_of_time():
+                polish(search, best, budget)
+        search.tell("chains", (n + 1) / len(COUNTS))
+
+
+def choose_walls(weight: np.ndarray, positions: np.ndarray, count: int) -> list[int]:
+    """At most ``count - 1`` of the positions, so that the blocks' bytes are balanced."""
+    low, high = 0.0, float(weight[-1])
+    if len(positions) < count:
+        return [int(p) for p in positions]
+    for _ in range(30):
+        size = (low + high) / 2
+        if len(segment_walls(positions, weight, size)) < count:
+            high = size
+        else:
+            low = size
+    return segment_walls(positions, weight, high)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The dynamic program: ``seconds[s][t]`` over slots of memory, and the choice that gives it.
+
+    A choice below the number of blocks is a cut s' > s; at or above it, the option to keep; -1 is
+    just in time. ``shift`` tells how many slots a choice takes.
+    """
+
+    seconds: list[list[np.ndarray]]
+    choice: list[list[np.ndarray]]
+    slot: float
+
+
+def fill(blocks: Blocks, most: int, slots: int = SLOTS) -> Table:
+    """Fill the table for up to ``most`` bytes."""
+    n = blocks.count
+    slot = max(1.0, most / slots)
+    nothing = np.full(slots + 1, np.inf)
+    seconds = [[nothing] * n for _ in range(n)]
+    choice = [[np.zeros(0, dtype=np.int64)] * n for _ in range(n)]
+    total = np.concatenate(([0.0], np.cumsum(blocks.forward_seconds)))
+    taken = np.rint(blocks.option_bytes / slot).astype(np.int64)
+    peak = np.ceil(blocks.option_peak / slot).astype(np.int64)
+    boundary = np.rint(blocks.boundary / slot).astype(np.int64)
+    running = blocks.forward_bytes
+    for length in range(n):
+        for s in range(n - length):
+            t = s + length
+            best = nothing.copy()
+            chosen = np.full(slots + 1, -2, dtype=np.int64)
+            if s == t:
+                _offer(
+                    best,
+                    chosen,
+                    np.where(np.arange(slots + 1) >= peak[0, s], blocks.option_seconds[0, s], np.inf),
+                    -1,
+                )
+            for o in range(len(blocks.options)):
+                cost = blocks.forward_seconds[s] + blocks.option_seconds[o, s]
+                if s == t:
+                    value = np.where(np.arange(slots + 1) >= peak[o, s], cost, np.inf)
+                else:
+                    value = _shifted(seconds[s + 1][t], boundary[s, s + 1] + taken[o, s]) + cost
+                    value[: min(slots + 1, peak[o, s])] = np.inf
+                _offer(best, chosen, value, n + o)
+            transient = 0.0
+            for cut in range(s + 1, t + 1):
+                transient = max(transient, running[cut - 1] + blocks.boundary[s, cut - 1])
+                value = _shifted(seconds[cut][t], boundary[s, cut]) + seconds[s][cut - 1]
+                value += total[cut] - total[s]
+                value[: min(slots + 1, int((transient + blocks.start_bytes[t]) / slot))] = np.inf
+                _offer(best, chosen, value, cut)
+            seconds[s][t], choice[s][t] = best, chosen
+    return Table(seconds, choice, slot)
+
+
+def _shifted(values: np.ndarray, by: int) -> np.ndarray:
+    result = np.full(len(values), np.inf)
+    if by < len(values):
+        result[by:] = values[: len(values) - by]
+    return result
+
+
+def _offer(best: np.ndarray, chosen: np.ndarray, value: np.ndarray, choice: int) -> None:
+    better = value < best
+    best[better] = value[better]
+    chosen[better] = choice
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What a plan keeps: ``at[s, t]`` the values to retain when a stretch from block s reaches t."""
+
+    at: dict[tuple[int, int], set[int]]
+
+
+def plan(blocks: Blocks, cuts: Cuts, table: Table, slots: int) -> Retained | None:
+    """Follow the choices from the whole chain with ``slots`` of memory; None if that is too little."""
+    n = blocks.count
+    if not np.isfinite(table.seconds[0][n - 1][slots]):
+        return None
+    at: dict[tuple[int, int], set[int]] = {}
+    crossing = [set(cuts.crossing(w).tolist()) for w in blocks.walls]
+    members = [np.flatnonzero(blocks.of_value == b) for b in range(n)]
+    pending = [(0, n - 1, slots)]
+    while pending:
+        s, t, m = pending.pop()
+        first, kept = s, set()
+        while True:
+            c = int(table.choice[s][t][m])
+            if c == -1:
+                break
+            if c >= n:
+                kept |= set(members[s][blocks.options[c - n][members[s]]].tolist())
+                if s == t:
+                    break
+                m -= int(np.rint(blocks.option_bytes[c - n, s] / table.slot))
+                m -= int(np.rint(blocks.boundary[s, s + 1] / table.slot))
+                kept |= crossing[s]
+                s += 1
+            else:
+                pending.append((s, c - 1, m))
+                m -= int(np.rint(blocks.boundary[s, c] / table.slot))
+                kept |= crossing[c - 1]
+                s = c
+        at[first, t] = kept
+    return Retained(at)
+
+
+def judge(search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, retained: Retained) -> Candidate:
+    """Make and judge the schedule of a plan."""
+    kept = pinned.copy()
+    kept[list(retained.at[0, blocks.count - 1])] = True
+    return search.try_kept(kept, forgetting(search.graph, blocks, cuts, retained))
+
+
+def forgetting(graph: Graph, blocks: Blocks, cuts: Cuts, retained: Retained) -> Forget:
+    """Forget of a stretch what the plan does not retain, the last block of it left alone."""
+    of_value = blocks.of_value.tolist()
+    outputs = graph.walk_table.outputs
+    crossing = [set(cuts.crossing(w).tolist()) for w in blocks.walls]
+
+    def forget(stretch: list[int]) -> list[int]:
+        first = of_value[outputs[stretch[0]][0]]
+        last = of_value[outputs[stretch[-1]][0]]
+        if first == last:
+            return []
+        keep = retained.at.get((first, last))
+        if keep is None:
+            keep = crossing[last - 1]
+        return [v for row in stretch for v in outputs[row] if of_value[v] < last and v not in keep]
+
+    return forget
+
+
+def read_off(
+    search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, most: int, budget: int | None
+) -> Candidate | None:
+    """Find the memory in the table whose schedule, simulated, makes the most of the budget."""
+    table = fill(blocks, most + most // 4)
+    whole = table.seconds[0][blocks.count - 1]
+    fine = np.flatnonzero(np.isfinite(whole))
+    if not len(fine):
+        return None
+    distinct = fine[np.concatenate(([True], np.diff(whole[fine]) < 0))]
+    best: Candidate | None = None
+    low, high = 0, len(distinct) - 1
+    tried: set[int] = set()
+    while low <= high and not search.out_of_time():
+        middle = (low + high) // 2 if budget is not None else low
+        tried.add(middle)
+        retained = plan(blocks, cuts, table, int(distinct[middle]))
+        assert retained is not None
+        candidate = judge(search, blocks, cuts, pinned, retained)
+        if budget is None:
+            low += max(1, len(distinct) // 40)
+            continue
+        if candidate.peak_bytes <= budget:
+            if best is None or candidate.seconds < best.seconds:
+                best = candidate
+            low = middle + 1
+        else:
+            high = middle - 1
+    return best
