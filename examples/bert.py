@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForMaskedLM
 import planner
 from planner.budget import format_bytes
 
-LAYERS, WIDTH, HEADS, VOCABULARY = 6, 256, 4, 8192
+LAYERS, WIDTH, HEADS, VOCABULARY = 6, 256, 4, 4096
 BATCH, LENGTH = 8, 256
 MASK_TOKEN, IGNORED = 4, -100
 

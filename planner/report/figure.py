@@ -24,7 +24,7 @@ class PlottingError(PlannerError):
     """A figure cannot be drawn: matplotlib is missing, or the file's format is not one it writes."""
 
 
-def draw(plan: Plan, *, most_modules: int = 10) -> "Figure":
+def draw(plan: Plan, *, most_modules: int = 8) -> "Figure":
     """Draw live bytes over the step, planned and unplanned, and what is alive at the planned peak.
 
     Args:
@@ -121,12 +121,17 @@ def _draw_timelines(axes: "Axes", plan: Plan) -> None:
 def _draw_holders(axes: "Axes", plan: Plan, most: int) -> None:
     holders = folded_holders(plan, most)
     # A dollar sign would start a formula.
-    names = [printable(holder.module).replace("$", r"\$") for holder in holders]
+    names = [_shortened(printable(holder.module)).replace("$", r"\$") for holder in holders]
     axes.barh(range(len(names)), _mib([holder.bytes for holder in holders]), color=_PLANNED)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
     axes.set_title("alive at the planned peak", fontsize=10)
+
+
+def _shortened(path: str) -> str:
+    # The end of a module's path says most.
+    return path if len(path) <= 32 else "..." + path[-29:]
 
 
 def _steps(timeline: Timeline) -> list[float]:

@@ -7,6 +7,8 @@ from dataclasses import astuple, dataclass, field
 
 from planner.plan_file import Holder, Plan
 
+_MOST_NAMES = 4
+
 
 @dataclass
 class Share:
@@ -45,8 +47,8 @@ class ModuleRow:
 def module_rows(plan: Plan) -> list[ModuleRow]:
     """List the modules of a plan's forward, in order of their first operation.
 
-    A module of which all is re-run, or nothing, is one line; others are followed by what they contain.
-    Neighbours in a list of layers that are treated alike are one line.
+    A module of which all is re-run, or nothing, is one line; others are followed by what they contain, last
+    that of which nothing is re-run. Neighbours in a list of layers that are treated alike are one line.
     """
     root = _tree(plan)
     return list(_rows(root, "", 0, 1)) if root.share.ops else []
@@ -111,10 +113,20 @@ def _rows(node: _Node, name: str, depth: int, count: int) -> Iterator[ModuleRow]
         yield ModuleRow(name or "(the model)", depth, count, node.share, names)
         return
     yield ModuleRow(name or "(the model)", depth, count, node.share, ())
-    if node.own.ops:
+    untouched: list[tuple[str, Share]] = []
+    if node.own.recomputed_ops:
         yield ModuleRow("(itself)", depth + 1, count, node.own, names)
+    elif node.own.ops:
+        untouched.append(("(itself)", node.own))
     for label, alike, child in _folded(node):
-        yield from _rows(child, label, depth + 1, count * alike)
+        if child.share.recomputed_ops:
+            yield from _rows(child, label, depth + 1, count * alike)
+        else:
+            untouched.append((label, child.share))
+    if untouched:
+        labels = [label for label, _ in untouched]
+        together = ", ".join(labels) if len(labels) <= _MOST_NAMES else f"({len(labels)} others)"
+        yield ModuleRow(together, depth + 1, count, _sum([share for _, share in untouched]), ())
 
 
 def _folded(node: _Node) -> Iterator[tuple[str, int, _Node]]:

@@ -168,8 +168,10 @@ def _module_label(row: ModuleRow) -> Text:
     if row.count > 1:
         label.append(f" x{row.count}", style="dim")
     if row.recomputed_names:
-        short = [".".join(name.split(".")[1:2]) or name for name in row.recomputed_names]
-        label.append(f" ({printable(', '.join(short))})", style="dim")
+        # aten._softmax.default is written as softmax.
+        short = [(*name.split("."), name)[1].lstrip("_") for name in row.recomputed_names]
+        more = f", {len(short) - 2} more" if len(short) > 2 else ""
+        label.append(f" ({printable(', '.join(short[:2]))}{more})", style="dim")
     return label
 
 
