@@ -32,8 +32,7 @@ test: venv  ## Run the tests that take seconds.
 	$(PYTEST) -m "not heavy" -n 2
 
 test-all: venv  ## Run all tests.
-	$(PYTEST) -m "not heavy" -n 2
-	$(PYTEST) -m heavy
+	$(PYTEST) -n 2 --dist worksteal
 
 lint: venv  ## Check style and types.
 	$(BIN)/ruff check .
