@@ -13,7 +13,7 @@ no kernel runs, and nothing of the user's is touched:
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class GraphCall:
         arguments: Recorded storage of every input of that half (for the backward: of every
             tangent), -1 where resident.
         outputs: Recorded storage of every output, -1 for those that are none.
+        released: Recorded storages among the arguments that nobody else holds: they are freed at
+            their last use inside.
     """
 
     graph: int
@@ -48,6 +50,7 @@ class GraphCall:
     backward: bool
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
+    released: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -288,9 +291,8 @@ class _Runner:
                     token = torch.empty(0)
                     key = _torch.storage_key(token)
                     self._instances[key] = self._executions
-            call = self._call(arguments, results, backward=False, instance=self._executions)
+            self._call(arguments, results, backward=False, instance=self._executions)
             self._executions += 1
-            del call
             return results if self.joint is None else [*results, token]
 
         return run
@@ -312,12 +314,14 @@ class _Runner:
     def _call(self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int) -> None:
         recorder = self.recorder
         assert recorder is not None
-        recorder.graph_ran(None, arguments, results)
-        event = recorder.recording.events[-1]
-        index = [recorder.index_of(a) if isinstance(a, torch.Tensor) else -1 for a in arguments]
+        taken = [recorder.index_of(a) if isinstance(a, torch.Tensor) else -1 for a in arguments]
+        recorder.graph_ran(arguments, results)
         produced = [recorder.index_of(r) if isinstance(r, torch.Tensor) else -1 for r in results]
-        call = GraphCall(self.index, instance, backward, tuple(index), tuple(produced))
-        recorder.recording.events[-1] = type(event)(None, event.reads, event.allocates, event.backward, call)
+        arguments.clear()
+        recording = recorder.recording
+        released = frozenset(i for i in taken if i >= 0 and recording.storages[i].died_after is not None)
+        call = GraphCall(self.index, instance, backward, tuple(taken), tuple(produced), released)
+        recording.events[-1] = replace(recording.events[-1], graph=call)
 
 
 def _collector(runners: list[_Runner]) -> Callable[..., Any]:

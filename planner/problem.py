@@ -131,6 +131,7 @@ class _Builder:
         for event in recording.events:
             if isinstance(event.graph, GraphCall) and not event.graph.backward:
                 executions[event.graph.graph] += 1
+        released = {i: e.graph.released for i, e in enumerate(recording.events) if isinstance(e.graph, GraphCall)}
         last_row: list[int] = []
         replays: list[tuple[int, dict[str, Any]]] = []
         backward = False
@@ -144,7 +145,10 @@ class _Builder:
             for storage in event.allocates:
                 value = self._value_of_recorded.get(storage)
                 if value is not None:
-                    self._hold(value, recording.storages[storage].died_after, index)
+                    died = recording.storages[storage].died_after
+                    # Freed inside a captured graph: held by others only up to the event before.
+                    died = died - 1 if died is not None and storage in released.get(died, ()) else died
+                    self._hold(value, died, index)
             last_row.append(len(self._rows) - 1)
         return self._assemble(last_row, replays)
 

@@ -56,6 +56,22 @@ def batch_norm_again(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return operator, (input_, weight, bias, True, momentum, epsilon)
 
 
+def with_reserve(operator: Any, *args: Any) -> Any:
+    """Run oneDNN's recurrent layer so that it keeps what its backward needs.
+
+    The kernel makes its reserve only where autograd is on, whatever its ``train`` argument says,
+    and the emitted graphs run without autograd.
+    """
+    detached = (a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+    with torch.enable_grad():
+        return operator(*(list(map(torch.Tensor.detach, a)) if isinstance(a, list) else a for a in detached))
+
+
+def needs_reserve(operator: Any) -> bool:
+    """Whether an operation must run :func:`with_reserve`."""
+    return operator is aten.mkldnn_rnn_layer.default
+
+
 def _generator(device_type: str, device_index: int | None) -> torch.Generator:
     if device_type == "cuda":
         index = torch.cuda.current_device() if device_index is None else device_index

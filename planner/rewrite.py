@@ -7,7 +7,7 @@ where their base is, and taken again where it is computed again.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ class _Backward:
             target, arguments = replay.batch_norm_again(op.node.args)
             return self.graph.call_function(target, take(arguments))
         if not op.random:
-            return self.graph.node_copy(op.node, self.node)
+            return _copy(self.graph, op.node, self.node)
         if op not in self.states:
             self.states[op] = self._placeholder(f"{op.node.name}_generator", None)
         device = replay.generator_device(op.node)
@@ -164,7 +164,7 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
 
     def node(original: Node) -> Node:
         if original not in env:
-            env[original] = graph.node_copy(original, node)
+            env[original] = _copy(graph, original, node)
         return env[original]
 
     for op in joint.ops[: joint.forward_length]:
@@ -180,6 +180,14 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
 
     _order_placeholders(body, [*(body.states[op] for op in body.states), *(body.saved[n] for n in saved)])
     return GraphModule(joint.module, graph), tuple(saved)
+
+
+def _copy(graph: FxGraph, original: Node, take: Callable[[Node], Any]) -> Node:
+    node = graph.node_copy(original, take)
+    if replay.needs_reserve(original.target):
+        node.args = (original.target, *node.args)
+        node.target = replay.with_reserve
+    return node
 
 
 def _order_placeholders(body: _Backward, saved: list[Node]) -> None:

@@ -43,7 +43,7 @@ class Event:
         reads: Indices of the recorded storages that it reads, one per tensor argument (resident: -1).
         allocates: Indices of the storages that it brings into being, in order of the outputs.
         backward: Whether it ran inside a backward pass.
-        graph: For a captured graph, whatever the caller of :meth:`StepRecorder.graph_ran` passed.
+        graph: For a captured graph, what ran (:class:`planner.capture.GraphCall`).
     """
 
     call: int | None
@@ -105,11 +105,11 @@ class StepRecorder(_torch.InfrastructureMode):
         """Index of the recorded storage behind a tensor; -1 where it is resident or unknown."""
         return self._known.get(_torch.storage_key(tensor), -1)
 
-    def graph_ran(self, graph: Any, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def graph_ran(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Write down that a captured graph ran in one piece."""
         reads = tuple(self.index_of(t) if isinstance(t, torch.Tensor) else -1 for t in arguments)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
-        self._append(None, reads, tensors, _torch.current_backward_node(), graph)
+        self._append(None, reads, tensors, _torch.current_backward_node())
 
     def pause(self) -> "_Pause":
         """A context in which operations run unrecorded."""
@@ -118,7 +118,7 @@ class StepRecorder(_torch.InfrastructureMode):
     # ---- inside ------------------------------------------------------------------------------------
 
     def _append(
-        self, call: int | None, reads: tuple[int, ...], outputs: Sequence[torch.Tensor], node: object, graph: Any = None
+        self, call: int | None, reads: tuple[int, ...], outputs: Sequence[torch.Tensor], node: object
     ) -> None:
         born = []
         for tensor in outputs:
@@ -132,7 +132,7 @@ class StepRecorder(_torch.InfrastructureMode):
             self._known[key] = number
             self._references[number] = weakref.ref(storage, self._on_death(key, number))
             born.append(number)
-        self.recording.events.append(Event(call, reads, tuple(born), node is not None, graph))
+        self.recording.events.append(Event(call, reads, tuple(born), node is not None))
 
     def _on_death(self, key: int, number: int) -> Any:
         recording, known = self.recording, self._known
