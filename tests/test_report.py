@@ -49,6 +49,20 @@ def test_layers_that_are_treated_alike_share_a_line() -> None:
     assert [row.name for row in rows[-3:]] == ["[4-5]", "tokens", "(itself)"]
 
 
+def test_alike_layers_need_not_be_neighbours() -> None:
+    plan = layered_plan(layers=6, kept_layers=2)
+    graph = plan.graphs[0]
+    # Layer 2 is kept as well.
+    second = range(1 + 2 * len(LAYER_OPS), 1 + 3 * len(LAYER_OPS))
+    backward = [op for op in graph.backward if op not in second]
+    changed = plan.model_copy(
+        update={"graphs": [graph.model_copy(update={"backward": backward, "kept": []})]}
+    )
+    names = {row.name: row.count for row in module_rows(changed)}
+    assert names["[0-1, 3]"] == 3
+    assert "[2, 4-5]" in names
+
+
 def test_the_first_line_is_the_whole_model() -> None:
     plan = layered_plan()
     first = module_rows(plan)[0]

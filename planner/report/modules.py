@@ -35,7 +35,7 @@ class ModuleRow:
     """One line of the table: a module, or several that are treated alike."""
 
     name: str
-    """Path below the line it is indented under; `layer.[0-3]` stands for four layers."""
+    """Path below the line it is indented under; [0-2, 5] stands for four layers of a list."""
     depth: int
     count: int
     """How many modules the line stands for; `share` is of all of them."""
@@ -48,7 +48,7 @@ def module_rows(plan: Plan) -> list[ModuleRow]:
     """List the modules of a plan's forward, in order of their first operation.
 
     A module of which all is re-run, or nothing, is one line; others are followed by what they contain, last
-    that of which nothing is re-run. Neighbours in a list of layers that are treated alike are one line.
+    that of which nothing is re-run. Layers of a list that are treated alike are one line.
     """
     root = _tree(plan)
     return list(_rows(root, "", 0, 1)) if root.share.ops else []
@@ -130,17 +130,24 @@ def _rows(node: _Node, name: str, depth: int, count: int) -> Iterator[ModuleRow]
 
 
 def _folded(node: _Node) -> Iterator[tuple[str, int, _Node]]:
-    runs: list[list[str]] = []
+    alike: dict[object, list[str]] = {}
     for part, child in node.children.items():
-        last = runs[-1][-1] if runs else ""
-        consecutive = part.isdecimal() and last.isdecimal() and int(part) == int(last) + 1
-        if consecutive and _signature(child) == _signature(node.children[last]):
-            runs[-1].append(part)
+        alike.setdefault(_signature(child) if part.isdecimal() else part, []).append(part)
+    for parts in alike.values():
+        label = parts[0] if len(parts) == 1 else f"[{_ranges([int(part) for part in parts])}]"
+        yield label, len(parts), _merged([node.children[part] for part in parts])
+
+
+def _ranges(numbers: list[int]) -> str:
+    # 0, 1, 2, 5 is written as 0-2, 5.
+    numbers = sorted(numbers)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([part])
-    for run in runs:
-        label = run[0] if len(run) == 1 else f"[{run[0]}-{run[-1]}]"
-        yield label, len(run), _merged([node.children[part] for part in run])
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _signature(node: _Node) -> tuple[object, ...]:
