@@ -6,8 +6,10 @@ usage or input, 3 no plan fits the budget.
 
 import contextlib
 import json
+import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -190,7 +192,8 @@ def schema_command(
 @contextlib.contextmanager
 def _one_line_errors(debug: bool) -> Iterator[None]:
     try:
-        yield
+        with contextlib.nullcontext() if debug else _without_torch_tracebacks():
+            yield
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
     except Exception as error:
@@ -198,6 +201,19 @@ def _one_line_errors(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         _print_error(error, debug)
         raise typer.Exit(INFEASIBLE if isinstance(error, InfeasibleBudget) else WRONG_INPUT) from None
+
+
+@contextlib.contextmanager
+def _without_torch_tracebacks() -> Iterator[None]:
+    # torch logs, or warns of, errors that it then raises, with tracebacks.
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Error detected in")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _print_error(error: Exception, debug: bool) -> None:

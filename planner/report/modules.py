@@ -70,7 +70,9 @@ def folded_holders(plan: Plan, most: int) -> list[Holder]:
     holders = []
     for pattern, size in sizes.most_common():
         alike = numbers[pattern]
-        name = f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0] or pattern
+        name = alike[0] or pattern
+        if len(alike) > 1:
+            name = f"{_numbered(pattern, alike)} x{len(alike)}"
         holders.append(Holder(module=name, bytes=size))
     if len(holders) > most:
         rest = holders[most - 1 :]
@@ -136,6 +138,13 @@ def _folded(node: _Node) -> Iterator[tuple[str, int, _Node]]:
     for parts in alike.values():
         label = parts[0] if len(parts) == 1 else f"[{_ranges([int(part) for part in parts])}]"
         yield label, len(parts), _merged([node.children[part] for part in parts])
+
+
+def _numbered(pattern: str, alike: list[str]) -> str:
+    if pattern.count("*") != 1 or len(set(alike)) != len(alike):
+        return pattern
+    place = pattern.split(".").index("*")
+    return pattern.replace("*", f"[{_ranges([int(path.split('.')[place]) for path in alike])}]")
 
 
 def _ranges(numbers: list[int]) -> str:

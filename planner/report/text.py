@@ -1,5 +1,6 @@
 """A plan for a terminal: summary, timeline, and what is kept and re-run by module."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -90,8 +91,12 @@ def timeline_chart(plan: Plan, *, width: int = 100, height: int = 10) -> Text:
         if row == budget_row and drawn_budget is not None:
             label = format_bytes(drawn_budget)
         chart.append(f"\n{label:>11} ┤")
-        for column in range(columns):
-            chart.append(*_cell(planned[column], unplanned[column], top, height, row, row == budget_row))
+        cells = [
+            _cell(planned[column], unplanned[column], top, height, row, row == budget_row)
+            for column in range(columns)
+        ]
+        for style, run in itertools.groupby(cells, key=lambda cell: cell[1]):
+            chart.append("".join(character for character, _ in run), style)
     axis = "─" * turn + "┴" + "─" * (columns - turn - 1)
     chart.append(f"\n{'0 B':>11} └{axis}")
     chart.append(f"\n{'':>13}{'forward':<{turn}}{'backward' if columns - turn >= 8 else ''}")
