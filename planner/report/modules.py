@@ -84,9 +84,10 @@ def folded_holders(plan: Plan, most: int) -> list[Holder]:
 def _tree(plan: Plan) -> _Node:
     root = _Node()
     for graph in plan.graphs:
-        runs = Counter(op for op in graph.backward if op < graph.forward_length)
+        forward_length = graph.forward_length
+        runs = Counter(op for op in graph.backward if op < forward_length)
         kept = set(graph.kept)
-        for index, op in enumerate(graph.ops[: graph.forward_length]):
+        for index, op in enumerate(graph.ops[:forward_length]):
             node = root
             path = [node]
             for part in filter(None, op.module.split(".")):
