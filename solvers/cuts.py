@@ -11,6 +11,7 @@ biases, normalisation statistics).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import networkx as nx
 import numpy as np
@@ -93,6 +94,7 @@ class Cuts:
         articulation: Positions behind an articulation point of the forward graph, bool.
         start: For each value its producer, or -1 for a value that crosses nothing.
         end: For each value the last position that it crosses.
+        sizes: Bytes of every value.
     """
 
     bytes: np.ndarray
@@ -100,10 +102,22 @@ class Cuts:
     articulation: np.ndarray
     start: np.ndarray
     end: np.ndarray
+    sizes: np.ndarray
 
     def crossing(self, position: int) -> np.ndarray:
         """The values that cross a position, sorted indices."""
         return np.flatnonzero((self.start >= 0) & (self.start < position) & (position <= self.end))
+
+    @cached_property
+    def _by_start(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        order = np.argsort(self.start, kind="stable")
+        return self.start[order], self.end[order], self.sizes[order]
+
+    def new_bytes(self, earlier: int, position: int) -> float:
+        """Bytes that cross ``position`` and were computed at or behind the ``earlier`` one."""
+        start, end, sizes = self._by_start
+        window = slice(*np.searchsorted(start, (earlier, position)).tolist())
+        return float(sizes[window][end[window] >= position].sum())
 
     def kept_at(self, positions: "list[int]") -> np.ndarray:
         """Which values cross at least one of the positions, bool."""
@@ -130,7 +144,14 @@ def find_cuts(graph: Graph, uses: ForwardUses | None = None, pinned: np.ndarray 
     articulation = np.zeros(length + 1, dtype=bool)
     points = articulation_values(graph, pinned)
     articulation[graph.producer[points] + 1] = True
-    return Cuts(np.cumsum(amount)[: length + 1], np.cumsum(number)[: length + 1], articulation, start, end)
+    return Cuts(
+        np.cumsum(amount)[: length + 1],
+        np.cumsum(number)[: length + 1],
+        articulation,
+        start,
+        end,
+        graph.bytes,
+    )
 
 
 def articulation_values(graph: Graph, pinned: np.ndarray) -> list[int]:

@@ -21,9 +21,10 @@ Not optimal: cuts are global and inside a segment all is recomputed or (by secon
 import numpy as np
 
 from solvers.constraints import NO_CONSTRAINTS, Constraints
-from solvers.cuts import Cuts, find_cuts, forward_uses, pinned_values
+from solvers.cuts import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
 from solvers.graph import Graph
 from solvers.recompute import Forget
+from solvers.schedule import lifetimes
 from solvers.search import Candidate, Search
 from solvers.solution import Progress, Solution
 
@@ -62,7 +63,7 @@ def solve(
     pinned = pinned_values(graph, uses)
     cuts = find_cuts(graph, uses, pinned)
     needed = (uses.last_backward >= 0) & ~pinned
-    single = single_level(search, cuts, pinned, needed)
+    single = single_level(search, cuts, pinned, needed, held_by_backward(graph, uses))
     if budget is not None:
         if search.fastest is None:
             recursive(search, cuts, pinned, needed)
@@ -109,6 +110,39 @@ def segment_walls(positions: np.ndarray, weight: np.ndarray, size: float) -> lis
     return walls
 
 
+def level_walls(
+    positions: np.ndarray, weight: np.ndarray, held: np.ndarray, cuts: Cuts, peak: float
+) -> list[int]:
+    """Segments as long as ``peak`` bytes allow beside the cuts kept before them: the first is the
+    longest, since when its backward comes the later cuts are free again."""
+    walls: list[int] = []
+    load = (weight + held)[positions].tolist()
+    amounts = weight.tolist()
+    level, previous = 0.0, 0
+    for position, bytes_ in zip(positions.tolist(), load, strict=True):
+        if bytes_ + level > peak and previous:
+            new = cuts.new_bytes(walls[-1] if walls else 0, previous)
+            level += new - amounts[previous] + (amounts[walls[-1]] if walls else 0)
+            walls.append(previous)
+        previous = position
+    return walls
+
+
+def held_by_backward(graph: Graph, uses: ForwardUses) -> np.ndarray:
+    """For each position the bytes of gradients alive when backward has come down to it."""
+    lives = lifetimes(graph, graph.base_schedule)
+    late = lives.start >= graph.forward_length
+    change = np.zeros(graph.base_length + 1, dtype=np.int64)
+    np.add.at(change, lives.start[late], graph.bytes[lives.value[late]])
+    np.subtract.at(change, lives.end[late] + 1, graph.bytes[lives.value[late]])
+    live = np.cumsum(change[:-1])
+    held = np.zeros(graph.forward_length + 1, dtype=np.int64)
+    read = (uses.last_backward >= 0) & (graph.producer >= 0) & (graph.producer < graph.forward_length)
+    np.maximum.at(held, graph.producer[read], live[uses.last_backward[read]])
+    smallest: np.ndarray = np.minimum.accumulate(np.where(held > 0, held, live[-1]))
+    return smallest
+
+
 def keep_walls(graph: Graph, cuts: Cuts, pinned: np.ndarray, walls: list[int]) -> np.ndarray:
     """Kept: what is pinned, what crosses a wall, and the segment behind the last wall."""
     kept = pinned.copy()
@@ -123,19 +157,32 @@ def sweep_sizes(weight: np.ndarray, positions: np.ndarray, count: int) -> np.nda
     return np.geomspace(max(1.0, weight[-1] / len(positions) / 2), max(1.0, float(weight[-1])), count)
 
 
-def single_level(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray) -> list[Candidate]:
+def single_level(
+    search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray, held: np.ndarray
+) -> list[Candidate]:
     """Sweep the segment size over each family of cuts; every operation is re-run at most once."""
-    weight = weights(search.graph, needed)
+    graph = search.graph
+    weight = weights(graph, needed)
     found = [search.try_kept(pinned)]
     sets = families(cuts)
     for n, positions in enumerate(sets):
-        for m, size in enumerate(sweep_sizes(weight, positions, SIZES)):
+        sizes = sweep_sizes(weight, positions, SIZES).tolist()
+        peaks = (
+            sizes if search.budget is None else (search.budget * np.linspace(0.7, 1.05, SIZES // 2)).tolist()
+        )
+        every = [segment_walls(positions, weight, size) for size in sizes]
+        every += [level_walls(positions, weight, held, cuts, peak) for peak in peaks]
+        for m, walls in enumerate(every):
             if search.out_of_time():
                 return found
-            walls = segment_walls(positions, weight, size)
             if search.is_new(np.array(walls).tobytes()):
-                found.append(search.try_kept(keep_walls(search.graph, cuts, pinned, walls)))
-            search.tell("segments", (n + m / SIZES) / len(sets))
+                found.append(search.try_kept(keep_walls(graph, cuts, pinned, walls)))
+            search.tell("segments", (n + m / len(every)) / len(sets))
+        if search.budget is None and search.least is not None:
+            for peak in search.least.peak_bytes * np.linspace(0.7, 1.1, SIZES // 2):
+                walls = level_walls(positions, weight, held, cuts, float(peak))
+                if not search.out_of_time() and search.is_new(np.array(walls).tobytes()):
+                    found.append(search.try_kept(keep_walls(graph, cuts, pinned, walls)))
     return found
 
 
