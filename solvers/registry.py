@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from solvers import chain, checkpoint_all, ilp, manual, none, portfolio, sqrt_n
+from solvers import chain, checkpoint_all, ilp, lower_sets, manual, none, portfolio, sqrt_n
 from solvers.constraints import Constraints
 from solvers.graph import Graph
 from solvers.solution import Progress, Solution
@@ -30,5 +30,6 @@ SOLVERS: dict[str, Solve] = {
     manual.NAME: manual.solve,
     chain.NAME: chain.solve,
     ilp.NAME: ilp.solve,
+    lower_sets.NAME: lower_sets.solve,
     sqrt_n.NAME: sqrt_n.solve,
 }
