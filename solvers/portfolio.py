@@ -3,8 +3,8 @@
 In this order, each offering its schedules to one search: recompute nothing; a lower bound that
 holds for every schedule (see ``bound``), which ends the search as soon as it is met; sqrt(n); the
 single-recompute program from coarse to fine; for budgets that one recomputation does not reach,
-the recursive and chain forms; local polish by simulation all along. At the time limit the best so far is
-returned.
+the recursive and chain forms; the exact program where the graph is small; local polish by
+simulation. At the time limit the best so far is returned.
 
 :func:`sweep` answers many budgets and is monotone by construction: from the smallest budget to the
 largest, every schedule found for one is a candidate for all that follow.
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from solvers import chain, ilp, sqrt_n
+from solvers import chain, exact_ilp, ilp, lower_sets, sqrt_n
 from solvers.bound import Bound, lower_bound
 from solvers.constraints import NO_CONSTRAINTS, Constraints
 from solvers.graph import Graph
@@ -26,6 +26,8 @@ from solvers.search import Search
 from solvers.solution import Progress, Solution, Status
 
 NAME = "auto"
+SMALL = 500
+"""Graphs of so few slots (forward times backward operations) are solved exactly as well."""
 TIME_LIMIT = 60.0
 """Wall seconds for one budget where none are given."""
 ENOUGH = 1e-4
@@ -119,6 +121,10 @@ def _solve(
     if not _done(search, bound):
         ilp.improve(search, budget, programs)
         search.tell("integer programs", 0.7)
+    if not _done(search, bound) and search.fastest is None:
+        lower_sets.improve(search, budget, everything.peak_bytes)
+    if not _done(search, bound) and len(slots := exact_ilp.find_slots(graph)) <= SMALL:
+        exact_ilp.answer(search, slots, budget)
     for _ in range(3):
         if search.fastest is None or _done(search, bound):
             break

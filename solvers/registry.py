@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from solvers import chain, checkpoint_all, ilp, lower_sets, manual, none, portfolio, sqrt_n
+from solvers import chain, checkpoint_all, exact_ilp, ilp, lower_sets, manual, none, portfolio, sqrt_n
 from solvers.constraints import Constraints
 from solvers.graph import Graph
 from solvers.solution import Progress, Solution
@@ -29,6 +29,7 @@ SOLVERS: dict[str, Solve] = {
     checkpoint_all.NAME: checkpoint_all.solve,
     manual.NAME: manual.solve,
     chain.NAME: chain.solve,
+    exact_ilp.NAME: exact_ilp.solve,
     ilp.NAME: ilp.solve,
     lower_sets.NAME: lower_sets.solve,
     sqrt_n.NAME: sqrt_n.solve,

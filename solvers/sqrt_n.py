@@ -31,6 +31,9 @@ from solvers.solution import Progress, Solution
 NAME = "sqrt_n"
 SIZES = 40
 """Segment sizes tried in each family of cuts."""
+FROM_SCRATCH = 300
+"""Up to so many forward operations the schedule that recomputes everything anew for every backward
+operation, quadratic in time, is tried for budgets that nothing else reaches."""
 
 
 def solve(
@@ -190,6 +193,12 @@ def recursive(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray
     """The O(log n)-memory form, for several sizes of the innermost segments and parts a level."""
     weight = weights(search.graph, needed)
     found: list[Candidate] = []
+    if search.graph.forward_length <= FROM_SCRATCH:
+        outputs = search.graph.walk_table.outputs
+        found += [
+            search.try_kept(kept, lambda rows: [v for row in rows for v in outputs[row]])
+            for kept in (pinned, np.zeros_like(pinned))
+        ]
     for positions in families(cuts):
         for size in sweep_sizes(weight, positions, 12)[:9]:
             walls = segment_walls(positions, weight, size)

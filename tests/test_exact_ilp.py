@@ -1,0 +1,84 @@
+"""The exact program against brute force, and everything else against the exact program."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from solvers import SOLVERS, Graph, Status, check, exact_ilp, portfolio, simulate
+from solvers.bound import lower_bound
+from tests.graphs import chain, graphs, random_dag
+
+
+def brute_force(graph: Graph, budget: int) -> float:
+    """Least seconds over all schedules that re-run each operation at most once before each
+    backward operation, in captured order, by trying them all."""
+    slots = exact_ilp.find_slots(graph)
+    optional = [j for j, s in enumerate(slots) if s.optional]
+    best = np.inf
+    for count in range(len(optional) + 1):
+        for chosen in itertools.combinations(optional, count):
+            steps = [s.row for j, s in enumerate(slots) if not s.optional or j in chosen]
+            timeline = simulate(graph, np.array(steps))
+            if timeline.peak_bytes <= budget:
+                best = min(best, timeline.seconds)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("fraction", [0.6, 0.8, 0.95])
+def test_exact_is_exact(seed: int, fraction: float) -> None:
+    graph = chain(3 + seed % 2, 10 + seed) if seed < 2 else random_dag(seed, 4, plain=seed % 2 == 0)
+    if sum(s.optional for s in exact_ilp.find_slots(graph)) > 14:
+        graph = random_dag(seed, 3)
+    budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
+    expected = brute_force(graph, budget)
+    solution = exact_ilp.solve(graph, budget)
+    if np.isinf(expected):
+        assert solution.status is Status.INFEASIBLE
+    else:
+        assert solution.status is Status.OPTIMAL
+        assert solution.seconds == pytest.approx(expected, rel=1e-6)
+        assert lower_bound(graph, budget).seconds <= expected + 1e-6
+
+
+@pytest.mark.parametrize("name", [n for n in SOLVERS if n not in ("exact", "manual")])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@given(graphs(most=8), st.floats(0.5, 1.0))
+def test_no_solver_is_below_the_optimum(name: str, graph: Graph, fraction: float) -> None:
+    budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
+    exact = exact_ilp.solve(graph, budget, time_limit=10)
+    solution = SOLVERS[name](graph, budget, time_limit=3)
+    if solution.feasible and exact.status is Status.OPTIMAL:
+        assert solution.seconds >= exact.seconds - 1e-6
+
+
+def test_auto_agrees_with_exact_on_small_graphs() -> None:
+    agree = total = 0
+    for seed in range(40):
+        graph = chain(4 + seed % 9) if seed % 4 == 0 else random_dag(seed, 4 + seed % 9, plain=seed % 2 == 0)
+        budget = int((0.6 + 0.09 * (seed % 5)) * simulate(graph, graph.base_schedule).peak_bytes)
+        exact = exact_ilp.solve(graph, budget, time_limit=20)
+        auto = portfolio.solve(graph, budget, time_limit=5)
+        check(graph, auto.schedule)
+        if not exact.feasible:
+            assert not auto.feasible
+            continue
+        total += 1
+        assert not auto.feasible or auto.seconds >= exact.seconds - 1e-6
+        agree += auto.feasible and auto.seconds <= 1.01 * exact.seconds
+    assert total >= 10
+    assert agree >= 0.95 * total
+
+
+def test_a_large_graph_is_left_alone() -> None:
+    graph = chain(200)
+    solution = exact_ilp.solve(graph, 500)
+    assert not solution.feasible
+    assert solution.seconds == graph.base_seconds
+
+
+def test_least_peak_of_a_chain() -> None:
+    assert exact_ilp.solve(chain(6, 100), None).peak_bytes == 300
