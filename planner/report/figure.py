@@ -131,7 +131,11 @@ def _draw_holders(axes: "Axes", plan: Plan, most: int) -> None:
 
 def _shortened(path: str) -> str:
     # The end of a module's path says most.
-    return path if len(path) <= 32 else "..." + path[-29:]
+    parts = path.split(".")
+    while len(parts) > 1 and len(".".join(parts)) > 30:
+        parts = parts[1:]
+    short = ".".join(parts)
+    return short if short == path else f"... {short[-60:]}"
 
 
 def _steps(timeline: Timeline) -> list[float]:
