@@ -46,7 +46,7 @@ def summary(plan: Plan) -> Table:
         f"{item.path} {'x'.join(map(str, item.shape)) or 'scalar'}" for item in model.inputs[:6]
     )
     more = ", ..." if len(model.inputs) > 6 else ""
-    gap = "" if solver.gap is None else f", at most {solver.gap:.1%} slower than possible"
+    gap = "" if solver.gap is None else f", at most {solver.gap:.2%} slower than possible"
     facts = {
         "model": f"{model.class_name}, {model.parameter_count:,} parameters, {mode}",
         "inputs": f"{inputs}{more}" or "none",
