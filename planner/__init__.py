@@ -20,9 +20,7 @@ from planner.errors import (
 
 if TYPE_CHECKING:
     from planner.api import auto_checkpoint as auto_checkpoint
-    from planner.api import max_batch as max_batch
     from planner.api import plan as plan
-    from planner.api import sweep as sweep
     from planner.install import remove as remove
     from planner.plan_file import Plan as Plan
     from planner.verification import verify as verify
@@ -33,10 +31,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "planner.plan_file",
     "auto_checkpoint": "planner.api",
-    "max_batch": "planner.api",
     "plan": "planner.api",
     "remove": "planner.install",
-    "sweep": "planner.api",
     "verify": "planner.verification",
 }
 
@@ -49,10 +45,8 @@ __all__ = [
     "PlanMismatch",
     "PlannerError",
     "auto_checkpoint",
-    "max_batch",
     "plan",
     "remove",
-    "sweep",
     "verify",
 ]
 
