@@ -143,9 +143,11 @@ def verify_command(
         with _stdout_for_results():
             built: Built = build(reference)
             loss_function = None if loss is None else load_reference(loss)
-            report = planner.verify(
-                built.model, args=built.args, kwargs=built.kwargs, plan=plan, loss=loss_function
-            )
+            with shown_progress() as progress:
+                progress("running the unplanned and the planned step", 0.0)
+                report = planner.verify(
+                    built.model, args=built.args, kwargs=built.kwargs, plan=plan, loss=loss_function
+                )
         if as_json:
             _print_json(report.to_dict())
         else:
