@@ -91,8 +91,7 @@ def solve(
     everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
     if search.fits(everything) or graph.forward_length == graph.base_length:
         return search.solution()
-    start = sqrt_n.solve(graph, budget, time_limit=limit / 4, constraints=search.constraints)
-    search.try_schedule(start.schedule)
+    sqrt_n.improve(search)
     if budget is None:
         descend(search)
     else:
@@ -145,16 +144,26 @@ class Programs:
         return self._written[walls]
 
 
-def improve(search: Search, budget: int, programs: Programs | None = None) -> None:
-    """Offer ``search`` the answers of all programs to one budget."""
+def improve(
+    search: Search,
+    budget: int,
+    programs: Programs | None = None,
+    *,
+    sizes: list[int] | None = None,
+    enough: float = 0.0,
+) -> None:
+    """Offer ``search`` the answers of the programs to one budget, of all ``sizes`` that differ when
+    none are given, until one takes no more than ``enough`` seconds."""
     programs = programs or Programs(search.graph, search.constraints)
-    sizes = programs.sizes()
+    sizes = programs.sizes() if sizes is None else sizes
     for n, size in enumerate(sizes):
         if search.out_of_time():
             return
         share = None if search.time_limit is None else (search.time_limit - search.elapsed) / (len(sizes) - n)
         correct(search, programs.program(size), budget, programs.pinned, share)
         search.tell("integer programs", (n + 1) / len(sizes))
+        if search.fastest is not None and search.fastest.seconds <= enough:
+            return
 
 
 def descend(search: Search, programs: Programs | None = None) -> None:
@@ -184,7 +193,9 @@ def correct(
         if left is not None and left <= 0:
             return
         model.set_budget(budget)
-        answer = model.program.solve(time_limit=left, gap=GAP, absolute_gap=ABSOLUTE_GAP * SECONDS)
+        answer = model.program.solve(
+            time_limit=left, gap=GAP, absolute_gap=ABSOLUTE_GAP * SECONDS, start=model.start(search.fastest)
+        )
         if answer.values is None:
             return
         kept = model.kept(answer.values, model.keep < 0)

@@ -76,7 +76,7 @@ class Program:
         relax: bool = False,
     ) -> Answer:
         """Solve within ``time_limit`` wall seconds to the relative ``gap`` or to ``absolute_gap``,
-        from the feasible point ``start`` if one is known; ``relax`` drops integrality."""
+        from the point ``start`` (NaN where unknown); ``relax`` drops integrality."""
         if not self.cost:
             return Answer(Outcome.OPTIMAL, np.zeros(0), 0.0, 0.0)
         if importlib.util.find_spec("highspy") is not None:
@@ -115,9 +115,8 @@ def _highs(
         model.integrality_ = [kinds[i] for i in program.integer]
     solver.passModel(model)
     if start is not None:
-        point: Any = highspy.HighsSolution()
-        point.col_value = start.tolist()
-        solver.setSolution(point)
+        known = np.flatnonzero(~np.isnan(start)).astype(np.int32)
+        solver.setSolution(len(known), known, start[known])
     solver.run()
     info, status = solver.getInfo(), solver.getModelStatus()
     mip = not relax and any(program.integer)

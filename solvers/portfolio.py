@@ -32,6 +32,8 @@ TIME_LIMIT = 60.0
 """Wall seconds for one budget where none are given."""
 ENOUGH = 1e-4
 """A schedule this close to the bound, relative to the seconds of the step, ends the search."""
+NEAR = 2e-3
+"""Nearer to the bound than this, recomputing twice is not tried."""
 
 
 def solve(
@@ -109,7 +111,7 @@ def _solve(
         search.try_schedule(schedule)
     if budget is None:
         search.most_seconds = graph.base_seconds + sqrt_n.one_extra_forward(graph)
-        _single(search, None, Bound(graph.base_seconds, -1))
+        sqrt_n.improve(search)
         chain.improve(search, None, everything.peak_bytes)
         ilp.descend(search, programs)
         return search.solution()
@@ -117,10 +119,19 @@ def _solve(
         return _judge(search, Bound(graph.base_seconds, -1))
     bound = lower_bound(graph, budget, time_limit=time_limit / 4)
     search.tell("lower bound", 0.05)
-    _single(search, budget, bound)
+    sqrt_n.improve(search)
+    search.tell("sqrt(n)", 0.1)
+    sizes = programs.sizes()
+    enough = bound.seconds + ENOUGH * graph.base_seconds
     if not _done(search, bound):
-        ilp.improve(search, budget, programs)
-        search.tell("integer programs", 0.7)
+        ilp.improve(search, budget, programs, sizes=sizes[:1])
+        search.tell("integer program", 0.3)
+    if not _done(search, bound) and _distance(search, bound) > NEAR:
+        chain.improve(search, budget, everything.peak_bytes)
+        search.tell("chains", 0.5)
+    if not _done(search, bound):
+        ilp.improve(search, budget, programs, sizes=sizes[1:], enough=enough)
+        search.tell("integer programs", 0.8)
     if not _done(search, bound) and search.fastest is None:
         lower_sets.improve(search, budget, everything.peak_bytes)
     if not _done(search, bound) and len(slots := exact_ilp.find_slots(graph)) <= SMALL:
@@ -138,23 +149,16 @@ def _solve(
     return _judge(search, bound)
 
 
-def _single(search: Search, budget: int | None, bound: Bound) -> None:
-    if not _done(search, bound):
-        left = None if search.time_limit is None else (search.time_limit - search.elapsed) / 4
-        quick = sqrt_n.solve(search.graph, budget, time_limit=left, constraints=search.constraints)
-        search.try_schedule(quick.schedule)
-        search.tell("sqrt(n)", 0.1)
-    if budget is not None and not _done(search, bound):
-        chain.improve(search, budget, budget)
-        search.tell("chains", 0.2)
+def _distance(search: Search, bound: Bound) -> float:
+    """How far the best schedule is above the bound, relative to the seconds of the step."""
+    if search.fastest is None:
+        return float("inf")
+    return (search.fastest.seconds - bound.seconds) / search.graph.base_seconds
 
 
 def _done(search: Search, bound: Bound) -> bool:
     """Whether time is out or the best schedule is as good as proven possible."""
-    return search.out_of_time() or (
-        search.fastest is not None
-        and search.fastest.seconds <= bound.seconds + ENOUGH * search.graph.base_seconds
-    )
+    return search.out_of_time() or _distance(search, bound) <= ENOUGH
 
 
 def _judge(search: Search, bound: Bound) -> Solution:

@@ -12,6 +12,7 @@ from solvers.constraints import Constraints
 from solvers.cuts import ForwardUses
 from solvers.graph import Graph
 from solvers.milp import Program
+from solvers.search import Candidate
 
 SECONDS = 1000.0
 """The objective's unit: the seconds of the step without recomputation are this many."""
@@ -137,6 +138,15 @@ class SingleRecompute:
         total *= self.unit
         total += self.fixed
         return total
+
+    def start(self, candidate: Candidate | None) -> np.ndarray | None:
+        """The choice of a known answer, as a point to start from: NaN where it says nothing."""
+        if candidate is None or candidate.kept is None:
+            return None
+        point = np.full(len(self.program.cost), np.nan)
+        decided = self.keep >= 0
+        point[self.keep[decided]] = candidate.kept[decided]
+        return point
 
     def kept(self, values: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
         """Which values a point of the program keeps; ``otherwise`` where it does not decide."""

@@ -60,8 +60,16 @@ def solve(
     if budget is None:
         search.most_seconds = graph.base_seconds + one_extra_forward(graph)
     everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
-    if search.fits(everything) or graph.forward_length == 0:
-        return search.solution()
+    if not search.fits(everything):
+        improve(search)
+    return search.solution()
+
+
+def improve(search: Search) -> None:
+    """Offer ``search`` the schedules of all forms that its budget asks for."""
+    graph, budget = search.graph, search.budget
+    if graph.forward_length < 2:
+        return
     uses = forward_uses(graph)
     pinned = pinned_values(graph, uses)
     cuts = find_cuts(graph, uses, pinned)
@@ -74,7 +82,6 @@ def solve(
             spend_rest(search, candidate)
         if single and search.fastest is not None:
             spend_rest(search, min(single, key=lambda c: c.peak_bytes))
-    return search.solution()
 
 
 def one_extra_forward(graph: Graph) -> float:

@@ -7,7 +7,6 @@ import pytest
 
 from solvers.milp import Outcome, Program
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
