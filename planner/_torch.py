@@ -32,6 +32,20 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor without data like ``tensor``; one on the meta device is taken to be on the CPU, since
+    PyTorch picks operations by device and has none of its own for meta."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor)
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without data."""
     return isinstance(value, FakeTensor)
@@ -105,6 +119,41 @@ def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+def call_with_forward(
+    module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What :func:`module_call` does, with ``forward(*args, **kwargs)`` in place of the module's own.
+
+    While ``forward`` itself runs the module's own is back in its place.
+    """
+    if not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch.nn.modules.module._has_any_global_hook()
+    ):
+        return forward(*args, **kwargs)
+    attributes = vars(module)
+    own = attributes.get("forward")
+
+    def restore() -> None:
+        if own is None:
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = own
+
+    def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        restore()
+        return forward(*inner_args, **inner_kwargs)
+
+    attributes["forward"] = run
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        restore()
+
+
 def installed_call(module: torch.nn.Module) -> Callable[..., Any] | None:
     """What is installed in place of a module's call (by us or by ``module.compile()``)."""
     return module._compiled_call_impl
@@ -140,6 +189,10 @@ def compile_joint(
     def partition_fn(
         joint: torch.fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+        if metadata is not None:
+            # Left at None it counts as "some are donated" in backward(retain_graph=True).
+            metadata.bw_donated_idxs = []
         return partition(joint, num_fwd_outputs)
 
     backend = aot_autograd(

@@ -132,7 +132,7 @@ def capture(module: torch.nn.Module, step: Step, progress: Progress | None = Non
         report("capturing the forward", 0.2)
         runners: list[_Runner] = []
         previous = _torch.installed_call(fake_module)
-        compiled = _torch.dynamo_compile(call_module, _collector(runners))
+        compiled = _torch.dynamo_compile(run_forward, _collector(runners))
         target = _Bound(compiled, fake_module)
         try:
             _drop_gradients(resident)
@@ -172,9 +172,9 @@ def capture(module: torch.nn.Module, step: Step, progress: Progress | None = Non
     return CapturedStep(graphs, eager, recording, parameters, buffers, inputs)
 
 
-def call_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is compiled, when a plan is made and when it runs: the module's own call, hooks included."""
-    return _torch.module_call(module, *args, **kwargs)
+def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is compiled, when a plan is made and when it runs; the module's own hooks stay outside."""
+    return module.forward(*args, **kwargs)
 
 
 class _Bound(torch.nn.Module):
@@ -186,7 +186,8 @@ class _Bound(torch.nn.Module):
         self._target = [module]  # in a list: not a submodule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(self._target[0], args, kwargs)
+        module = self._target[0]
+        return _torch.call_with_forward(module, lambda *a, **k: self._compiled(module, a, k), args, kwargs)
 
 
 def structure_of(graph: GraphModule) -> str:
@@ -385,8 +386,7 @@ def _without_data(module: torch.nn.Module, step: Step, mode: Any) -> tuple[torch
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in replaced:
-            held = mode.from_tensor(tensor) if not _torch.is_fake(tensor) else tensor
-            replaced[id(tensor)] = held
+            replaced[id(tensor)] = _torch.fake_like(tensor, mode)
         return replaced[id(tensor)]  # type: ignore[no-any-return]
 
     for part in module.modules():

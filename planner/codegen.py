@@ -5,10 +5,10 @@ of them alive; every intermediate is deleted right after its last use. That is w
 executed step free memory exactly when the simulated one does.
 """
 
-import keyword
 import linecache
 import math
 import operator
+import re
 from itertools import count
 from typing import Any
 
@@ -104,7 +104,8 @@ class _Writer:
             return f"{self._text(node.args[0])}.reshape({self._text(node.args[1])})"
         arguments = [self._text(a) for a in node.args]
         arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
-        return f"{self._constant(_torch.raw_callable(target))}({', '.join(arguments)})"
+        function = self._constant(_torch.raw_callable(target), str(target))
+        return f"{function}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Node):
@@ -119,12 +120,11 @@ class _Writer:
             return repr(value)
         return self._constant(value)
 
-    def _constant(self, value: Any) -> str:
+    def _constant(self, value: Any, called: str = "") -> str:
         name = self._constant_names.get(id(value))
         if name is None:
-            base = str(getattr(value, "__name__", type(value).__name__)).split(".")[-1]
-            base = base if base.isidentifier() and not keyword.iskeyword(base) else "c"
-            name = f"{base}_{len(self.constants)}"
+            base = called.removeprefix("aten.") or str(getattr(value, "__name__", type(value).__name__))
+            name = f"{re.sub(r'[^0-9a-zA-Z]+', '_', base).strip('_') or 'constant'}_{len(self.constants)}"
             self.constants[name] = value  # held, so that the id stays this object's
             self._constant_names[id(value)] = name
         return name

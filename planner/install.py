@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch
-from planner.capture import call_module, detach_outputs, structure_of
+from planner.capture import detach_outputs, run_forward, structure_of
 from planner.codegen import compile_graph
 from planner.errors import PlanMismatch
 from planner.fingerprint import state_digest
@@ -93,14 +93,17 @@ class PlannedCall:
         self.plan, self.previous = plan, previous
         self._model = model
         self._training = plan.model.training
-        self._compiled = _torch.dynamo_compile(call_module, PlanBackend(plan))
+        self._compiled = _torch.dynamo_compile(run_forward, PlanBackend(plan))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         if model.training is not self._training or not torch.is_grad_enabled():
             return _torch.module_call(model, *args, **kwargs)
+        return _torch.call_with_forward(model, self._forward, args, kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         with _torch.dynamo_settings():
-            return self._compiled(model, args, kwargs)
+            return self._compiled(self._model, args, kwargs)
 
 
 class PlanBackend:

@@ -35,7 +35,7 @@ def optimizer_state_bytes(optimizer: Optimizer | None, module: torch.nn.Module) 
 
     def fake(parameter: torch.Tensor) -> torch.Tensor:
         if id(parameter) not in fakes:
-            copy = mode.from_tensor(parameter) if not _torch.is_fake(parameter) else parameter
+            copy = _torch.fake_like(parameter, mode)
             with mode:
                 copy.grad = torch.empty_like(copy)
             fakes[id(parameter)] = copy

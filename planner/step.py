@@ -1,6 +1,7 @@
 """One training step, run the same way wherever it runs: on fake tensors, unplanned, or planned."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,8 @@ class Step:
         if loss is not None:
             if loss.numel() != 1:
                 raise CaptureError(f"the loss must be a scalar, but loss= returned shape {tuple(loss.shape)}")
-            loss.backward()
+            with without_autocast():
+                loss.backward()
             return output, loss
         outputs = differentiable_outputs(output)
         if not outputs:
@@ -46,8 +48,19 @@ class Step:
                 f"nothing to differentiate: the module returned {type(output).__name__} without a tensor that "
                 "requires a gradient; is a parameter trainable, and is the loss among the outputs?"
             )
-        torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        with without_autocast():
+            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
         return output, None
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Backward passes run outside of autocast, as PyTorch asks of its users."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

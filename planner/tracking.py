@@ -4,6 +4,8 @@
 storages that the operation brings into being, and (by weak references) after which operation each
 storage dies. Run over the plain module it gives the eager step as the user has it today; run over
 the compiled module it gives the *glue*: what happens between the captured graphs.
+
+What it cannot see: the eight bytes of a Python number that autograd saves (``x / 2.0``).
 """
 
 import weakref

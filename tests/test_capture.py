@@ -1,0 +1,194 @@
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner import _torch
+from planner.capture import capture, structure_of
+from planner.devices import find_device
+from planner.problem import build_problem, eager_timeline
+from planner.step import Step
+from planner.workspace import WorkspaceMeter
+from solvers.schedule import check, simulate
+from tests.small import (
+    Built,
+    broken,
+    classifier,
+    logits_loss,
+    small_gpt,
+    small_resnet,
+)
+
+BUILDERS = [small_gpt, small_resnet, broken]
+
+
+def _measured_peak(model: nn.Module, step: Step) -> int:
+    from planner.measure import measure_peak
+
+    for _ in range(2):
+        step.run(model)
+        model.zero_grad(set_to_none=True)
+    return measure_peak(lambda: step.run(model), "cpu").peak_bytes
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_the_eager_step_is_predicted_but_for_saved_numbers(builder: Callable[[], Built]) -> None:
+    model, args, kwargs = builder()
+    step = Step(args, kwargs)
+    captured = capture(model, step)
+    meter = WorkspaceMeter("cpu", None)
+    predicted = eager_timeline(captured.eager, find_device("cpu"), meter.measure).peak_bytes
+    # Autograd saves Python numbers (the 1/sqrt(d) of attention) as tensors of eight bytes, unseen.
+    assert 0 <= _measured_peak(model, step) - predicted <= 8 * 4
+
+
+def test_gradients_that_meet_are_accumulated_in_place_as_the_engine_does() -> None:
+    torch.manual_seed(0)
+
+    # Every layer's input gets gradients from three consumers.
+    class Fan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).sin() + x.cos() + torch.tanh(x)
+            return x.sum()
+
+    model, step = Fan(), Step((torch.randn(256, 64),))
+    captured = capture(model, step)
+    predicted = eager_timeline(captured.eager, find_device("cpu"), WorkspaceMeter("cpu", None).measure).peak_bytes
+    assert predicted == _measured_peak(model, step)
+
+
+def test_nothing_of_the_users_changes() -> None:
+    model, args, kwargs = small_resnet()
+    model.stem.eval()
+    model.body[0].register_forward_hook(lambda module, inputs, output: output * 1.0)
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    before = copy.deepcopy(model.state_dict())
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    modes = [m.training for m in model.modules()]
+    versions = [t._version for t in [*model.parameters(), *model.buffers(), *args]]
+    generator = torch.get_rng_state()
+    captured = capture(model, Step(args, kwargs))
+    assert captured.graphs[0].joint is not None
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)
+    assert [m.training for m in model.modules()] == modes
+    assert [t._version for t in [*model.parameters(), *model.buffers(), *args]] == versions
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert _torch.installed_call(model) is None
+    assert not any(_torch.is_fake(t) for t in [*model.parameters(), *model.buffers()])
+
+
+def test_no_memory_is_allocated_while_capturing() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    x = torch.randn(4096, 512)  # each activation has 8 MiB
+    recording = _torch.record_cpu_allocations(lambda: capture(model, Step((x,), loss=lambda y: y.sum())))
+    largest = max((size for _, size in recording.allocations), default=0)
+    assert largest < 2**20, "a real tensor was made"
+
+
+def test_graph_breaks_give_several_graphs_that_are_one_problem() -> None:
+    model, args, kwargs = broken()
+    captured = capture(model, Step(args, kwargs))
+    assert len([g for g in captured.graphs if g.joint is not None]) == 2
+    problem = build_problem(captured, find_device("cpu"), None)
+    check(problem.graph, problem.graph.base_schedule)
+    regions = [op.region for op in problem.graph.ops if op.region >= 0]
+    assert set(regions) == {0, 1}
+    # forward 1, forward 2, backward 2, backward 1
+    order = [r for i, r in enumerate(regions) if i == 0 or regions[i - 1] != r]
+    assert order == [0, 1, 0]
+
+
+def test_outputs_that_the_loss_does_not_use_are_found() -> None:
+    model, args, kwargs = classifier()
+    assert capture(model, Step(args, kwargs, logits_loss)).graphs[0].unused_outputs == (1,)
+    assert capture(model, Step(args, kwargs)).graphs[0].unused_outputs == ()
+
+
+def test_operations_know_their_module() -> None:
+    model, args, kwargs = small_gpt()
+    joint = capture(model, Step(args, kwargs)).graphs[0].joint
+    assert joint is not None
+    modules = {op.module for op in joint.ops}
+    assert {"blocks.0.query_key_value", "blocks.3.dropout", "head"} <= modules
+    assert all(not m or m.split(".")[0] in dict(model.named_children()) for m in modules)
+
+
+def test_a_model_on_the_meta_device_is_captured() -> None:
+    model, args, kwargs = small_gpt()
+    expected = capture(model, Step(args, kwargs))
+    on_meta = [a.to("meta") for a in args]
+    captured = capture(model.to("meta"), Step(tuple(on_meta), kwargs))
+    assert captured.graphs[0].joint is not None
+    assert expected.graphs[0].joint is not None
+    assert captured.graphs[0].joint.fingerprint == expected.graphs[0].joint.fingerprint
+
+
+def test_structure_does_not_depend_on_the_batch_but_the_fingerprint_does() -> None:
+    two = [capture(m, Step(a)) for m, a, _ in (small_gpt(2), small_gpt(6))]
+    assert two[0].graphs[0].structure == two[1].graphs[0].structure
+    prints = [c.graphs[0].joint.fingerprint for c in two if c.graphs[0].joint is not None]
+    assert len(set(prints)) == 2
+    again = capture(small_gpt(2)[0], Step(small_gpt(2)[1]))
+    assert again.graphs[0].joint is not None
+    assert again.graphs[0].joint.fingerprint == prints[0]
+
+
+def test_the_schedule_that_recomputes_nothing_is_valid_and_frees_earlier_than_eager() -> None:
+    model, args, kwargs = small_gpt()
+    problem = build_problem(capture(model, Step(args, kwargs)), find_device("cpu"), None)
+    assert simulate(problem.graph, problem.graph.base_schedule).peak_bytes <= problem.eager.peak_bytes
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such luck")
+
+
+def test_a_forward_that_is_never_the_same_twice_is_refused() -> None:
+    model, args, kwargs = small_resnet()
+    calls: list[int] = []
+    model.body[0].register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(planner.CaptureError, match="differently every time"):
+        capture(model, Step(args, kwargs))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Failing(), "no such luck"),
+        (nn.Linear(4, 4).requires_grad_(False), "nothing to differentiate"),
+    ],
+)
+def test_what_cannot_be_captured_says_why(model: nn.Module, words: str) -> None:
+    with pytest.raises(planner.CaptureError, match=words):
+        planner.plan(model, (torch.randn(2, 4),), budget="80%")
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    with pytest.raises(planner.CaptureError, match=r"scalar.*\(2, 4\)"):
+        planner.plan(nn.Linear(4, 4), (torch.randn(2, 4),), budget="80%", loss=lambda y: y)
+
+
+def test_structure_is_of_operations_and_wiring() -> None:
+    def structure(function: Callable[..., torch.Tensor]) -> str:
+        return structure_of(torch.fx.symbolic_trace(function))
+
+    assert structure(lambda x, y: x.sin() + y) == structure(lambda x, y: x.sin() + y)
+    assert structure(lambda x, y: x.sin() + y) != structure(lambda x, y: x.cos() + y)
+    assert structure(lambda x, y: x.sin() + y) != structure(lambda x, y: x.sin() + x)

@@ -1,0 +1,286 @@
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import planner
+from planner.install import PlannedCall, PlanWarning, installed_plan
+from planner.measure import measure_peak
+from planner.plan_file import Plan
+from tests.small import Classifier, both_loss, broken, classifier, logits_loss, small_gpt, small_resnet
+
+
+def _planned(builder=small_gpt, budget="min", **options) -> tuple[nn.Module, tuple, Plan]:  # type: ignore[no-untyped-def]
+    model, args, kwargs = builder()
+    plan = planner.plan(model, args, kwargs, budget=budget, solver="sqrt_n", **options)
+    return plan.apply(model), args, plan
+
+
+def _gradients(model: nn.Module, args: tuple, seed: int = 1) -> list[torch.Tensor | None]:  # type: ignore[type-arg]
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    model(*args).backward()
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def _assert_equal(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or torch.equal(a, b)
+
+
+def test_it_is_the_same_object_with_the_same_state() -> None:
+    model, args, kwargs = small_gpt()
+    keys, kind = list(model.state_dict()), type(model)
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    planned = plan.apply(model)
+    assert planned is model
+    assert type(planned) is kind
+    assert list(planned.state_dict()) == keys
+    assert installed_plan(model) is plan
+
+
+def test_the_plan_is_really_run() -> None:
+    model, args, kwargs = small_gpt()
+    expected = _gradients(model, args)
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    assert plan.graphs[0].recomputed
+    plan.apply(model)
+    _gradients(model, args)
+    model.zero_grad(set_to_none=True)
+    peak = measure_peak(lambda: _gradients_only(model, args), "cpu").peak_bytes
+    assert peak == plan.predicted.dynamic_peak_bytes < plan.no_recompute.dynamic_peak_bytes
+    _assert_equal(_gradients(model, args), expected)
+
+
+def _gradients_only(model: nn.Module, args: tuple) -> torch.Tensor:  # type: ignore[type-arg]
+    loss: torch.Tensor = model(*args)
+    loss.backward()
+    return loss
+
+
+def test_remove_undoes_apply() -> None:
+    model, args, _ = _planned()
+    assert planner.remove(model) is model
+    assert installed_plan(model) is None
+    assert model._compiled_call_impl is None
+    assert planner.remove(model) is model  # nothing to remove is no error
+
+
+def test_a_compiled_call_of_the_users_comes_back() -> None:
+    model, args, kwargs = small_gpt()
+    plan = planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n")
+    model.compile(backend="eager")
+    theirs = model._compiled_call_impl
+    plan.apply(model)
+    plan.apply(model)  # twice does not nest
+    assert isinstance(model._compiled_call_impl, PlannedCall)
+    assert planner.remove(model)._compiled_call_impl is theirs
+
+
+def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, _ = _planned()
+    compiled: list[int] = []
+    monkeypatch.setattr(model._compiled_call_impl, "_compiled", lambda *_: compiled.append(1))
+    with torch.no_grad():
+        assert isinstance(model(*args), torch.Tensor)
+    with torch.inference_mode():
+        assert isinstance(model(*args), torch.Tensor)
+    model.eval()
+    assert model(*args).requires_grad
+    assert not compiled
+    model.train()
+    model(*args)
+    assert compiled
+
+
+def test_copies_and_pickles_work_and_are_unplanned() -> None:
+    model, args, _ = _planned()
+    expected = _gradients(model, args)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(stored, weights_only=False)):
+        assert installed_plan(other) is None
+        _assert_equal(_gradients(other, args), expected)
+
+
+def test_hooks_on_the_outside_run() -> None:
+    model, args, _ = _planned()
+    seen: list[str] = []
+    model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model.register_forward_hook(lambda *_: seen.append("after"))
+    model(*args).backward()
+    assert seen == ["before", "after"]
+
+
+def test_another_batch_size_runs_the_same_plan() -> None:
+    model, args, plan = _planned()
+    smaller, larger = small_gpt(2)[1], small_gpt(8)[1]
+    reference, _, _ = small_gpt()
+    _assert_equal(_gradients(model, args), _gradients(reference, args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        _assert_equal(_gradients(model, smaller), _gradients(reference, smaller))
+    model.zero_grad(set_to_none=True)
+    few = measure_peak(lambda: _gradients_only(model, smaller), "cpu").peak_bytes
+    assert few < plan.predicted.dynamic_peak_bytes
+    with pytest.warns(PlanWarning, match="larger than those that were planned"):
+        _assert_equal(_gradients(model, larger), _gradients(reference, larger))
+    _assert_equal(_gradients(model, args), _gradients(reference, args))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: nn.Linear(2, 2), "is for a tests.zoo.GPT, this is a torch.nn.modules.linear.Linear"),
+        (lambda: type(small_gpt()[0])(words=60, width=32, heads=2, layers=4, context=32), "parameters or buffers"),
+        (lambda: "a model", "nn.Module, not to str"),
+    ],
+)
+def test_another_model_is_refused_and_left_alone(other, words: str) -> None:  # type: ignore[no-untyped-def]
+    model, args, kwargs = small_gpt()
+    plan = planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n")
+    wrong = other()
+    with pytest.raises(planner.PlanMismatch, match=words):
+        plan.apply(wrong)
+    assert not isinstance(wrong, nn.Module) or wrong._compiled_call_impl is None
+
+
+def test_a_plan_applies_to_another_instance_and_from_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model, args, plan = _planned()
+    plan.save(tmp_path / "plan.json")
+    loaded = planner.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    other, _, _ = small_gpt()
+    loaded.apply(other)
+    _assert_equal(_gradients(other, args), _gradients(model, args))
+
+
+def test_a_plan_made_in_another_process_applies(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import subprocess
+    import sys
+
+    code = (
+        "import planner; from tests.small import small_gpt; m, a, k = small_gpt();"
+        f"planner.plan(m, a, k, budget='min', solver='sqrt_n').save({str(tmp_path / 'plan.json')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    model, args, kwargs = small_gpt()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        report = planner.verify(model, args, kwargs, plan=planner.Plan.load(tmp_path / "plan.json"), repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+def test_unused_outputs_leave_no_gradient_as_in_eager() -> None:
+    model, args, kwargs = classifier()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n", loss=logits_loss)
+    assert plan.graphs[0].unused_outputs == [1]
+    plan.apply(model)
+    output = model(*args)
+    assert output["extra"].requires_grad
+    logits_loss(output).backward()
+    assert model.extra.weight.grad is None
+    assert model.head.weight.grad is not None
+    assert planner.verify(model, args, kwargs, loss=logits_loss, repeats=0).ok
+
+
+def test_a_gradient_where_the_plan_expects_none_is_an_error_not_a_zero() -> None:
+    model, args, kwargs = classifier()
+    planner.plan(model, args, kwargs, budget="min", solver="sqrt_n", loss=logits_loss).apply(model)
+    with pytest.raises(planner.PlanMismatch, match="loss="):
+        both_loss(model(*args)).backward()
+
+
+def test_a_path_that_was_not_planned_runs_unplanned_and_says_so() -> None:
+    class Switch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.deep = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers if self.deep else self.layers[:1]:
+                x = torch.tanh(layer(x))
+            return x.sum()
+
+    torch.manual_seed(0)
+    model, args = Switch(), (torch.randn(4, 8),)
+    planner.auto_checkpoint(model, args, budget="min", solver="sqrt_n")
+    _gradients(model, args)
+    model.deep = False
+    with pytest.warns(PlanWarning, match="without the plan"):
+        found = _gradients(model, args)
+    assert found[2] is None
+    _assert_equal(found, _gradients(planner.remove(model), args))
+
+
+def test_two_graphs_run_by_their_plans() -> None:
+    model, args, plan = _planned(broken)
+    assert plan.rung == "several-graphs"
+    report = planner.verify(model, args, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+def test_retain_graph_and_gradients_of_inputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.5), nn.Linear(32, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.manual_seed(1)
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    expected, x.grad = x.grad, None
+    planner.auto_checkpoint(model, (x,), budget="min", solver="sqrt_n", loss=lambda y: y.square().sum())
+    torch.manual_seed(1)
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    assert torch.equal(x.grad, expected)
+    loss.backward()
+    assert torch.equal(x.grad, 2 * expected)
+
+
+def test_frozen_and_tied_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(30, 16)
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.layers[0].requires_grad_(False)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            x = self.words(words)
+            for layer in self.layers:
+                x = F.gelu(layer(x))
+            return F.cross_entropy((x @ self.words.weight.T).flatten(0, 1), words.flatten())
+
+    torch.manual_seed(0)
+    model, args = Tied(), (torch.randint(0, 30, (4, 8)),)
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert model.layers[0].weight.grad is None
+
+
+def test_autocast_is_honoured_in_recomputation() -> None:
+    model, args, kwargs = small_gpt()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+        report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert plan.graphs[0].recomputed
+    assert report.ok, report.problems
+    assert plan.model.autocast == ["cpu:bfloat16"]
+
+
+def test_the_class_of_the_classifier_is_unchanged() -> None:
+    model, args, kwargs = classifier()
+    planner.auto_checkpoint(model, args, kwargs, budget="80%", solver="sqrt_n", loss=logits_loss)
+    assert isinstance(model, Classifier)
+    assert small_resnet()[0].training

@@ -1,0 +1,107 @@
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import planner
+from planner import replay
+from planner.install import installed_plan
+from tests.small import small_gpt, small_resnet
+
+
+def test_a_right_plan_is_ok_and_everything_is_left_as_it_was() -> None:
+    model, args, kwargs = small_resnet()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    model(*args).backward()
+    gradients = [p.grad for p in model.parameters()]
+    values = [g.clone() for g in gradients if g is not None]
+    state = copy.deepcopy(model.state_dict())
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    report = planner.verify(model, args, kwargs, plan=plan)
+    assert report.ok, report.problems
+    assert report.exact
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
+    assert report.seconds > 0
+    assert report.baseline_seconds > 0
+    assert installed_plan(model) is None
+    assert [p.grad for p in model.parameters()] == gradients or all(
+        p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)
+    )
+    for gradient, value in zip((g for g in gradients if g is not None), values, strict=True):
+        assert torch.equal(gradient, value)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+    assert (np.random.get_state()[1] == generators[2]).all()
+
+
+def test_a_dropout_mask_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, kwargs = small_gpt()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    assert any("dropout" in plan.graphs[0].ops[i].name for i in plan.graphs[0].recomputed)
+
+    def without_replay(state, kind, index, operator, *arguments, **more):  # type: ignore[no-untyped-def]
+        return operator(*arguments, **more)
+
+    monkeypatch.setattr(replay, "run_from_state", without_replay)
+    report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert not report.ok
+    assert not report.gradients_equal
+    assert not report.rng_equal
+    assert any("differs" in p for p in report.problems)
+
+
+def test_a_batch_norm_that_updates_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, kwargs = small_resnet()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    again = replay.batch_norm_again
+
+    def twice(arguments):  # type: ignore[no-untyped-def]
+        operator, rest = again(arguments)
+
+        def run(*args, **kwargs):  # type: ignore[no-untyped-def]
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    buffer.mul_(1.5)
+            return operator(*args, **kwargs)
+
+        return run, rest
+
+    monkeypatch.setattr(replay, "batch_norm_again", twice)
+    report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert not report.buffers_equal
+    assert not report.ok
+    assert report.gradients_equal
+
+
+def test_a_peak_over_the_budget_is_found() -> None:
+    model, args, kwargs = small_gpt()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    claimed = plan.model_copy(
+        update={"target": plan.target.model_copy(update={"budget_bytes": plan.predicted.peak_bytes - 1})}
+    )
+    report = planner.verify(model, args, kwargs, plan=claimed, repeats=0)
+    assert not report.ok
+    assert "over the budget" in report.problems[0]
+
+
+def test_there_must_be_a_plan_for_this_mode() -> None:
+    model, args, kwargs = small_gpt()
+    with pytest.raises(planner.PlanMismatch, match="needs a plan"):
+        planner.verify(model, args, kwargs)
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    with pytest.raises(planner.PlanMismatch, match="train mode"):
+        planner.verify(model.eval(), args, kwargs, plan=plan)
+
+
+def test_the_report_is_plain_data() -> None:
+    import json
+
+    model, args, kwargs = small_gpt()
+    plan = planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n")
+    report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert json.loads(json.dumps(report.to_dict()))["ok"] is True
