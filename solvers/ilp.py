@@ -58,10 +58,14 @@ from solvers.solution import Progress, Solution
 NAME = "ilp"
 GAP = 0.002
 """Relative gap of the recomputed seconds at which a program counts as solved."""
-ABSOLUTE_GAP = 0.0003
-"""The same gap as a fraction of the seconds of the step; reaching either of them is enough."""
+ABSOLUTE_GAP = (0.0002, 0.0005)
+"""The same gap as a fraction of the seconds of the step, for graphs of up to ``FINE`` forward operations
+and for larger ones; reaching either gap is enough."""
+FINE = 300
 CORRECTIONS = 5
 """How often a program is corrected and solved again."""
+MOMENTS = 2_000
+"""About how many memory rows a program has at most."""
 SIZES = (2_000, 8_000, 30_000)
 """Sizes of the programs tried, in re-run variables; small graphs have no walls even in the first."""
 
@@ -137,9 +141,8 @@ class Programs:
         """The program of about that size."""
         walls = self.walls(size)
         if walls not in self._written:
-            stages = find_stages(
-                self.graph, self.uses, self.pinned, self.constraints, list(walls), max(12, 2 * size // 100)
-            )
+            times = max(2, min(2 * size // 100, MOMENTS // (len(walls) + 1)))
+            stages = find_stages(self.graph, self.uses, self.pinned, self.constraints, list(walls), times)
             self._written[walls] = write_program(self.graph, self.uses, stages)
         return self._written[walls]
 
@@ -187,6 +190,7 @@ def correct(
 ) -> None:
     """Solve, simulate, correct the rows that fell short, and solve again until the answer fits."""
     begin = search.elapsed
+    absolute_gap = ABSOLUTE_GAP[search.graph.forward_length > FINE] * SECONDS
     model.correction[:] = 0.0
     for _ in range(CORRECTIONS):
         left = None if time_limit is None else time_limit - (search.elapsed - begin)
@@ -194,7 +198,7 @@ def correct(
             return
         model.set_budget(budget)
         answer = model.program.solve(
-            time_limit=left, gap=GAP, absolute_gap=ABSOLUTE_GAP * SECONDS, start=model.start(search.fastest)
+            time_limit=left, gap=GAP, absolute_gap=absolute_gap, start=model.start(search.fastest)
         )
         if answer.values is None:
             return

@@ -3,7 +3,8 @@
 See :mod:`solvers.ilp` for the specification; here are the tables it is written from and its rows.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,10 @@ from solvers.search import Candidate
 
 SECONDS = 1000.0
 """The objective's unit: the seconds of the step without recomputation are this many."""
+
+
+MOST_FORWARD = 64
+"""Most memory rows for moments of the forward phase; there is no more than one a segment."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +224,11 @@ def find_moments(graph: Graph, stages: Stages, fixed: np.ndarray) -> np.ndarray:
     edges = sorted({t for times in stages.times for t in times} | {graph.forward_length})
     forward = np.flatnonzero(np.diff(stages.segment, append=-1)).tolist()
     chosen: set[int] = set()
-    for begin, end in zip([0, *(i + 1 for i in forward)], [i + 1 for i in forward], strict=False):
-        chosen.add(begin + int(most[begin:end].argmax()))
+    highest = [
+        begin + int(most[begin:end].argmax())
+        for begin, end in zip([0, *(i + 1 for i in forward)], [i + 1 for i in forward], strict=False)
+    ]
+    chosen.update(sorted(highest, key=lambda i: -most[i])[:MOST_FORWARD])
     for begin, end in zip(edges, [*edges[1:], graph.base_length], strict=True):
         if begin < end:
             chosen |= {begin, begin + int(most[begin:end].argmax()), begin + int(fixed[begin:end].argmax())}
@@ -230,43 +238,81 @@ def find_moments(graph: Graph, stages: Stages, fixed: np.ndarray) -> np.ndarray:
 def write_memory(
     graph: Graph, uses: ForwardUses, stages: Stages, model: SingleRecompute, rerun: list[list[int]]
 ) -> None:
-    """Write the memory rows. What earlier, still untouched segments keep enters as one variable."""
-    program, size = model.program, graph.bytes / model.unit
-    members: dict[int, list[int]] = {}
-    for v in np.flatnonzero(stages.free).tolist():
-        members.setdefault(int(stages.segment[graph.producer[v]]), []).append(v)
-    order = sorted(members)
-    last_forward_use = graph.producer.copy()
+    """Write the memory rows. What a segment keeps enters a row as one variable, less what is no
+    longer read; segments that backward has not come to enter as one variable all together."""
+    program = model.program
+    size = (graph.bytes / model.unit).tolist()
+    last_use = graph.producer.copy()
     for i in range(graph.forward_length):
-        last_forward_use[list(graph.walk_table.inputs[i])] = i
-    touched, settled, prefix = [], [], []
-    previous = -1
-    for g in order:
-        producers = {int(graph.producer[v]) for v in members[g]}
-        first = min((stages.times[i][0] for i in producers if stages.times[i]), default=graph.base_length)
-        touched.append(min(first - 1, min(int(stages.end[v]) for v in members[g])))
-        settled.append(max(int(last_forward_use[v]) for v in members[g]) + 1)
+        last_use[list(graph.walk_table.inputs[i])] = i
+    lives = [_Life(*life) for life in segment_lives(graph, uses, stages, last_use)]
+    own: list[int] = []
+    prefix: list[int] = []
+    for life in lives:
+        own.append(program.variable(high=np.inf))
+        program.row({**{int(model.keep[v]): size[v] for v in life.members}, own[-1]: -1.0}, high=0.0)
+        chain = {own[-1]: 1.0, prefix[-1]: 1.0} if prefix else {own[-1]: 1.0}
         prefix.append(program.variable(high=np.inf))
-        terms = {int(model.keep[v]): float(size[v]) for v in members[g]}
-        if previous >= 0:
-            terms[previous] = 1.0
-        terms[prefix[-1]] = -1.0
-        program.row(terms, high=0.0)
-        previous = prefix[-1]
+        program.row({**chain, prefix[-1]: -1.0}, high=0.0)
+    keep, last_backward = model.keep.tolist(), uses.last_backward.tolist()
     model.first_row = len(program.row_low)
     for moment in model.moments.tolist():
         whole = 0
-        while whole < len(order) and settled[whole] <= moment <= touched[whole]:
+        while whole < len(lives) and lives[whole].settled <= moment <= lives[whole].untouched:
             whole += 1
         row: dict[int, float] = {prefix[whole - 1]: 1.0} if whole else {}
-        for g in order[whole:]:
-            for v in members[g]:
-                i = int(graph.producer[v])
-                if last_forward_use[v] < moment <= stages.end[v]:
-                    row[int(model.keep[v])] = float(size[v])
-                if moment <= uses.last_backward[v] and moment >= graph.forward_length:
-                    k = bisect_right(stages.times[i], moment)
-                    if k:
-                        own = rerun[i][k - 1]
-                        row[own] = row.get(own, 0.0) + float(size[v])
+        for g, life in enumerate(lives[whole:], whole):
+            if moment <= life.begin or moment > life.finish:
+                continue
+            over = bisect_left(life.ends, moment)
+            if life.settled <= moment and 2 * over < len(life.members):
+                row[own[g]] = 1.0
+                row.update((keep[v], -size[v]) for v in life.members[:over])
+            else:
+                alive = life.members[over:]
+                row.update((keep[v], size[v]) for v in alive if last_use[v] < moment)
+            for i, values in life.reruns[: bisect_right(life.firsts, moment)]:
+                read = [size[v] for v in values if moment <= last_backward[v]]
+                if read:
+                    variable = rerun[i][bisect_right(stages.times[i], moment) - 1]
+                    row[variable] = row.get(variable, 0.0) + sum(read)
         program.row(row)
+
+
+@dataclass(frozen=True)
+class _Life:
+    """When the free values of a segment matter: from behind ``begin`` to ``finish``; all of them are
+    up to decision from ``settled`` on, and whatever is kept is alive up to ``untouched``."""
+
+    begin: int
+    settled: int
+    untouched: int
+    finish: int
+    members: list[int]
+    ends: list[int]
+    reruns: list[tuple[int, list[int]]]
+    firsts: list[int]
+
+
+def segment_lives(
+    graph: Graph, uses: ForwardUses, stages: Stages, last_use: np.ndarray
+) -> Iterator[tuple[int, int, int, int, list[int], list[int], list[tuple[int, list[int]]], list[int]]]:
+    """The fields of :class:`_Life` for every segment that has free values, in forward order."""
+    groups: dict[int, list[int]] = {}
+    for v in np.flatnonzero(stages.free).tolist():
+        groups.setdefault(int(stages.segment[graph.producer[v]]), []).append(v)
+    for g in sorted(groups):
+        members = sorted(groups[g], key=lambda v: int(stages.end[v]))
+        ends = [int(stages.end[v]) for v in members]
+        made: dict[int, list[int]] = {}
+        for v in members:
+            made.setdefault(int(graph.producer[v]), []).append(v)
+        reruns = sorted(
+            ((i, m) for i, m in made.items() if stages.times[i]), key=lambda r: stages.times[r[0]][0]
+        )
+        firsts = [stages.times[i][0] for i, _ in reruns]
+        last = max([*ends, *(int(uses.last_backward[v]) for v in members)])
+        begin = min(int(last_use[v]) for v in members)
+        settled = max(int(last_use[v]) for v in members) + 1
+        untouched = min([ends[0], *(f - 1 for f in firsts[:1])])
+        yield begin, settled, untouched, last, members, ends, reruns, firsts
