@@ -185,9 +185,12 @@ def _write_value(
     on_demand = graph.values[v].on_demand
     first_read = next((j for j in touching if j >= graph.forward_length and not slots[j].optional), end)
     keep = constraints.keep is not None and bool(constraints.keep[v])
-    banned = (
-        constraints.recompute is not None and bool(constraints.recompute[v]) and graph.recompute_row[v] >= 0
-    )
+    banned_from = -1
+    if constraints.recompute is not None and constraints.recompute[v] and graph.recompute_row[v] >= 0:
+        own = graph.walk_table.recompute_region[v]
+        banned_from = next(
+            (j for j, s in enumerate(slots) if s.optional and graph.ops[s.row].region == own), -1
+        )
     previous = -1
     for j in range(begin, end + 1):
         forced = not on_demand and (j == begin or j <= held or (keep and j <= first_read))
@@ -197,10 +200,10 @@ def _write_value(
         writes, reads = v in outputs[row], v in inputs[row]
         if previous >= 0:
             terms = {alive: 1.0, previous: -1.0}
+            if j == banned_from:
+                terms = {alive: 1.0}
             if writes:
                 terms[run[j]] = -1.0
-            if banned and j == graph.forward_length and not writes:
-                terms = {alive: 1.0}
             program.row(terms, high=0.0)
         if reads or (writes and not (on_demand and j == begin)):
             program.row({alive: 1.0, run[j]: -1.0}, low=0.0)

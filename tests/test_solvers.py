@@ -9,10 +9,8 @@ from solvers import SOLVERS, Constraints, Graph, GraphError, Status, check, simu
 from solvers.checkpoint_all import block_of
 from tests.graphs import chain, graphs, transformer
 
-FAST = [name for name in SOLVERS if name != "exact"]
 
-
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", SOLVERS)
 @settings(deadline=None, max_examples=40)
 @given(graphs(most=25), st.one_of(st.none(), st.floats(0.05, 1.1)))
 def test_solutions_are_valid(name: str, graph: Graph, fraction: float | None) -> None:
@@ -28,7 +26,7 @@ def test_solutions_are_valid(name: str, graph: Graph, fraction: float | None) ->
         assert solution.bound_seconds <= solution.seconds + 1e-9
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", SOLVERS)
 @settings(deadline=None, max_examples=15)
 @given(graphs(most=15), st.integers(0, 2**20), st.floats(0.3, 1.1))
 def test_constraints_are_honoured(name: str, graph: Graph, seed: int, fraction: float) -> None:
@@ -45,7 +43,7 @@ def test_constraints_are_honoured(name: str, graph: Graph, seed: int, fraction: 
             assert not (own and again[v]) or v in ran
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", SOLVERS)
 def test_a_step_without_backward(name: str) -> None:
     graph = chain(1)
     assert SOLVERS[name](graph, 10**6).feasible
