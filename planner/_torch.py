@@ -16,7 +16,8 @@ import torch
 import torch._dynamo as dynamo
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._guards import CompileContext, TracingContext, tracing
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,6 +45,13 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def same_shape(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data like another without data, with a storage of its own."""
+    mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def is_fake(value: object) -> bool:
@@ -166,9 +174,7 @@ def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> No
 
 # ---- AOTAutograd ---------------------------------------------------------------------------------
 
-Partition = Callable[
-    [torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]
-]
+Partition = Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 """Splits a joint graph with a number of forward outputs into a forward and a backward graph."""
 
 
@@ -189,11 +195,9 @@ def compile_joint(
     def partition_fn(
         joint: torch.fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
-        if metadata is not None:
-            # Left at None it counts as "some are donated" in backward(retain_graph=True).
-            metadata.bw_donated_idxs = []
-        return partition(joint, num_fwd_outputs)
+        forward, backward = partition(joint, num_fwd_outputs)
+        _donate_nothing(forward, num_fwd_outputs)
+        return forward, backward
 
     backend = aot_autograd(
         fw_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
@@ -202,8 +206,6 @@ def compile_joint(
         partition_fn=partition_fn,
     )
     settings = functorch_config.patch(
-        # Donated buffers would make backward(retain_graph=True) an error.
-        donated_buffer=False,
         # Compile the backward with the forward: nothing is left to happen in the user's backward.
         force_non_lazy_backward_lowering=True,
         enable_autograd_cache=False,
@@ -215,6 +217,16 @@ def compile_joint(
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))
         return backend(graph, example_inputs)  # type: ignore[no-any-return]
+
+
+def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
+    # Saved tensors that AOTAutograd knows the shape of and finds nowhere else count as donated to the
+    # backward, which makes backward(retain_graph=True) an error. (Switching donation off does not:
+    # at run time the list of donated tensors is then None, which is not the empty list either.)
+    results: Any = forward.graph.output_node().args[0]
+    for node in results[outputs:]:
+        if node.op != "placeholder":
+            node.meta.pop("val", None)
 
 
 @contextlib.contextmanager
@@ -238,13 +250,18 @@ def _recurrent_layers_whole() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
-def mutated_primals() -> frozenset[int]:
-    """Inside ``partition``: which inputs of the joint graph the step overwrites (running statistics)."""
-    context = TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    if metadata is None:
-        return frozenset()
-    return frozenset(i for i, info in enumerate(metadata.input_info) if info.mutates_data)
+def mutated_inputs(joint: torch.fx.GraphModule) -> frozenset[int]:
+    """Which inputs of a joint graph the step overwrites (running statistics), by position.
+
+    The graph itself is functional; AOTAutograd copies new values into these inputs after the forward.
+    """
+    inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    written = {
+        d.mutated_input
+        for d in joint.graph.output_node().meta["desc"]
+        if isinstance(d, InputMutationAOTOutput)
+    }
+    return frozenset(i for i, n in enumerate(inputs) if n.meta.get("desc") in written)
 
 
 def _boxed(function: BoxedFunction) -> BoxedFunction:

@@ -108,7 +108,9 @@ def plan(
             minimum_bytes=least,
             budget_bytes=total.bytes,
         )
-    made = _make_plan(model, step, captured, problem, solution, resident, target, total, meter, capture_seconds)
+    made = _make_plan(
+        model, step, captured, problem, solution, resident, target, total, meter, capture_seconds
+    )
     report("planned", 1.0)
     return made
 
@@ -138,7 +140,9 @@ def find_solver(name: str) -> Solve:
     if name == "auto" and "auto" not in SOLVERS:
         return SOLVERS["sqrt_n"]
     if name not in SOLVERS:
-        raise SolverError(f"there is no solver {name!r}; expected one of {', '.join(sorted({*SOLVERS, 'auto'}))}")
+        raise SolverError(
+            f"there is no solver {name!r}; expected one of {', '.join(sorted({*SOLVERS, 'auto'}))}"
+        )
     return SOLVERS[name]
 
 
@@ -217,7 +221,9 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
             key = (source.graph, source.op)
             cost[key] = problem.graph.ops[row].seconds
             outputs = problem.graph.ops[row].outputs
-            size[key] = sum(problem.graph.values[v].bytes for v in outputs if not problem.graph.values[v].on_demand)
+            size[key] = sum(
+                problem.graph.values[v].bytes for v in outputs if not problem.graph.values[v].on_demand
+            )
     kept = _kept(problem, solution)
     records = []
     for index, (captured_graph, backward) in enumerate(zip(captured.graphs, sequences, strict=True)):
@@ -284,11 +290,11 @@ def _resident(captured: CapturedStep, optimizer: Optimizer | None, model: torch.
 
 
 def _input_records(step: Step) -> list[TensorRecord]:
-    leaves, _ = pytree.tree_flatten_with_path(((step.args, dict(step.kwargs))))
+    leaves, _ = pytree.tree_flatten_with_path((step.args, dict(step.kwargs)))
     records = []
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            where = ("args" if path[0].idx == 0 else "kwargs") + pytree.keystr(path[1:])
+            where = ("args" if path[0] == pytree.SequenceKey(0) else "kwargs") + pytree.keystr(path[1:])
             records.append(
                 TensorRecord(
                     path=where,

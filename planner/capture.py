@@ -83,9 +83,9 @@ class CapturedStep:
     graphs: list[CapturedGraph]
     eager: Recording
     compiled: Recording
-    parameters: list[torch.Tensor]
-    buffers: list[torch.Tensor]
-    inputs: list[torch.Tensor]
+    parameters: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
     notes: list[str] = field(default_factory=list)
 
 
@@ -263,7 +263,7 @@ class _Runner:
         )
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        self.joint = read_joint(joint, forward_outputs, _torch.mutated_primals())
+        self.joint = read_joint(joint, forward_outputs)
         outputs, gradients = self.joint.outputs
         # The forward "saves" one empty token, by which its backward knows which execution it belongs to.
         forward = torch.fx.Graph()

@@ -77,7 +77,10 @@ class _Writer:
             call = self._call(node)
             if node in unpacked.tuples:
                 targets = unpacked.tuples[node]
-                names = [self.names[t] if t is not None else f"{self.names[node]}_{i}" for i, t in enumerate(targets)]
+                names = [
+                    self.names[t] if t is not None else f"{self.names[node]}_{i}"
+                    for i, t in enumerate(targets)
+                ]
                 self.lines.append(f"{', '.join(names)}, = {call}")
                 unused = [n for n, t in zip(names, targets, strict=True) if t is None or not t.users]
                 if unused:

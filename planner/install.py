@@ -116,7 +116,9 @@ class PlanBackend:
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         record = self._record_of(structure_of(graph))
         if record is None:
-            _warn("the forward took a path that the plan has not seen; that part runs as it is, without the plan")
+            _warn(
+                "the forward took a path that the plan has not seen; that part runs as it is, without the plan"
+            )
             return graph.forward  # type: ignore[no-any-return]
         compiled = _torch.compile_joint(
             detach_outputs(graph, record.unused_outputs),
@@ -136,8 +138,10 @@ class PlanBackend:
             return matching[0]
         return next((g for g in self._plan.graphs if g.structure == structure), None)
 
-    def _partition(self, record: GraphRecord, module: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
-        joint = read_joint(module, outputs, _torch.mutated_primals())
+    def _partition(
+        self, record: GraphRecord, module: GraphModule, outputs: int
+    ) -> tuple[GraphModule, GraphModule]:
+        joint = read_joint(module, outputs)
         sequence: Sequence[int] = record.backward
         if not _same_operations(joint, record):
             _warn(

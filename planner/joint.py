@@ -18,6 +18,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from planner import _torch
+from planner.exact import match_eager
 
 aten = torch.ops.aten
 
@@ -139,7 +140,9 @@ class JointGraph:
         numbers = {n: i for i, n in enumerate(self.graph.nodes)}
         for node in self.graph.nodes:
             line = f"{node.op} {node.target if node.op == 'call_function' else ''} "
-            line += _written(node.args, numbers) + _written(node.kwargs, numbers) + _shape(node.meta.get("val"))
+            line += (
+                _written(node.args, numbers) + _written(node.kwargs, numbers) + _shape(node.meta.get("val"))
+            )
             digest.update(line.encode() + b"\n")
         return digest.hexdigest()
 
@@ -183,7 +186,9 @@ class JointGraph:
                 self.storage_of[node] = self._storage(node.meta["val"])
             if not allocates and reads and _is_aliasing(node):
                 continue
-            batch_norm = node.target is aten._native_batch_norm_legit_functional.default and bool(node.args[5])
+            batch_norm = node.target is aten._native_batch_norm_legit_functional.default and bool(
+                node.args[5]
+            )
             inputs = set(node.all_input_nodes[:3]) if batch_norm else set(node.all_input_nodes)
             op = JointOp(
                 index=len(self.ops),
@@ -216,8 +221,10 @@ class JointGraph:
         return [self._storage(v) for v in _tensors(node.meta.get("val"))]
 
 
-def read_joint(module: GraphModule, forward_outputs: int, mutated: frozenset[int]) -> JointGraph:
-    """Drop dead code from a joint graph and read it."""
+def read_joint(module: GraphModule, forward_outputs: int) -> JointGraph:
+    """Make a joint graph compute what eager computes, drop dead code, and read it."""
+    mutated = _torch.mutated_inputs(module)
+    match_eager(module)
     module.graph.eliminate_dead_code(is_impure_node=_is_impure)
     return JointGraph(module.graph, module, forward_outputs, mutated)
 
@@ -233,7 +240,14 @@ def module_path(node: Node) -> str:
 
 def _clean(path: str) -> str:
     # Dynamo writes L['self']._modules['blocks']._modules['0'] or L['module'].blocks[0]; people write blocks.0.
-    for old, new in (("']._modules['", "."), ("._modules['", "."), ("['", "."), ("']", ""), ('["', "."), ('"]', "")):
+    for old, new in (
+        ("']._modules['", "."),
+        ("._modules['", "."),
+        ("['", "."),
+        ("']", ""),
+        ('["', "."),
+        ('"]', ""),
+    ):
         path = path.replace(old, new)
     path = path.replace("[", ".").replace("]", "")
     parts = [p for p in path.split(".") if p and p not in ("L", "G", "_modules", "self", "module", "slf")]

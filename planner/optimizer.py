@@ -76,7 +76,9 @@ def _optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
         found = next((v for k, v in vars(torch.optim).items() if k.lower() == optimizer.lower()), None)
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
             return found
-        raise OptimizerError(f"optimizer {optimizer!r} is not in torch.optim; expected a name such as 'AdamW'")
+        raise OptimizerError(
+            f"optimizer {optimizer!r} is not in torch.optim; expected a name such as 'AdamW'"
+        )
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return optimizer
     raise OptimizerError(

@@ -131,7 +131,9 @@ class _Builder:
         for event in recording.events:
             if isinstance(event.graph, GraphCall) and not event.graph.backward:
                 executions[event.graph.graph] += 1
-        released = {i: e.graph.released for i, e in enumerate(recording.events) if isinstance(e.graph, GraphCall)}
+        released = {
+            i: e.graph.released for i, e in enumerate(recording.events) if isinstance(e.graph, GraphCall)
+        }
         last_row: list[int] = []
         replays: list[tuple[int, dict[str, Any]]] = []
         backward = False
@@ -161,7 +163,9 @@ class _Builder:
 
     def _hold(self, value: int, died_after: int | None, born: int) -> None:
         known = self._held_until_event.get(value, born)
-        self._held_until_event[value] = None if died_after is None or known is None else max(died_after, known)
+        self._held_until_event[value] = (
+            None if died_after is None or known is None else max(died_after, known)
+        )
 
     def _glue_event(self, event: Event, backward: bool) -> None:
         recording = self.captured.compiled
@@ -171,8 +175,12 @@ class _Builder:
             return
         values = [self._value(recording.storages[s].bytes, str(call.func)) for s in event.allocates]
         self._value_of_recorded.update(zip(event.allocates, values, strict=True))
-        reads = [self._value_of_recorded[s] for s in dict.fromkeys(event.reads) if s in self._value_of_recorded]
-        self._row(Source(), call, out, [r for r in reads if r not in values], values, backward, name=str(call.func))
+        reads = [
+            self._value_of_recorded[s] for s in dict.fromkeys(event.reads) if s in self._value_of_recorded
+        ]
+        self._row(
+            Source(), call, out, [r for r in reads if r not in values], values, backward, name=str(call.func)
+        )
 
     def _row(
         self, source: Source, call: Call, out: Any, reads: Sequence[int], values: Sequence[int], backward: bool,
@@ -190,7 +198,12 @@ class _Builder:
         self.sources.append(source)
 
     def _graph_event(
-        self, event: Event, call: GraphCall, backward: bool, once: bool, replays: list[tuple[int, dict[str, Any]]]
+        self,
+        event: Event,
+        call: GraphCall,
+        backward: bool,
+        once: bool,
+        replays: list[tuple[int, dict[str, Any]]],
     ) -> None:
         joint = self.captured.graphs[call.graph].joint
         if joint is None:
@@ -242,7 +255,13 @@ class _Builder:
             replays.append((row, again))
         elif op.batch_norm:
             target, arguments = replay.batch_norm_again(op.node.args)
-            inputs = [storages[s] for n in op.node.args[:3] if isinstance(n, Node) for s in joint._storages_of(n) if s in storages]
+            inputs = [
+                storages[s]
+                for n in op.node.args[:3]
+                if isinstance(n, Node)
+                for s in joint._storages_of(n)
+                if s in storages
+            ]
             again = {
                 "inputs": tuple(dict.fromkeys(inputs)), "outputs": tuple(storages[s] for s in op.allocates_again), "extra": 0,
                 "call": Call(target, map_arg(arguments, _value_of), {}),
@@ -260,7 +279,11 @@ class _Builder:
         sizes = list(self._bytes)
         ops: list[Op] = []
         for row, call, out, memory in zip(self._rows, self._calls, self._outputs, memories, strict=True):
-            seconds = op_seconds(call.func, call.args, call.kwargs, out, self.device) if call.func is not None else 0.0
+            seconds = (
+                op_seconds(call.func, call.args, call.kwargs, out, self.device)
+                if call.func is not None
+                else 0.0
+            )
             real = [b for b in memory.output_bytes if b]
             if len(real) == len(row["new"]):
                 for value, size in zip(row["new"], real, strict=True):
@@ -268,7 +291,9 @@ class _Builder:
             ops.append(_op(row, seconds, memory.workspace_bytes))
         for (base, again), memory in zip(replays, again_memories, strict=True):
             first = ops[base]
-            workspace = (memory if again["call"] is not None else memories[base]).workspace_bytes + again["extra"]
+            workspace = (memory if again["call"] is not None else memories[base]).workspace_bytes + again[
+                "extra"
+            ]
             ops[base] = _with_replay(first, len(ops))
             ops.append(
                 Op(again["inputs"], again["outputs"], first.seconds, workspace, first.phase, True, first.region, None,

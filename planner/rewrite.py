@@ -185,7 +185,7 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
 def _copy(graph: FxGraph, original: Node, take: Callable[[Node], Any]) -> Node:
     node = graph.node_copy(original, take)
     if replay.needs_reserve(original.target):
-        node.args = (original.target, *node.args)
+        node.args = (original.target, *node.args)  # type: ignore[arg-type]
         node.target = replay.with_reserve
     return node
 

@@ -65,7 +65,7 @@ class Recording:
     outputs: list[Any] = field(default_factory=list)  # example outputs of each distinct call
 
 
-class StepRecorder(_torch.InfrastructureMode):
+class StepRecorder(_torch.InfrastructureMode):  # type: ignore[no-untyped-call]
     """Records one step that runs on fake tensors; see the module's docstring.
 
     Args:
@@ -74,7 +74,7 @@ class StepRecorder(_torch.InfrastructureMode):
     """
 
     def __init__(self, mode: Any, resident: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._mode = mode
         self._known: dict[int, int] = {}

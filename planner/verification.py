@@ -174,7 +174,9 @@ def _report(
     problems: list[str] = []
     exact = True
 
-    def compare(kind: str, left: Mapping[str, Any], repeated: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    def compare(
+        kind: str, left: Mapping[str, Any], repeated: Mapping[str, Any], right: Mapping[str, Any]
+    ) -> bool:
         nonlocal exact
         equal = True
         for name, value in left.items():
@@ -247,7 +249,8 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float) -> b
 
 def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
     if a is None or b is None:
-        return f"{'None' if a is None else 'a tensor'} without the plan, {'None' if b is None else 'a tensor'} with it"
+        kinds = ["None" if t is None else "a tensor" for t in (a, b)]
+        return f"{kinds[0]} without the plan, {kinds[1]} with it"
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{tuple(a.shape)} {a.dtype} without the plan, {tuple(b.shape)} {b.dtype} with it"
     a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))

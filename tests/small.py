@@ -25,8 +25,12 @@ class Broken(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
-        self.second = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4)))
+        self.first = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+        )
+        self.second = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -40,7 +44,7 @@ def broken() -> Built:
 
 
 class Classifier(nn.Module):
-    """Returns logits and a feature that no loss needs to use; its head for the feature then gets no gradient."""
+    """Returns logits and a feature; a loss of the logits alone leaves the feature's head without gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,9 @@ def test_gradients_that_meet_are_accumulated_in_place_as_the_engine_does() -> No
 
     model, step = Fan(), Step((torch.randn(256, 64),))
     captured = capture(model, step)
-    predicted = eager_timeline(captured.eager, find_device("cpu"), WorkspaceMeter("cpu", None).measure).peak_bytes
+    predicted = eager_timeline(
+        captured.eager, find_device("cpu"), WorkspaceMeter("cpu", None).measure
+    ).peak_bytes
     assert predicted == _measured_peak(model, step)
 
 
@@ -157,7 +159,7 @@ class Failing(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no such luck")
+        raise ValueError(f"no such luck with {x.shape}")
 
 
 def test_a_forward_that_is_never_the_same_twice_is_refused() -> None:

@@ -23,7 +23,10 @@ def test_a_real_model_trains_within_its_budget(name: str) -> None:
         assert report.ok, report.problems
         measured, predicted = report.measured_dynamic_peak_bytes, report.predicted_dynamic_peak_bytes
         assert 0.97 * predicted <= measured <= 1.002 * predicted
-        eager, expected = report.baseline_measured_dynamic_peak_bytes, report.baseline_predicted_dynamic_peak_bytes
+        eager, expected = (
+            report.baseline_measured_dynamic_peak_bytes,
+            report.baseline_predicted_dynamic_peak_bytes,
+        )
         assert abs(eager - expected) <= (0.03 if name in CONVOLUTIONAL else 0.01) * eager
         if plan.target.budget_bytes is not None:
             assert plan.predicted.peak_bytes <= plan.target.budget_bytes

@@ -11,7 +11,9 @@ import planner
 from tests.small import Built, broken, small_gpt, small_resnet
 
 
-def _train(model: torch.nn.Module, args: tuple[Any, ...], optimizer: Callable[..., Any], steps: int = 2) -> None:
+def _train(
+    model: torch.nn.Module, args: tuple[Any, ...], optimizer: Callable[..., Any], steps: int = 2
+) -> None:
     torch.manual_seed(7)
     chosen = optimizer(model.parameters())
     for _ in range(steps):
