@@ -201,11 +201,7 @@ def recursive(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray
     weight = weights(search.graph, needed)
     found: list[Candidate] = []
     if search.graph.forward_length <= FROM_SCRATCH:
-        outputs = search.graph.walk_table.outputs
-        found += [
-            search.try_kept(kept, lambda rows: [v for row in rows for v in outputs[row]])
-            for kept in (pinned, np.zeros_like(pinned))
-        ]
+        found += from_scratch(search, cuts, pinned, weight)
     for positions in families(cuts):
         for size in sweep_sizes(weight, positions, 12)[:9]:
             walls = segment_walls(positions, weight, size)
@@ -216,6 +212,30 @@ def recursive(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray
                     return found
                 if parts <= len(walls) and search.is_new(np.array([*walls, -parts]).tobytes()):
                     found.append(recurse(search, cuts, pinned, walls, parts))
+    return found
+
+
+def from_scratch(search: Search, cuts: Cuts, pinned: np.ndarray, weight: np.ndarray) -> list[Candidate]:
+    """Kept segments within which everything is run anew for every smaller segment in them (or for
+    every single backward operation): quadratic in their length, but nothing is held meanwhile."""
+    graph = search.graph
+    outputs = graph.walk_table.outputs
+    found: list[Candidate] = []
+
+    def everything(rows: list[int]) -> list[int]:
+        return [v for row in rows for v in outputs[row]]
+
+    for positions in families(cuts):
+        sizes = [*sweep_sizes(weight, positions, 18).tolist(), 2.0 * float(weight[-1])]
+        sets = [segment_walls(positions, weight, size) for size in sizes]
+        for n, coarse in enumerate(sets):
+            for kept in (keep_walls(graph, cuts, pinned, coarse), cuts.kept_at(coarse)):
+                if search.out_of_time():
+                    return found
+                if not search.is_new(kept.tobytes()):
+                    continue
+                forms = [forgetting(graph, cuts, fine, 1) for fine in sets[:n] if len(fine) > len(coarse)]
+                found += [search.try_kept(kept, forget) for forget in (everything, *forms)]
     return found
 
 
