@@ -87,11 +87,19 @@ def improve(search: Search, budget: int | None, everything: int) -> None:
                 continue
             tried.add(tuple(walls))
             blocks = find_blocks(graph, uses, cuts, pinned, search.constraints, walls)
-            most = everything if budget is None else budget
-            best = read_off(search, blocks, cuts, pinned, most, budget)
+            best = read_off(search, blocks, cuts, pinned, table_bytes(budget, everything), budget)
             if budget is not None and best is not None and not search.out_of_time():
                 polish(search, best, budget)
         search.tell("chains", (n + 1) / len(COUNTS))
+
+
+def table_bytes(budget: int | None, everything: int) -> int:
+    """The memory that a table covers: in steps of a quarter of an octave, so that close budgets have
+    the same table and the least peak reported for one is found again for another."""
+    if budget is None:
+        return everything + everything // 4
+    steps = np.floor(4 * np.log2(max(1.0, everything / max(1.0, 1.25 * budget))))
+    return int(1.25 * everything * 2.0 ** (-steps / 4)) + 1
 
 
 def choose_walls(weight: np.ndarray, positions: np.ndarray, count: int) -> list[int]:
@@ -247,7 +255,7 @@ def read_off(
     search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, most: int, budget: int | None
 ) -> Candidate | None:
     """Find the memory in the table whose schedule, simulated, makes the most of the budget."""
-    table = fill(blocks, most + most // 4)
+    table = fill(blocks, most)
     whole = table.seconds[0][blocks.count - 1]
     fine = np.flatnonzero(np.isfinite(whole))
     if not len(fine):

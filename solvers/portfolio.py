@@ -118,20 +118,19 @@ def _solve(
     if search.fits(everything):
         return _judge(search, Bound(graph.base_seconds, -1))
     bound = lower_bound(graph, budget, time_limit=time_limit / 4)
-    search.tell("lower bound", 0.05)
+    search.span = (0.0, 0.1)
     sqrt_n.improve(search)
-    search.tell("sqrt(n)", 0.1)
     sizes = programs.sizes()
     enough = bound.seconds + ENOUGH * graph.base_seconds
     if not _done(search, bound):
+        search.span = (0.1, 0.3)
         ilp.improve(search, budget, programs, sizes=sizes[:1])
-        search.tell("integer program", 0.3)
     if not _done(search, bound) and _distance(search, bound) > NEAR:
+        search.span = (0.3, 0.5)
         chain.improve(search, budget, everything.peak_bytes)
-        search.tell("chains", 0.5)
     if not _done(search, bound):
+        search.span = (0.5, 0.9)
         ilp.improve(search, budget, programs, sizes=sizes[1:], enough=enough)
-        search.tell("integer programs", 0.8)
     if not _done(search, bound) and search.fastest is None:
         lower_sets.improve(search, budget, everything.peak_bytes)
     if not _done(search, bound) and len(slots := exact_ilp.find_slots(graph)) <= SMALL:
@@ -145,6 +144,7 @@ def _solve(
         trade(search, search.fastest, rounds=1)
         if search.fastest.seconds >= before:
             break
+    search.span = (0.0, 1.0)
     search.tell("polished", 1.0)
     return _judge(search, bound)
 

@@ -42,6 +42,7 @@ class Search:
         time_limit: Wall seconds after which :attr:`out_of_time` is true; None for no limit.
         progress: Told about advances.
         constraints: Applied to all kept values that are tried.
+        span: The part of the progress, from and to, that :meth:`tell` reports its fractions within.
         most_seconds: Schedules slower than this do not count as fitting.
         fastest: The fastest candidate within the budget.
         least: The candidate of least peak.
@@ -53,6 +54,7 @@ class Search:
     time_limit: float | None = None
     progress: Progress | None = None
     constraints: Constraints = NO_CONSTRAINTS
+    span: tuple[float, float] = (0.0, 1.0)
     most_seconds: float = float("inf")
     fastest: Candidate | None = None
     least: Candidate | None = None
@@ -69,9 +71,10 @@ class Search:
         return self.time_limit is not None and self.elapsed > self.time_limit and self.least is not None
 
     def tell(self, text: str, done: float) -> None:
-        """Report progress, a fraction done."""
+        """Report progress, a fraction done of the present span."""
         if self.progress is not None:
-            self.progress(text, done)
+            low, high = self.span
+            self.progress(text, low + done * (high - low))
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the candidate is within the budget."""

@@ -5,14 +5,16 @@ Elsewhere: segment checkpointing, ``checkpoint_sequential``, OpenAI's ``gradient
 
 The forward pass is cut into segments of balanced bytes. What crosses a cut is kept, the inside of a
 segment is recomputed when its backward comes; the last segment is kept whole, since its backward
-comes at once. The size of the segments is swept and every size simulated. Cuts lie behind
+comes at once. The size of the segments is swept and every size simulated; so are segments that level
+the peak (earlier ones are longer: when their backward comes, the later cuts are free). Cuts lie behind
 articulation points and, because many graphs have few or none (U-Net, DenseNet), also wherever few
 bytes cross. Small values (statistics, reduced outputs) are kept always, and what a budget leaves
 over is spent on the values that save most seconds a byte.
 
 Budgets below what one recomputation reaches are met by the recursive form: within a stretch that is
 recomputed only some cuts are kept, and the rest is recomputed again, segment by segment, from
-there. With k parts a level the memory grows as k log(n) and the time as n log(n).
+there. With k parts a level the memory grows as k log(n) and the time as n log(n). In small graphs
+segments are also recomputed from their start for each of their parts, which holds least of all.
 
 Not optimal: cuts are global and inside a segment all is recomputed or (by seconds a byte) nothing;
 ``ilp`` decides value by value, ``chain`` places recursive cuts by dynamic programming.

@@ -1,0 +1,38 @@
+"""The portfolio's manners: progress, time limits, large graphs."""
+
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from solvers import Graph, check, portfolio, simulate
+from tests.graphs import graphs, random_dag, transformer
+
+
+def test_progress_only_advances() -> None:
+    graph = transformer(3)
+    told: list[float] = []
+    budget = int(0.5 * simulate(graph, graph.base_schedule).peak_bytes)
+    portfolio.solve(graph, budget, time_limit=5, progress=lambda _, done: told.append(done))
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def test_a_large_random_graph_has_an_answer_within_its_time() -> None:
+    graph = random_dag(1, 2500)
+    budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)
+    begin = time.perf_counter()
+    solution = portfolio.solve(graph, budget, time_limit=4)
+    assert time.perf_counter() - begin < 20
+    assert solution.feasible
+    check(graph, solution.schedule)
+
+
+@settings(deadline=None, max_examples=30)
+@given(graphs(most=30), st.floats(0.1, 0.9))
+def test_the_least_peak_reported_can_be_had(graph: Graph, fraction: float) -> None:
+    budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
+    solution = portfolio.solve(graph, budget, time_limit=5)
+    if not solution.feasible:
+        assert solution.peak_bytes > budget
+        assert portfolio.solve(graph, solution.peak_bytes, time_limit=5).feasible
