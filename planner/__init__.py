@@ -21,6 +21,7 @@ from planner.errors import (
 if TYPE_CHECKING:
     from planner.api import auto_checkpoint as auto_checkpoint
     from planner.api import plan as plan
+    from planner.api import sweep as sweep
     from planner.install import remove as remove
     from planner.plan_file import Plan as Plan
     from planner.verification import verify as verify
@@ -33,6 +34,7 @@ _HOMES = {
     "auto_checkpoint": "planner.api",
     "plan": "planner.api",
     "remove": "planner.install",
+    "sweep": "planner.api",
     "verify": "planner.verification",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "auto_checkpoint",
     "plan",
     "remove",
+    "sweep",
     "verify",
 ]
 

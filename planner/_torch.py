@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def is_fake(value: object) -> bool:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, the same for all of its views, while the storage lives."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class InfrastructureMode(TorchDispatchMode):
@@ -87,7 +89,8 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
     condition under which the autograd engine accumulates gradients in place.
     """
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return tensor._use_count() <= 4 and uses <= 2
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count <= 4 and uses <= 2
 
 
 # ---- Dynamo -------------------------------------------------------------------------------------
@@ -106,13 +109,15 @@ def dynamo_settings() -> contextlib.AbstractContextManager[None]:
     return dynamo.config.patch(**_DYNAMO_CONFIG)  # type: ignore[no-any-return]
 
 
-def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def dynamo_compile(
+    function: FunctionType | Callable[..., Any], backend: Callable[..., Any]
+) -> Callable[..., Any]:
     """``torch.compile`` with static shapes, of a function that has a cache of its own.
 
     Dynamo caches per code object. Every call gets a fresh one, so that no two planned modules
     share (and exhaust) a cache.
     """
-    fresh = type(function)(  # types.FunctionType
+    fresh = FunctionType(
         function.__code__.replace(),
         function.__globals__,
         function.__name__,
@@ -216,7 +221,7 @@ def compile_joint(
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))
-        return backend(graph, example_inputs)  # type: ignore[no-any-return]
+        return backend(graph, example_inputs)
 
 
 def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
@@ -422,5 +427,5 @@ def tree_leaves(nest: Any) -> list[Any]:
 
 def cudnn_version() -> int | None:
     """The version of cuDNN; None without it."""
-    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    version: int | None = torch.backends.cudnn.version()
     return version

@@ -207,7 +207,7 @@ def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:
     if not outputs:
         return graph
     new = torch.fx.Graph()
-    new.output(new.graph_copy(graph.graph, {}))  # type: ignore[arg-type]
+    new.output(new.graph_copy(graph.graph, {}))
     result = GraphModule(graph, new)
     node = result.graph.output_node()
     results = list(node.args[0])  # type: ignore[arg-type]
@@ -302,7 +302,8 @@ class _Runner:
         def run(args: list[Any]) -> Sequence[Any]:
             token, *tangents = args
             args.clear()
-            assert self.recorder is not None and self.joint is not None
+            assert self.recorder is not None
+            assert self.joint is not None
             instance = self._instances[_torch.storage_key(token)]
             with self.recorder.pause():
                 values = [_value(o) for o in self.joint.outputs[1]]

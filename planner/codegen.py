@@ -71,7 +71,7 @@ class _Writer:
                 self.names[node] = self._constant(_attribute(self.module, str(node.target)))
                 continue
             if node.op == "output":
-                self.lines.append(f"return {self._text(list(node.args[0]))}")  # type: ignore[arg-type]
+                self.lines.append(f"return {self._text(list(node.args[0]))}")
                 continue
             dead = list(last_use.get(node, ()))
             call = self._call(node)

@@ -116,10 +116,8 @@ class PlanBackend:
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         record = self._record_of(structure_of(graph))
         if record is None:
-            _warn(
-                "the forward took a path that the plan has not seen; that part runs as it is, without the plan"
-            )
-            return graph.forward  # type: ignore[no-any-return]
+            _warn("the forward took a path that the plan has not seen; it runs as it is, without the plan")
+            return graph.forward
         compiled = _torch.compile_joint(
             detach_outputs(graph, record.unused_outputs),
             example_inputs,
@@ -145,16 +143,16 @@ class PlanBackend:
         sequence: Sequence[int] = record.backward
         if not _same_operations(joint, record):
             _warn(
-                "PyTorch traces this model into other operations than when the plan was made (another version, "
-                "device or shape?); it runs without recomputation. Plan it again"
+                "PyTorch traces this model into other operations than when the plan was made (another "
+                "version, device or shape?); it runs without recomputation. Plan it again"
             )
             sequence = no_recomputation(joint)
         elif joint.fingerprint != record.fingerprint:
             now, then = total_bytes(joint), sum(op.bytes for op in record.ops)
             if now > then:
                 _warn(
-                    f"the inputs are larger than those that were planned: the step's operations produce {now:,} "
-                    f"bytes instead of {then:,}, and may exceed the budget. Plan for the largest inputs"
+                    f"the inputs are larger than those that were planned: the operations produce "
+                    f"{now:,} bytes instead of {then:,}, and may exceed the budget. Plan for the largest"
                 )
         halves = emit(joint, sequence)
         return halves.forward, halves.backward

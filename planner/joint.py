@@ -175,7 +175,7 @@ class JointGraph:
                 if isinstance(value, torch.Tensor):
                     self.storage_of[node] = self._storage(value)
                 continue
-            reads = tuple(dict.fromkeys(s for i in node.all_input_nodes for s in self._storages_of(i)))
+            reads = tuple(dict.fromkeys(s for i in node.all_input_nodes for s in self.storages_of(i)))
             allocates: list[int] = []
             for value in _tensors(node.meta.get("val")):
                 known = len(self.storage_bytes)
@@ -198,7 +198,7 @@ class JointGraph:
                 allocates=tuple(allocates),
                 random=_torch.uses_generator(node.target),
                 batch_norm=batch_norm,
-                reads_mutated=any(s in mutated_storages for i in inputs for s in self._storages_of(i)),
+                reads_mutated=any(s in mutated_storages for i in inputs for s in self.storages_of(i)),
             )
             self.op_of[node] = op.index
             self.ops.append(op)
@@ -214,7 +214,8 @@ class JointGraph:
             self.storage_bytes.append(int(tensor.untyped_storage().nbytes()))
         return number
 
-    def _storages_of(self, node: Node) -> list[int]:
+    def storages_of(self, node: Node) -> list[int]:
+        """Numbers of the storages that a node's tensors live in, without resident ones."""
         if node in self.storage_of:
             number = self.storage_of[node]
             return [] if number == RESIDENT else [number]
@@ -239,7 +240,7 @@ def module_path(node: Node) -> str:
 
 
 def _clean(path: str) -> str:
-    # Dynamo writes L['self']._modules['blocks']._modules['0'] or L['module'].blocks[0]; people write blocks.0.
+    # Dynamo writes L['self']._modules['blocks']._modules['0'] or L['module'].blocks[0]; we write blocks.0.
     for old, new in (
         ("']._modules['", "."),
         ("._modules['", "."),

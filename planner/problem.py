@@ -4,8 +4,8 @@ The rows of the solvers' graph are the operations of every execution of every ca
 order of the step, with the glue between them. Each storage of each execution is one value.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,15 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from planner import replay
+from planner.baseline import eager_timeline, real_sizes
 from planner.capture import CapturedStep, GraphCall
 from planner.costs import op_seconds
 from planner.devices import Device, round_bytes
 from planner.joint import JointGraph, JointOp
-from planner.tracking import Event, Recording
+from planner.tracking import Event
 from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
 from solvers.graph import GLUE_REGION, Graph, Op, Phase, Value
 from solvers.schedule import Timeline
-
-Measure = Callable[[list[Call]], list[OpMemory]]
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Problem:
     def backward_sequences(self, captured: CapturedStep, schedule: np.ndarray) -> list[list[int]]:
         """For every captured graph the operations that its backward runs under a schedule, in order.
 
-        A graph that ran several times in the step runs the same backward each time: it is never
-        recomputed (see :func:`build_problem`), so its executions agree.
+        A graph that ran several times in the step is never recomputed (see :func:`build_problem`),
+        so the first of its executions stands for all.
         """
         steps: list[list[int]] = [[] for _ in captured.graphs]
         for row in schedule.tolist():
@@ -71,271 +70,242 @@ class Problem:
 def build_problem(captured: CapturedStep, device: Device, meter: WorkspaceMeter | None) -> Problem:
     """Turn a captured step into the problem that solvers see.
 
+    Operations of a graph that runs more than once in the step are not recomputable: all its
+    executions share one program.
+
     Args:
         captured: The step.
         device: For seconds and rounding.
         meter: Measures the workspace of every distinct operation by running it; None counts none.
     """
-    measure: Measure = meter.measure if meter is not None else lambda calls: [NOT_RUN] * len(calls)
-    builder = _Builder(captured, device, measure)
-    graph = builder.build()
-    return Problem(graph, builder.sources, eager_timeline(captured.eager, device, measure))
+    builder = _Builder(captured)
+    builder.run()
+    graph = builder.graph(device, meter)
+    sources = [row.source for row in builder.rows]
+    return Problem(graph, sources, eager_timeline(captured.eager, device, meter))
 
 
-def eager_timeline(recording: Recording, device: Device, measure: Measure) -> Timeline:
-    """The timeline of a step that was recorded operation by operation."""
-    memories = measure(recording.calls)
-    seconds = [
-        op_seconds(c.func, c.args, c.kwargs, out, device)
-        for c, out in zip(recording.calls, recording.outputs, strict=True)
-    ]
-    length = len(recording.events)
-    change = np.zeros(length + 1, dtype=np.int64)
-    workspace = np.zeros(length, dtype=np.int64)
-    for i, event in enumerate(recording.events):
-        assert event.call is not None
-        workspace[i] = memories[event.call].workspace_bytes
-        sizes = _allocated_bytes(event, recording, memories[event.call], device)
-        for storage, size in zip(event.allocates, sizes, strict=True):
-            died = recording.storages[storage].died_after
-            change[i] += size
-            if died is not None:
-                change[max(died, i) + 1] -= size
-    live = np.cumsum(change[:length])
-    total = live + workspace
-    peak = int(total.argmax()) if length else 0
-    time = float(sum(seconds[e.call] for e in recording.events if e.call is not None))
-    final = int(live[-1]) if length else 0
-    return Timeline(live, total, int(total.max(initial=0)), peak, final, time)
+@dataclass
+class _Row:
+    """A base row in the making; ``again`` is its replay form."""
+
+    source: Source
+    op: Op
+    call: Call | None
+    output: Any
+    allocates: tuple[int, ...]
+    again: "_Again | None" = None
+
+
+@dataclass
+class _Again:
+    """How a row is run a second time: with what, for what, and what that needs besides.
+
+    ``call`` is None where the same operation runs; ``extra_bytes`` are held while it runs.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    call: Call | None = None
+    extra_bytes: int = 0
 
 
 @dataclass
 class _Builder:
     captured: CapturedStep
-    device: Device
-    measure: Measure
-    sources: list[Source] = field(default_factory=list)
-    _rows: list[dict[str, Any]] = field(default_factory=list)
-    _calls: list[Call] = field(default_factory=list)
-    _outputs: list[Any] = field(default_factory=list)
-    _bytes: list[int] = field(default_factory=list)
-    _names: list[str] = field(default_factory=list)
-    _on_demand: set[int] = field(default_factory=set)
-    _held_until_event: dict[int, int | None] = field(default_factory=dict)
-    _value_of_recorded: dict[int, int] = field(default_factory=dict)
-    _maps: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    rows: list[_Row] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    _value_of: dict[int, int] = field(default_factory=dict)  # by recorded storage
+    _storages: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by graph and instance
+    _last_row: list[int] = field(default_factory=list)  # by event
+    _held: dict[int, int | None] = field(default_factory=dict)  # by value: event after which it is let go
 
-    def build(self) -> Graph:
+    def run(self) -> None:
+        """Make a row of everything that happened in the step."""
         recording = self.captured.compiled
-        executions = [0] * len(self.captured.graphs)
-        for event in recording.events:
-            if isinstance(event.graph, GraphCall) and not event.graph.backward:
-                executions[event.graph.graph] += 1
-        released = {
-            i: e.graph.released for i, e in enumerate(recording.events) if isinstance(e.graph, GraphCall)
-        }
-        last_row: list[int] = []
-        replays: list[tuple[int, dict[str, Any]]] = []
+        calls = [e.graph for e in recording.events if isinstance(e.graph, GraphCall)]
+        forwards = [c.graph for c in calls if not c.backward]
         backward = False
         for index, event in enumerate(recording.events):
             backward = backward or event.backward
             if isinstance(event.graph, GraphCall):
-                once = executions[event.graph.graph] == 1
-                self._graph_event(event, event.graph, backward, once, replays)
+                self._graph_event(event, event.graph, backward, forwards.count(event.graph.graph) == 1)
             else:
                 self._glue_event(event, backward)
+            self._last_row.append(len(self.rows) - 1)
             for storage in event.allocates:
-                value = self._value_of_recorded.get(storage)
-                if value is not None:
-                    died = recording.storages[storage].died_after
-                    # Freed inside a captured graph: held by others only up to the event before.
-                    died = died - 1 if died is not None and storage in released.get(died, ()) else died
-                    self._hold(value, died, index)
-            last_row.append(len(self._rows) - 1)
-        return self._assemble(last_row, replays)
+                if storage in self._value_of:
+                    self._hold(self._value_of[storage], self._let_go_after(storage), index)
 
-    # ---- rows ----------------------------------------------------------------------------------------
+    def graph(self, device: Device, meter: WorkspaceMeter | None) -> Graph:
+        """The solvers' graph, with seconds and bytes for a device."""
+        memories, replayed = self._measure(meter)
+        values = list(self.values)
+        ops: list[Op] = []
+        for row, memory in zip(self.rows, memories, strict=True):
+            for value, size in zip(
+                row.allocates, real_sizes(memory, [values[v].bytes for v in row.allocates]), strict=True
+            ):
+                values[value] = replace(values[value], bytes=size)
+            seconds = 0.0
+            if row.call is not None:
+                seconds = op_seconds(row.call.func, row.call.args, row.call.kwargs, row.output, device)
+            ops.append(replace(row.op, seconds=seconds, workspace_bytes=memory.workspace_bytes))
+        for base, row in enumerate(self.rows):
+            if row.again is None:
+                continue
+            first, again = ops[base], row.again
+            workspace = replayed[base].workspace_bytes if base in replayed else first.workspace_bytes
+            ops[base] = replace(first, replay=len(ops))
+            ops.append(
+                replace(
+                    first,
+                    inputs=again.inputs,
+                    outputs=again.outputs,
+                    workspace_bytes=workspace + again.extra_bytes,
+                )
+            )
+        end = len(self.rows) - 1
+        for value, event in self._held.items():
+            until = end if event is None else max(self._last_row[event], 0)
+            values[value] = replace(values[value], held_until=until)
+        rounded = (replace(v, bytes=round_bytes(device, v.bytes)) for v in values)
+        return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
-    def _value(self, size: int, name: str) -> int:
-        self._bytes.append(size)
-        self._names.append(name)
-        return len(self._bytes) - 1
-
-    def _hold(self, value: int, died_after: int | None, born: int) -> None:
-        known = self._held_until_event.get(value, born)
-        self._held_until_event[value] = (
-            None if died_after is None or known is None else max(died_after, known)
+    def _measure(self, meter: WorkspaceMeter | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:
+        if meter is None:
+            return [NOT_RUN] * len(self.rows), {}
+        first = {i: row.call for i, row in enumerate(self.rows) if row.call is not None}
+        again = {i: r.again.call for i, r in enumerate(self.rows) if r.again is not None and r.again.call}
+        memories = meter.measure([*first.values(), *again.values()])
+        by_row = dict(zip(first, memories, strict=False))
+        return (
+            [by_row.get(i, NOT_RUN) for i in range(len(self.rows))],
+            dict(zip(again, memories[len(first) :], strict=True)),
         )
+
+    # ---- rows ------------------------------------------------------------------------------------
 
     def _glue_event(self, event: Event, backward: bool) -> None:
         recording = self.captured.compiled
         assert event.call is not None
-        call, out = recording.calls[event.call], recording.outputs[event.call]
-        if not event.allocates and str(call.func) == "aten.detach.default":
+        call = recording.calls[event.call]
+        name = str(call.func)
+        if not event.allocates and name == "aten.detach.default":
             return
-        values = [self._value(recording.storages[s].bytes, str(call.func)) for s in event.allocates]
-        self._value_of_recorded.update(zip(event.allocates, values, strict=True))
-        reads = [
-            self._value_of_recorded[s] for s in dict.fromkeys(event.reads) if s in self._value_of_recorded
-        ]
-        self._row(
-            Source(), call, out, [r for r in reads if r not in values], values, backward, name=str(call.func)
+        made = self._values_of(event, name)
+        reads = [self._value_of[s] for s in dict.fromkeys(event.reads) if s in self._value_of]
+        op = Op(
+            tuple(r for r in reads if r not in made),
+            made,
+            phase=Phase(backward),
+            recomputable=False,
+            region=GLUE_REGION,
+            name=name,
         )
+        self.rows.append(_Row(Source(), op, call, recording.outputs[event.call], made))
 
-    def _row(
-        self, source: Source, call: Call, out: Any, reads: Sequence[int], values: Sequence[int], backward: bool,
-        *, name: str, module: str = "", region: int = GLUE_REGION, recomputable: bool = False,
-    ) -> None:  # fmt: skip
-        self._rows.append(
-            {
-                "inputs": tuple(reads), "outputs": tuple(values), "recomputable": recomputable,
-                "phase": Phase.BACKWARD if backward else Phase.FORWARD, "region": region,
-                "name": name, "module": module, "new": tuple(values),
-            }
-        )  # fmt: skip
-        self._calls.append(call)
-        self._outputs.append(out)
-        self.sources.append(source)
-
-    def _graph_event(
-        self,
-        event: Event,
-        call: GraphCall,
-        backward: bool,
-        once: bool,
-        replays: list[tuple[int, dict[str, Any]]],
-    ) -> None:
+    def _graph_event(self, event: Event, call: GraphCall, backward: bool, once: bool) -> None:
         joint = self.captured.graphs[call.graph].joint
         if joint is None:
-            # Nothing to differentiate: outputs appear as if one operation made them.
-            recording = self.captured.compiled
-            values = [self._value(recording.storages[s].bytes, "graph output") for s in event.allocates]
-            self._value_of_recorded.update(zip(event.allocates, values, strict=True))
-            self._row(Source(), Call(None, ()), None, (), values, backward, name=f"graph {call.graph}")  # type: ignore[arg-type]
+            # Nothing to differentiate: its outputs appear as if one operation made them.
+            name = f"graph {call.graph}"
+            made = self._values_of(event, name)
+            op = Op((), made, phase=Phase(backward), recomputable=False, region=GLUE_REGION, name=name)
+            self.rows.append(_Row(Source(), op, None, None, made))
             return
-        storages = self._maps.setdefault((call.graph, call.instance), {})
+        storages = self._storages.setdefault((call.graph, call.instance), {})
+        region = list(self._storages).index((call.graph, call.instance))
         placeholders = joint.tangents if call.backward else joint.primals
         for placeholder, recorded in zip(placeholders, call.arguments, strict=True):
-            if placeholder in joint.storage_of and recorded in self._value_of_recorded:
-                storages[joint.storage_of[placeholder]] = self._value_of_recorded[recorded]
-        ops = joint.ops[joint.forward_length :] if call.backward else joint.ops[: joint.forward_length]
-        region = list(self._maps).index((call.graph, call.instance))
-        for op in ops:
-            self._joint_row(joint, op, call, storages, backward, region, once, replays)
+            if placeholder in joint.storage_of and recorded in self._value_of:
+                storages[joint.storage_of[placeholder]] = self._value_of[recorded]
+        split = joint.forward_length
+        for joint_op in joint.ops[split:] if call.backward else joint.ops[:split]:
+            source = Source(call.graph, call.instance, joint_op.index)
+            self.rows.append(self._joint_row(joint, joint_op, source, storages, region, backward, once))
         for output, recorded in zip(joint.outputs[call.backward], call.outputs, strict=True):
-            if recorded < 0 or recorded in self._value_of_recorded or not isinstance(output, Node):
-                continue
-            value = storages.get(joint.storage_of.get(output, -1))
-            if value is not None:
-                self._value_of_recorded[recorded] = value
+            if recorded >= 0 and recorded not in self._value_of and isinstance(output, Node):
+                value = storages.get(joint.storage_of.get(output, -1))
+                if value is not None:
+                    self._value_of[recorded] = value
 
     def _joint_row(
-        self, joint: JointGraph, op: JointOp, call: GraphCall, storages: dict[int, int], backward: bool, region: int,
-        once: bool, replays: list[tuple[int, dict[str, Any]]],
-    ) -> None:  # fmt: skip
-        label = f"{op.name} #{op.index}"
-        reads = [storages[s] for s in op.reads if s in storages]
+        self,
+        joint: JointGraph,
+        op: JointOp,
+        source: Source,
+        storages: dict[int, int],
+        region: int,
+        backward: bool,
+        once: bool,
+    ) -> _Row:
+        reads = tuple(storages[s] for s in op.reads if s in storages)
         for storage in op.allocates:
-            storages[storage] = self._value(joint.storage_bytes[storage], f"{op.node.name} @ {op.module}")
-        values = [storages[s] for s in op.allocates]
+            size = joint.storage_bytes[storage]
+            storages[storage] = self._value(Value(size, f"{op.node.name} @ {op.module}"))
+        made = tuple(storages[s] for s in op.allocates)
         recomputable = op.recomputable and once and not backward
-        self._row(
-            Source(call.graph, call.instance, op.index), _call_of(op.node), op.node.meta.get("val"), reads, values,
-            backward, name=label, module=op.module, region=region, recomputable=recomputable,
-        )  # fmt: skip
-        if not recomputable:
-            return
-        row = len(self._rows) - 1
-        if op.random:
-            state_bytes = replay.generator_state_bytes(replay.generator_device(op.node)[0])
-            state = self._value(state_bytes, f"{op.node.name} generator state")
-            self._on_demand.add(state)
-            self._rows[row]["outputs"] = (*values, state)
-            again = {"inputs": (*reads, state), "outputs": tuple(values), "extra": state_bytes, "call": None}
-            replays.append((row, again))
-        elif op.batch_norm:
+        row = _Row(
+            source,
+            Op(
+                reads,
+                made,
+                phase=Phase(backward),
+                recomputable=recomputable,
+                region=region,
+                name=f"{op.name} #{op.index}",
+                module=op.module,
+            ),
+            _call_of(op.node),
+            op.node.meta.get("val"),
+            made,
+        )
+        if recomputable and op.random:
+            size = replay.generator_state_bytes(replay.generator_device(op.node)[0])
+            state = self._value(Value(size, f"generator state of {op.node.name}", on_demand=True))
+            row.op = replace(row.op, outputs=(*made, state))
+            row.again = _Again((*reads, state), made, extra_bytes=size)
+        elif recomputable and op.batch_norm:
             target, arguments = replay.batch_norm_again(op.node.args)
-            inputs = [
-                storages[s]
-                for n in op.node.args[:3]
-                if isinstance(n, Node)
-                for s in joint._storages_of(n)
-                if s in storages
-            ]
-            again = {
-                "inputs": tuple(dict.fromkeys(inputs)), "outputs": tuple(storages[s] for s in op.allocates_again), "extra": 0,
-                "call": Call(target, map_arg(arguments, _value_of), {}),
-            }  # fmt: skip
-            replays.append((row, again))
-
-    # ---- costs -----------------------------------------------------------------------------------------
-
-    def _assemble(self, last_row: list[int], replays: list[tuple[int, dict[str, Any]]]) -> Graph:
-        again_calls = [a["call"] for _, a in replays if a["call"] is not None]
-        runnable = [c if c.func is not None else None for c in self._calls]
-        memories_run = iter(self.measure([c for c in runnable if c is not None] + again_calls))
-        memories = [next(memories_run) if c is not None else NOT_RUN for c in runnable]
-        again_memories = [next(memories_run) if a["call"] is not None else NOT_RUN for _, a in replays]
-        sizes = list(self._bytes)
-        ops: list[Op] = []
-        for row, call, out, memory in zip(self._rows, self._calls, self._outputs, memories, strict=True):
-            seconds = (
-                op_seconds(call.func, call.args, call.kwargs, out, self.device)
-                if call.func is not None
-                else 0.0
+            read = [s for n in arguments[:3] if isinstance(n, Node) for s in joint.storages_of(n)]
+            row.again = _Again(
+                tuple(dict.fromkeys(storages[s] for s in read if s in storages)),
+                tuple(storages[s] for s in op.allocates_again),
+                Call(target, map_arg(arguments, _example)),
             )
-            real = [b for b in memory.output_bytes if b]
-            if len(real) == len(row["new"]):
-                for value, size in zip(row["new"], real, strict=True):
-                    sizes[value] = size
-            ops.append(_op(row, seconds, memory.workspace_bytes))
-        for (base, again), memory in zip(replays, again_memories, strict=True):
-            first = ops[base]
-            workspace = (memory if again["call"] is not None else memories[base]).workspace_bytes + again[
-                "extra"
-            ]
-            ops[base] = _with_replay(first, len(ops))
-            ops.append(
-                Op(again["inputs"], again["outputs"], first.seconds, workspace, first.phase, True, first.region, None,
-                   first.name, first.module)
-            )  # fmt: skip
-        end = len(self._rows) - 1
-        values = []
-        for i, size in enumerate(sizes):
-            held: int | None = None
-            if i in self._held_until_event:
-                event = self._held_until_event[i]
-                held = end if event is None else max(last_row[event], 0)
-            values.append(Value(round_bytes(self.device, size), self._names[i], held, i in self._on_demand))
-        return Graph(tuple(ops), tuple(values), base_length=len(self._rows))
+        return row
+
+    # ---- values ------------------------------------------------------------------------------------
+
+    def _value(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def _values_of(self, event: Event, name: str) -> tuple[int, ...]:
+        sizes = [self.captured.compiled.storages[s].bytes for s in event.allocates]
+        made = tuple(self._value(Value(size, name)) for size in sizes)
+        self._value_of.update(zip(event.allocates, made, strict=True))
+        return made
+
+    def _let_go_after(self, storage: int) -> int | None:
+        died = self.captured.compiled.storages[storage].died_after
+        if died is None:
+            return None
+        call = self.captured.compiled.events[died].graph
+        # Freed inside a captured graph: held by others only up to the event before.
+        return died - 1 if isinstance(call, GraphCall) and storage in call.released else died
+
+    def _hold(self, value: int, let_go: int | None, born: int) -> None:
+        known = self._held.get(value, born)
+        self._held[value] = None if let_go is None or known is None else max(let_go, known)
 
 
-def _op(row: dict[str, Any], seconds: float, workspace: int) -> Op:
-    return Op(
-        row["inputs"], row["outputs"], seconds, workspace, row["phase"], row["recomputable"], row["region"], None,
-        row["name"], row["module"],
-    )  # fmt: skip
-
-
-def _with_replay(op: Op, replay_row: int) -> Op:
-    return Op(
-        op.inputs, op.outputs, op.seconds, op.workspace_bytes, op.phase, op.recomputable, op.region, replay_row,
-        op.name, op.module,
-    )  # fmt: skip
-
-
-def _value_of(node: Node) -> Any:
+def _example(node: Node) -> Any:
     return node.meta.get("val")
 
 
 def _call_of(node: Node) -> Call:
-    args, kwargs = map_arg((node.args, node.kwargs), _value_of)
+    args: Sequence[Any]
+    args, kwargs = map_arg((node.args, node.kwargs), _example)
     return Call(node.target, args, kwargs)  # type: ignore[arg-type]
-
-
-def _allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:
-    sizes = [recording.storages[s].bytes for s in event.allocates]
-    real = [b for b in memory.output_bytes if b]
-    if len(real) == len(sizes):
-        sizes = real
-    return [round_bytes(device, s) for s in sizes]

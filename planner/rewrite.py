@@ -110,8 +110,7 @@ class _Backward:
         if original in self._tangents:
             return self._tangents[original]
         if original.op == "get_attr":
-            node = self.graph.node_copy(original)
-            return node
+            return self.graph.node_copy(original)
         versions = self._versions(original)
         if original not in self._backward_nodes and not any(versions):
             return self._save(original)
@@ -133,8 +132,8 @@ class _Backward:
         if node is None:
             if original in self._mutated:
                 raise CaptureError(
-                    f"the backward needs the value that input {original.name} had before the forward changed it "
-                    "in place; change a copy in the module's forward instead"
+                    f"the backward needs the value that input {original.name} had before the forward "
+                    "changed it in place; change a copy in the module's forward instead"
                 )
             node = self.saved[original] = self._placeholder(original.name, original)
         return node
@@ -148,7 +147,7 @@ class _Backward:
         return node
 
     def _versions(self, node: Node) -> tuple[int, ...]:
-        storages = self.joint._storages_of(node)
+        storages = self.joint.storages_of(node)
         return tuple(self._version[s] for s in storages)
 
 

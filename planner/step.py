@@ -38,15 +38,15 @@ class Step:
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
             if loss.numel() != 1:
-                raise CaptureError(f"the loss must be a scalar, but loss= returned shape {tuple(loss.shape)}")
+                raise CaptureError(f"the loss must be a scalar, but loss= gave shape {tuple(loss.shape)}")
             with without_autocast():
                 loss.backward()
             return output, loss
         outputs = differentiable_outputs(output)
         if not outputs:
             raise CaptureError(
-                f"nothing to differentiate: the module returned {type(output).__name__} without a tensor that "
-                "requires a gradient; is a parameter trainable, and is the loss among the outputs?"
+                f"nothing to differentiate: the module returned {type(output).__name__} without a tensor "
+                "that requires a gradient; is a parameter trainable, and is the loss among the outputs?"
             )
         with without_autocast():
             torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])

@@ -65,7 +65,7 @@ class Recording:
     outputs: list[Any] = field(default_factory=list)  # example outputs of each distinct call
 
 
-class StepRecorder(_torch.InfrastructureMode):  # type: ignore[no-untyped-call]
+class StepRecorder(_torch.InfrastructureMode):
     """Records one step that runs on fake tensors; see the module's docstring.
 
     Args:

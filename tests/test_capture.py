@@ -7,9 +7,10 @@ import torch.nn as nn
 
 import planner
 from planner import _torch
+from planner.baseline import eager_timeline
 from planner.capture import capture, structure_of
 from planner.devices import find_device
-from planner.problem import build_problem, eager_timeline
+from planner.problem import build_problem
 from planner.step import Step
 from planner.workspace import WorkspaceMeter
 from solvers.schedule import check, simulate
@@ -40,7 +41,7 @@ def test_the_eager_step_is_predicted_but_for_saved_numbers(builder: Callable[[],
     step = Step(args, kwargs)
     captured = capture(model, step)
     meter = WorkspaceMeter("cpu", None)
-    predicted = eager_timeline(captured.eager, find_device("cpu"), meter.measure).peak_bytes
+    predicted = eager_timeline(captured.eager, find_device("cpu"), meter).peak_bytes
     # Autograd saves Python numbers (the 1/sqrt(d) of attention) as tensors of eight bytes, unseen.
     assert 0 <= _measured_peak(model, step) - predicted <= 8 * 4
 
@@ -61,9 +62,7 @@ def test_gradients_that_meet_are_accumulated_in_place_as_the_engine_does() -> No
 
     model, step = Fan(), Step((torch.randn(256, 64),))
     captured = capture(model, step)
-    predicted = eager_timeline(
-        captured.eager, find_device("cpu"), WorkspaceMeter("cpu", None).measure
-    ).peak_bytes
+    predicted = eager_timeline(captured.eager, find_device("cpu"), WorkspaceMeter("cpu", None)).peak_bytes
     assert predicted == _measured_peak(model, step)
 
 

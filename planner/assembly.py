@@ -1,0 +1,254 @@
+"""Putting a plan together: what was captured, what was solved, and what that promises."""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import planner
+from planner.budget import Budget
+from planner.capture import CapturedStep, capture
+from planner.devices import Device, find_device
+from planner.fingerprint import state_digest
+from planner.install import class_name
+from planner.optimizer import Optimizer, optimizer_state_bytes
+from planner.plan_file import (
+    Footprint,
+    GraphRecord,
+    Holder,
+    ModelRecord,
+    OpRecord,
+    Plan,
+    Resident,
+    SolverRecord,
+    Target,
+    TensorRecord,
+    Timeline,
+)
+from planner.problem import Problem, build_problem
+from planner.step import Step, tensors_in, unique_storages
+from planner.workspace import WorkspaceMeter
+from solvers.schedule import alive_at, lifetimes, simulate
+from solvers.solution import Solution
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is ready to be solved, for any number of budgets."""
+
+    model: torch.nn.Module
+    step: Step
+    captured: CapturedStep
+    problem: Problem
+    resident: Resident
+    device: Device
+    meter: WorkspaceMeter | None
+    seconds: float
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Peak of the unplanned step, with what is resident."""
+        return self.resident.total + self.problem.eager.peak_bytes
+
+
+def prepare(
+    model: torch.nn.Module,
+    step: Step,
+    *,
+    optimizer: Optimizer | None,
+    device: str | torch.device | Device | None,
+    progress: Progress,
+) -> Prepared:
+    """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
+    here = _device_of(model, step)
+    target = find_device(device, here)
+    started = time.perf_counter()
+    captured = capture(model, step, lambda text, fraction: progress(text, 0.8 * fraction))
+    resident = _resident(captured, optimizer, model)
+    progress("measuring what kernels allocate inside", 0.8)
+    at_hand = here.type in ("cpu", "cuda") and target.name == find_device(None, here).name
+    meter = WorkspaceMeter(here) if at_hand else None
+    problem = build_problem(captured, target, meter)
+    return Prepared(model, step, captured, problem, resident, target, meter, time.perf_counter() - started)
+
+
+def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
+    """The plan that a solution is."""
+    captured, problem, resident = prepared.captured, prepared.problem, prepared.resident
+    model, meter = prepared.model, prepared.meter
+    graph = problem.graph
+    timeline = simulate(graph, solution.schedule)
+    nothing = simulate(graph, graph.base_schedule)
+    planned = [g for g in captured.graphs if g.joint is not None]
+    rung: Literal["one-graph", "several-graphs"] = "one-graph" if len(planned) == 1 else "several-graphs"
+    forward_steps = graph.forward_length
+    eager_forward = sum(not e.backward for e in captured.eager.events)
+
+    def footprint(peak: int, seconds: float) -> Footprint:
+        return Footprint(
+            peak_bytes=resident.total + peak,
+            dynamic_peak_bytes=peak,
+            resident_bytes=resident.total,
+            seconds=seconds,
+        )
+
+    notes = list(captured.notes)
+    if meter is not None and meter.failures:
+        notes.append(f"workspace of {len(meter.failures)} operations could not be measured and counts as 0")
+    return Plan(
+        created_with={
+            "planner": planner.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        rung=rung,
+        model=ModelRecord(
+            class_name=class_name(model),
+            training=model.training,
+            inputs=_input_records(prepared.step),
+            parameter_count=sum(p.numel() for p in model.parameters()),
+            state_digest=state_digest(model),
+            autocast=_autocast(),
+            torch_version=torch.__version__,
+        ),
+        target=Target(
+            budget_bytes=budget.bytes,
+            budget_text=budget.text,
+            device=prepared.device.name,
+            costs="roofline",
+            workspace="measured" if meter is not None else "none",
+        ),
+        solver=SolverRecord(
+            name=solution.solver,
+            status=str(solution.status),
+            gap=solution.gap,
+            bound_seconds=solution.bound_seconds,
+            solve_seconds=solution.solve_seconds,
+            capture_seconds=prepared.seconds,
+        ),
+        resident=resident,
+        predicted=footprint(timeline.peak_bytes, timeline.seconds),
+        baseline=footprint(problem.eager.peak_bytes, problem.eager.seconds),
+        no_recompute=footprint(nothing.peak_bytes, nothing.seconds),
+        graphs=_graph_records(captured, problem, solution),
+        timeline=Timeline.downsample(timeline.step_bytes, forward_steps),
+        baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
+        peak_holders=_holders(problem, solution, timeline.peak_step),
+        notes=notes,
+    )
+
+
+def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution) -> list[GraphRecord]:
+    sequences = problem.backward_sequences(captured, solution.schedule)
+    cost: dict[tuple[int, int], float] = {}
+    size: dict[tuple[int, int], int] = {}
+    for row, source in enumerate(problem.sources):
+        if source.graph >= 0:
+            key = (source.graph, source.op)
+            cost[key] = problem.graph.ops[row].seconds
+            outputs = problem.graph.ops[row].outputs
+            size[key] = sum(
+                problem.graph.values[v].bytes for v in outputs if not problem.graph.values[v].on_demand
+            )
+    kept = _kept(problem, solution)
+    records = []
+    for index, (captured_graph, backward) in enumerate(zip(captured.graphs, sequences, strict=True)):
+        joint = captured_graph.joint
+        if joint is None:
+            continue
+        ops = [
+            OpRecord(
+                name=op.name,
+                module=op.module,
+                bytes=size.get((index, op.index), 0),
+                phase="backward" if op.backward else "forward",
+                seconds=cost.get((index, op.index), 0.0),
+            )
+            for op in joint.ops
+        ]
+        records.append(
+            GraphRecord(
+                fingerprint=joint.fingerprint,
+                structure=captured_graph.structure,
+                unused_outputs=list(captured_graph.unused_outputs),
+                ops=ops,
+                backward=backward,
+                kept=kept.get(index, []),
+            )
+        )
+    return records
+
+
+def _kept(problem: Problem, solution: Solution) -> dict[int, list[int]]:
+    """For each captured graph the forward operations whose results live on into the backward."""
+    graph = problem.graph
+    lives = lifetimes(graph, solution.schedule)
+    first = np.append(True, lives.value[1:] != lives.value[:-1])
+    outlive = first & (lives.start < graph.forward_length) & (lives.end >= graph.forward_length)
+    kept: dict[int, set[int]] = {}
+    for value in lives.value[outlive].tolist():
+        source = problem.sources[int(graph.producer[value])]
+        if source.graph >= 0:
+            kept.setdefault(source.graph, set()).add(source.op)
+    return {index: sorted(ops) for index, ops in kept.items()}
+
+
+def _holders(problem: Problem, solution: Solution, step: int) -> list[Holder]:
+    graph = problem.graph
+    by_module: dict[str, int] = {}
+    for value in alive_at(graph, solution.schedule, step).tolist():
+        module = graph.ops[int(graph.producer[value])].module
+        by_module[module] = by_module.get(module, 0) + graph.values[value].bytes
+    return [Holder(module=m, bytes=b) for m, b in sorted(by_module.items(), key=lambda item: -item[1])]
+
+
+def _resident(captured: CapturedStep, optimizer: Optimizer | None, model: torch.nn.Module) -> Resident:
+    def size(tensors: Sequence[torch.Tensor]) -> int:
+        return sum(int(t.untyped_storage().nbytes()) for t in unique_storages(tensors))
+
+    return Resident(
+        parameter_bytes=size(captured.parameters),
+        buffer_bytes=size(captured.buffers),
+        input_bytes=size(captured.inputs),
+        gradient_bytes=0,
+        optimizer_bytes=optimizer_state_bytes(optimizer, model),
+    )
+
+
+def _input_records(step: Step) -> list[TensorRecord]:
+    leaves, _ = pytree.tree_flatten_with_path((step.args, dict(step.kwargs)))
+    records = []
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            where = ("args" if path[0] == pytree.SequenceKey(0) else "kwargs") + pytree.keystr(path[1:])
+            records.append(
+                TensorRecord(
+                    path=where,
+                    shape=list(leaf.shape),
+                    dtype=str(leaf.dtype).removeprefix("torch."),
+                    device=str(leaf.device),
+                    requires_grad=leaf.requires_grad,
+                )
+            )
+    return records
+
+
+def _autocast() -> list[str]:
+    return [
+        f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+def _device_of(model: torch.nn.Module, step: Step) -> torch.device:
+    for tensor in [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]:
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,61 @@
+"""The step as the user has it today: its timeline, from a recording of the eager step."""
+
+import numpy as np
+
+from planner.costs import op_seconds
+from planner.devices import Device, round_bytes
+from planner.tracking import Event, Recording
+from planner.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from solvers.schedule import Timeline
+
+
+def eager_timeline(recording: Recording, device: Device, meter: WorkspaceMeter | None) -> Timeline:
+    """The timeline of a step that was recorded operation by operation.
+
+    Args:
+        recording: The events and storages of the step.
+        device: For seconds and rounding.
+        meter: Measures what kernels allocate inside; None counts nothing.
+    """
+    calls = recording.calls
+    memories = meter.measure(calls) if meter is not None else [NOT_RUN] * len(calls)
+    seconds = [
+        op_seconds(call.func, call.args, call.kwargs, output, device)
+        for call, output in zip(calls, recording.outputs, strict=True)
+    ]
+    length = len(recording.events)
+    change = np.zeros(length + 1, dtype=np.int64)
+    workspace = np.zeros(length, dtype=np.int64)
+    total_seconds = 0.0
+    for i, event in enumerate(recording.events):
+        assert event.call is not None
+        memory = memories[event.call]
+        workspace[i] = memory.workspace_bytes
+        total_seconds += seconds[event.call]
+        for storage, size in zip(
+            event.allocates, allocated_bytes(event, recording, memory, device), strict=True
+        ):
+            died = recording.storages[storage].died_after
+            change[i] += size
+            if died is not None:
+                change[max(died, i) + 1] -= size
+    live = np.cumsum(change[:length])
+    total = live + workspace
+    peak_step = int(total.argmax()) if length else 0
+    final = int(live[-1]) if length else 0
+    return Timeline(live, total, int(total.max(initial=0)), peak_step, final, total_seconds)
+
+
+def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:
+    """Bytes of the storages that an event brings into being: as measured, else as shapes say."""
+    sizes = real_sizes(memory, [recording.storages[s].bytes for s in event.allocates])
+    return [round_bytes(device, size) for size in sizes]
+
+
+def real_sizes(memory: OpMemory, sizes: list[int]) -> list[int]:
+    """Measured sizes of an operation's outputs where there are as many, else ``sizes``.
+
+    Kernels may reserve more than the shapes without data say (recurrent layers' workspaces).
+    """
+    measured = [size for size in memory.output_bytes if size]
+    return measured if len(measured) == len(sizes) else sizes

@@ -1,0 +1,81 @@
+"""What users insist on, by name: module paths, operators, or patterns of either."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from planner.errors import PlannerError
+from solvers.constraints import Constraints
+from solvers.graph import Graph, GraphError, Op
+
+
+class SelectionError(PlannerError, ValueError):
+    """A name or pattern matches nothing in the captured forward, or contradicts another."""
+
+
+def select(
+    graph: Graph,
+    *,
+    keep: Sequence[str] = (),
+    recompute: Sequence[str] = (),
+    checkpoints: Sequence[str] = (),
+) -> Constraints:
+    """Constraints on the values of a graph.
+
+    Args:
+        graph: The problem; its forward operations carry operator names and module paths.
+        keep: Everything that matching operations produce is always kept.
+        recompute: Everything that matching operations produce is always recomputed.
+        checkpoints: The last result of every matching module is always kept.
+
+    Raises:
+        SelectionError: If a pattern matches nothing, or a value is to be kept and recomputed.
+    """
+    kept = [v for op in _matching(graph, keep, "keep") for v in graph.ops[op].outputs]
+    for pattern in checkpoints:
+        kept += graph.ops[max(_matching(graph, [pattern], "checkpoints"))].outputs
+    again = [v for op in _matching(graph, recompute, "recompute") for v in graph.ops[op].outputs]
+    try:
+        return Constraints(_marked(graph, kept), _marked(graph, again))
+    except GraphError as error:
+        raise SelectionError(f"keep= and recompute= contradict each other: {error}") from error
+
+
+def _matching(graph: Graph, patterns: Iterable[str], argument: str) -> list[int]:
+    forward = range(graph.forward_length)
+    found: list[int] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = [i for i in forward if _matches(graph.ops[i], pattern)]
+        if not matching:
+            names = {graph.ops[i].module for i in forward} | {_operator(graph.ops[i]) for i in forward}
+            near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.4)
+            hint = f"; near to it are {', '.join(near)}" if near else ""
+            raise SelectionError(
+                f"{argument}= names {pattern!r}, but no module or operator of the forward matches{hint}"
+            )
+        found += matching
+    return found
+
+
+def _matches(op: Op, pattern: str) -> bool:
+    operator = _operator(op)
+    return (
+        fnmatchcase(op.module, pattern)
+        or fnmatchcase(op.module, pattern + ".*")
+        or fnmatchcase(operator, pattern)
+        or fnmatchcase(operator, pattern + ".*")
+    )
+
+
+def _operator(op: Op) -> str:
+    return op.name.split(" ")[0]
+
+
+def _marked(graph: Graph, values: Sequence[int]) -> np.ndarray | None:
+    if not values:
+        return None
+    marked = np.zeros(len(graph.values), dtype=bool)
+    marked[list(values)] = True
+    return marked
