@@ -1,0 +1,57 @@
+import pytest
+
+import planner
+from planner.selection import SelectionError
+from tests.small import small_gpt
+
+
+def _recomputed(plan: planner.Plan) -> set[tuple[str, str]]:
+    graph = plan.graphs[0]
+    return {(graph.ops[i].name, graph.ops[i].module) for i in graph.recomputed}
+
+
+@pytest.mark.parametrize("solver", ["auto", "sqrt_n", "ilp", "lower_sets", "chain", "checkpoint_all"])
+def test_what_is_to_be_kept_is_never_recomputed(solver: str) -> None:
+    model, args, kwargs = small_gpt()
+    keep = ["blocks.1", "aten.native_layer_norm"]
+    plan = planner.plan(model, args, kwargs, budget="min", solver=solver, keep=keep, time_limit=10)
+    recomputed = _recomputed(plan)
+    assert recomputed
+    assert not [r for r in recomputed if r[1].startswith("blocks.1") or "layer_norm" in r[0]]
+    assert planner.verify(model, args, kwargs, plan=plan, repeats=0).ok
+
+
+@pytest.mark.parametrize("solver", ["auto", "sqrt_n", "ilp", "lower_sets", "chain", "none"])
+def test_what_is_to_be_recomputed_is_not_kept(solver: str) -> None:
+    model, args, kwargs = small_gpt()
+    plan = planner.plan(
+        model, args, kwargs, budget="500%", solver=solver, recompute=["blocks.*.widen"], time_limit=10
+    )
+    graph = plan.graphs[0]
+    kept = {graph.ops[i].module for i in graph.kept}
+    assert not [m for m in kept if m.endswith("widen")]
+    assert len([r for r in _recomputed(plan) if r[1].endswith("widen")]) == 4
+    assert planner.verify(model, args, kwargs, plan=plan, repeats=0).ok
+
+
+def test_checkpoints_by_hand() -> None:
+    model, args, kwargs = small_gpt()
+    names = [f"blocks.{i}" for i in range(4)]
+    plan = planner.plan(model, args, kwargs, budget="500%", solver="manual", checkpoints=names)
+    report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert plan.predicted.dynamic_peak_bytes < 0.7 * plan.no_recompute.dynamic_peak_bytes
+    assert len(plan.graphs[0].recomputed) > 20
+
+
+@pytest.mark.parametrize("argument", ["keep", "recompute", "checkpoints"])
+def test_a_name_that_matches_nothing_is_refused_with_near_ones(argument: str) -> None:
+    model, args, kwargs = small_gpt()
+    with pytest.raises(SelectionError, match=rf"{argument}= names 'block\.1'.*blocks\.1"):
+        planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n", **{argument: ["block.1"]})
+
+
+def test_a_contradiction_is_refused() -> None:
+    model, args, kwargs = small_gpt()
+    with pytest.raises(SelectionError, match="contradict"):
+        planner.plan(model, args, kwargs, budget="80%", keep=["blocks.0"], recompute=["blocks.0.widen"])

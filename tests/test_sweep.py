@@ -1,0 +1,30 @@
+import pytest
+
+import planner
+from tests.small import broken, small_gpt
+
+
+def test_a_sweep_is_monotone_and_each_plan_is_right() -> None:
+    model, args, kwargs = small_gpt()
+    plans = planner.sweep(model, args, kwargs, points=6, time_limit=30)
+    assert len(plans) == 6
+    peaks = [p.predicted.peak_bytes for p in plans]
+    assert plans[0].overhead == 0.0
+    assert plans[0].predicted.dynamic_peak_bytes == plans[0].no_recompute.dynamic_peak_bytes
+    assert peaks == sorted(peaks, reverse=True)
+    assert all(b.overhead >= a.overhead for a, b in zip(plans, plans[1:], strict=False))
+    assert plans[-1].overhead > 0
+    for plan in plans[::2]:
+        report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+def test_budgets_of_ones_own_and_those_that_cannot_be_met() -> None:
+    model, args, kwargs = broken()
+    plans = planner.sweep(model, args, kwargs, budgets=["90%", "5%", "min"], time_limit=30)
+    assert [p.target.budget_text for p in plans] == ["90%", "min"]
+    with pytest.raises(planner.InfeasibleBudget):
+        planner.sweep(model, args, kwargs, budgets=["5%"], time_limit=30)
+    with pytest.raises(planner.BudgetError):
+        planner.sweep(model, args, kwargs, budgets=["12 bananas"])
