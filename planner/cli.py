@@ -1,4 +1,4 @@
-"""The command line: `plan`, `verify`, `show` and `schema`.
+"""The command line: `plan`, `sweep`, `verify`, `show` and `schema`.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a plan did not verify, 2 wrong
 usage or input, 3 no plan fits the budget.
@@ -7,6 +7,7 @@ usage or input, 3 no plan fits the budget.
 import contextlib
 import json
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -20,10 +21,11 @@ import planner
 from planner.budget import parse_budget
 from planner.builder import BuilderError, Built, build, load_reference
 from planner.errors import InfeasibleBudget, PlannerError
-from planner.files import check_writable, write_atomically
+from planner.files import check_folder, check_writable, write_atomically
 from planner.plan_file import Plan, plan_schema
 from planner.progress import shown_progress
 from planner.report import figure as plan_figure
+from planner.report.frontier import render_frontier
 from planner.report.text import printable, render
 from planner.report.verification import render_verification
 
@@ -60,6 +62,26 @@ FigurePath = Annotated[
 ]
 
 
+Solver = Annotated[str, typer.Option(help="How to search for the plan.")]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, or a device to plan for without having it, as A100-80GB."),
+]
+OptimizerName = Annotated[str | None, typer.Option(help="An optimizer whose state to count, as adamw.")]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Never recompute this module or operator (a pattern; repeatable)."),
+]
+Again = Annotated[
+    list[str] | None,
+    typer.Option("--recompute", metavar="NAME", help="Never keep this module or operator (repeatable)."),
+]
+Checkpoints = Annotated[
+    list[str] | None,
+    typer.Option("--checkpoint", metavar="NAME", help="Keep this module's result (for --solver manual)."),
+]
+
+
 @app.callback(invoke_without_command=True)
 def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
@@ -79,22 +101,20 @@ def plan_command(
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to this file.")
     ] = None,
-    solver: Annotated[str, typer.Option(help="How to search for the plan.")] = "auto",
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda, or a device to plan for without having it, as A100-80GB."),
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="An optimizer whose state to count, as adamw.")
-    ] = None,
+    solver: Solver = "auto",
+    device: DeviceName = None,
+    optimizer: OptimizerName = None,
     loss: Loss = None,
+    keep: Keep = None,
+    recompute: Again = None,
+    checkpoint: Checkpoints = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds that the search may take.")] = 60.0,
     figure: FigurePath = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Plan a model's training step for a memory budget."""
-    with _one_line_errors(debug):
+    with _one_line_errors(debug, as_json):
         # What can be refused at once is refused before the model is built.
         parse_budget(budget, 2**40)
         if output is not None:
@@ -115,6 +135,9 @@ def plan_command(
                     optimizer=optimizer,
                     device=device,
                     time_limit=time_limit,
+                    keep=keep or (),
+                    recompute=recompute or (),
+                    checkpoints=checkpoint or (),
                     progress=progress,
                 )
         if output is not None:
@@ -127,6 +150,63 @@ def plan_command(
         _print(render(plan, width=_width()))
         if output is not None:
             typer.echo(f"\nwritten to {printable(output)}")
+
+
+@app.command("sweep")
+def sweep_command(
+    reference: Reference,
+    budgets: Annotated[
+        str | None,
+        typer.Option("--budgets", help="As 90%,60%,min; from no recomputation to the least if not given."),
+    ] = None,
+    points: Annotated[int, typer.Option(min=2, help="How many budgets, where none are given.")] = 20,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write the plans to this folder.")
+    ] = None,
+    device: DeviceName = None,
+    optimizer: OptimizerName = None,
+    loss: Loss = None,
+    keep: Keep = None,
+    recompute: Again = None,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for all budgets.")] = 300.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan for many budgets at once: what memory costs in time."""
+    with _one_line_errors(debug, as_json):
+        wanted = None if budgets is None else [b.strip() for b in budgets.split(",")]
+        for budget in wanted or ():
+            parse_budget(budget, 2**40)
+        if output is not None:
+            check_folder(output)
+        with _stdout_for_results():
+            built = build(reference)
+            loss_function = None if loss is None else load_reference(loss)
+            with shown_progress() as progress:
+                plans = planner.sweep(
+                    built.model,
+                    args=built.args,
+                    kwargs=built.kwargs,
+                    budgets=wanted,
+                    points=points,
+                    loss=loss_function,
+                    optimizer=optimizer,
+                    device=device,
+                    time_limit=time_limit,
+                    keep=keep or (),
+                    recompute=recompute or (),
+                    progress=progress,
+                )
+        saved = [os.path.join(output, f"plan-{i:02}.json") if output else None for i in range(len(plans))]
+        for made, path in zip(plans, saved, strict=True):
+            if path is not None:
+                made.save(path)
+        if as_json:
+            _print_json([{**_described(p), "saved_to": s} for p, s in zip(plans, saved, strict=True)])
+            return
+        _print(render_frontier(plans))
+        if output is not None:
+            typer.echo(f"\n{len(plans)} plans written to {printable(output)}")
 
 
 @app.command("verify")
@@ -192,7 +272,7 @@ def schema_command(
 
 
 @contextlib.contextmanager
-def _one_line_errors(debug: bool) -> Iterator[None]:
+def _one_line_errors(debug: bool, as_json: bool = False) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if debug else _without_torch_tracebacks():
             yield
@@ -202,6 +282,9 @@ def _one_line_errors(debug: bool) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         _print_error(error, debug)
+        if as_json and isinstance(error, InfeasibleBudget):
+            least = {"minimum_bytes": error.minimum_bytes, "budget_bytes": error.budget_bytes}
+            _print_json({"error": "infeasible", **least})
         raise typer.Exit(INFEASIBLE if isinstance(error, InfeasibleBudget) else WRONG_INPUT) from None
 
 

@@ -58,6 +58,19 @@ def replace_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO],
         raise PlanFileError(f"{shown}: cannot be written: {reason(error)}") from error
 
 
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Find out before long work whether files could be written into a folder, and make it.
+
+    Raises:
+        PlanFileError: it cannot be made, or takes no new file.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise PlanFileError(f"{os.fspath(path)}: cannot be made: {reason(error)}") from error
+    check_writable(os.path.join(path, "plan.json"))
+
+
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Find out before long work whether a file could be written after it.
 

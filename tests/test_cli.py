@@ -390,3 +390,20 @@ def test_a_plan_of_another_model_is_refused(builders: Path) -> None:
     process = _process("verify", "builders:build", "plan.json", cwd=builders)
     assert process.returncode == 2, process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_a_sweep_prints_a_frontier_and_writes_its_plans(builders: Path) -> None:
+    process = _process("sweep", "builders:build", "--points", "3", "-o", "plans", "--json", cwd=builders)
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout)
+    assert len(found) == 3
+    assert [Path(row["saved_to"]).name for row in found] == ["plan-00.json", "plan-01.json", "plan-02.json"]
+    overheads = [Plan.load(builders / row["saved_to"]).overhead for row in found]
+    assert overheads == sorted(overheads)
+    table = _process("sweep", "builders:build", "--budgets", "90%,min", cwd=builders)
+    assert table.returncode == 0, table.stderr
+    assert "of unplanned" in table.stdout
+    assert _process("sweep", "builders:build", "--budgets", "90%,12 bananas", cwd=builders).returncode == 2
+    infeasible = _process("plan", "builders:build", "-b", "1KiB", "--json", cwd=builders)
+    assert infeasible.returncode == 3
+    assert json.loads(infeasible.stdout)["minimum_bytes"] > 1024
