@@ -1,11 +1,15 @@
 """How long the simulator takes for 10,000 operations: the claim is 10 milliseconds.
 
-Run with ``python -m benchmarks.simulate``.
+    python benchmarks/simulate.py
 """
 
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from solvers import simulate
 from tests.graphs import random_dag
