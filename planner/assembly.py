@@ -217,7 +217,7 @@ def _resident(captured: CapturedStep, optimizer: Optimizer | None, model: torch.
         parameter_bytes=size(captured.parameters),
         buffer_bytes=size(captured.buffers),
         input_bytes=size(captured.inputs),
-        gradient_bytes=0,
+        gradient_bytes=size([p.grad for p in model.parameters() if p.grad is not None]),
         optimizer_bytes=optimizer_state_bytes(optimizer, model),
     )
 

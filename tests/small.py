@@ -43,6 +43,37 @@ def broken() -> Built:
     return Broken().train(), (torch.randn(64, 32),), {}
 
 
+class BrokenLayer(nn.Module):
+    """A layer that is two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.gelu(self.widen(x))
+        torch._dynamo.graph_break()
+        return x + F.dropout(self.narrow(y).tanh(), 0.1, self.training)
+
+
+class BrokenLayers(nn.Module):
+    """Many layers of the same code, each with a graph break inside."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BrokenLayer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def broken_layers() -> Built:
+    torch.manual_seed(0)
+    return BrokenLayers().train(), (torch.randn(64, 32),), {}
+
+
 class Classifier(nn.Module):
     """Returns logits and a feature; a loss of the logits alone leaves the feature's head without gradient."""
 

@@ -12,7 +12,7 @@ import planner
 from planner.install import PlannedCall, PlanWarning, installed_plan
 from planner.measure import measure_peak
 from planner.plan_file import Plan
-from tests.small import both_loss, broken, classifier, logits_loss, small_gpt
+from tests.small import both_loss, broken, broken_layers, classifier, logits_loss, small_gpt
 
 
 def _planned(builder=small_gpt, budget="min", **options) -> tuple[nn.Module, tuple, Plan]:  # type: ignore[no-untyped-def]
@@ -237,6 +237,36 @@ def test_two_graphs_run_by_their_plans() -> None:
     report = planner.verify(model, args, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
+    model, args, kwargs = broken_layers()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    assert plan.rung == "several-graphs"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+def test_a_module_called_twice_in_one_step() -> None:
+    model, args, kwargs = small_gpt()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    twin = copy.deepcopy(model)
+    plan.apply(model)
+    other = small_gpt(4)[1][::-1]
+    for network in (model, twin):
+        torch.manual_seed(2)
+        (network(*args) + network(*other)).backward()
+    _assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_gradients_that_are_there_count_as_resident() -> None:
+    model, args, kwargs = small_gpt()
+    model(*args).backward()
+    plan = planner.plan(model, args, kwargs, budget="500%", solver="none")
+    assert plan.resident.gradient_bytes == sum(p.nbytes for p in model.parameters())
 
 
 def test_retain_graph_and_gradients_of_inputs() -> None:

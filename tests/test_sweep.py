@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 import planner
@@ -12,7 +14,7 @@ def test_a_sweep_is_monotone_and_each_plan_is_right() -> None:
     assert plans[0].overhead == 0.0
     assert plans[0].predicted.dynamic_peak_bytes == plans[0].no_recompute.dynamic_peak_bytes
     assert peaks == sorted(peaks, reverse=True)
-    assert all(b.overhead >= a.overhead for a, b in zip(plans, plans[1:], strict=False))
+    assert all(b.overhead >= a.overhead for a, b in pairwise(plans))
     assert plans[-1].overhead > 0
     for plan in plans[::2]:
         report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
