@@ -1,0 +1,158 @@
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import frontier, frontier_report, peers, scaling
+from benchmarks.models import MODELS, build
+from planner.capture import capture
+from planner.devices import find_device
+from planner.problem import build_problem
+from planner.step import Step
+from solvers.schedule import check, simulate
+from tests import graphs
+from tests.small import broken
+
+
+@pytest.fixture(scope="module")
+def run() -> frontier.Run:
+    solvers = ("auto", "ilp", "lower_sets", "checkpoint_all", "chain")
+    settings = frontier.Settings(solvers, budgets=3, time_limit=0.5, ratios=(1.0, 0.5, 0.0), small=True)
+    run = frontier.Run("gpt", settings)
+    run.all_parts()
+    return run
+
+
+def test_every_schedule_of_every_method_obeys_the_rules(run: frontier.Run) -> None:
+    methods = {p.method for p in run.schedules}
+    assert {"none", "auto", "ilp", "chain", "lower_sets", "checkpoint_all", "chen", "torch dp"} <= methods
+    for point in run.schedules:
+        assert point.valid
+        check(run.graph, point.schedule)
+        timeline = simulate(run.graph, point.schedule)
+        assert (timeline.peak_bytes, timeline.seconds) == (point.peak_bytes, point.seconds)
+
+
+def test_the_partitioner_recomputes_nothing_at_ratio_one_and_something_below(run: frontier.Run) -> None:
+    by_setting = {p.setting: p for p in run.schedules if p.method == "torch dp"}
+    assert by_setting["ratio 1"].seconds == pytest.approx(run.graph.base_seconds)
+    assert by_setting["ratio 1"].peak_bytes == run.result.peak_bytes
+    assert by_setting["ratio 0.5"].seconds > run.graph.base_seconds
+    assert by_setting["ratio 0"].seconds > by_setting["ratio 0.5"].seconds
+
+
+def test_chen_with_the_closest_cuts_needs_less_memory_and_about_a_forward(run: frontier.Run) -> None:
+    closest = next(p for p in run.schedules if p.method == "chen" and p.setting == "every 1")
+    assert closest.peak_bytes < 0.8 * run.result.peak_bytes
+    forward = run.graph.seconds[: run.graph.forward_length].sum()
+    assert 0 < closest.seconds - run.graph.base_seconds <= forward * (1 + 1e-9)
+
+
+def test_a_frontier_falls_in_peak_and_rises_in_seconds(run: frontier.Run) -> None:
+    line = peers.frontier(run.schedules)
+    assert all(a.peak_bytes > b.peak_bytes and a.seconds < b.seconds for a, b in itertools.pairwise(line))
+
+
+def test_the_verdict_names_every_peak_where_a_peer_is_better(run: frontier.Run) -> None:
+    verdict, auto = run.result.verdict, [p for p in run.schedules if p.method == "auto"]
+    assert verdict["compared"]
+    for row in verdict["compared"]:
+        fitting = [p.seconds for p in auto if p.peak_bytes <= row["peak_bytes"]]
+        best = run.overhead(min(fitting)) if fitting else np.inf
+        assert (best > row["overhead"] + frontier.TOLERANCE) == (row in verdict["lost"])
+    assert 0 <= verdict["median_reduction"] <= 1
+    assert run.result.sweep["monotone"]
+
+
+def test_a_small_graph_shows_that_losing_is_noticed(run: frontier.Run) -> None:
+    lost = {"method": "x", "setting": "", "peak_bytes": 1, "overhead": 0.1, "auto": 0.2}
+    assert frontier.is_lost(lost)
+    assert frontier.is_lost(lost | {"auto": None})
+    assert not frontier.is_lost(lost | {"auto": 0.1})
+    assert frontier.median_reduction([lost | {"auto": 0.05}, lost | {"overhead": 0.0, "auto": 0.0}]) == 0.5
+
+
+def test_partitions_of_several_graphs_make_one_schedule() -> None:
+    module, args, kwargs = broken()
+    captured = capture(module, Step(args, kwargs))
+    assert len(captured.graphs) == 2
+    problem = build_problem(captured, find_device("cpu"), None)
+    points = peers.torch_points(captured, problem, knapsacks=("dp",), ratios=(1.0, 0.0))
+    for point in points:
+        check(problem.graph, point.schedule)
+    assert points[0].seconds <= problem.graph.base_seconds * (1 + 1e-9)
+    assert points[-1].seconds > problem.graph.base_seconds
+
+
+def test_rotor_answers_with_one_table_from_everything_to_little() -> None:
+    graph = graphs.chain(30, parameter_bytes=1)
+    line = peers.frontier(peers.rotor(graph))
+    assert line[0].seconds == pytest.approx(graph.base_seconds)
+    assert line[-1].peak_bytes < 0.5 * simulate(graph, graph.base_schedule).peak_bytes
+    assert all(p.valid for p in line)
+
+
+def test_files_hold_what_was_found(run: frontier.Run, tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    out = tmp_path / "frontier"
+    frontier_report.write(out, asdict(run.result))
+    record = json.loads((out / "gpt.json").read_text())
+    assert record["operations"] == run.graph.base_length
+    assert len(record["points"]) == len(run.schedules)
+    assert (out / "gpt.svg").read_text().startswith("<?xml")
+    text = (tmp_path / "frontier.md").read_text()
+    assert frontier_report.COMMAND in text
+    assert "](frontier/gpt.svg)" in text
+
+
+@pytest.mark.parametrize("name", ["resnet-1001", "densenet-201"])
+def test_models_are_built_without_weights(name: str) -> None:
+    module, args, _ = build(name)
+    assert all(t.device.type == "meta" for t in [*module.parameters(), *args])
+    layers = sum(len(p.shape) == 4 and p.shape[-1] <= 7 for p in module.parameters())
+    assert layers >= int(name.split("-")[1]) - 5
+
+
+def test_an_unknown_model_is_refused_with_the_list() -> None:
+    with pytest.raises(KeyError, match="bert-large"):
+        build("bart")
+
+
+@pytest.mark.parametrize("kind", sorted(scaling.KINDS))
+def test_scaling_graphs_have_about_the_size_that_was_asked(kind: str) -> None:
+    assert scaling.KINDS[kind](1_000).base_length == pytest.approx(1_000, rel=0.35)
+
+
+def test_a_solve_is_measured_in_a_process_of_its_own() -> None:
+    graph = graphs.chain(60)
+    measured = scaling.measure("chain", graph, "sqrt_n", 0.6, 5.0)
+    assert measured.valid
+    assert measured.peak <= 0.6
+    assert measured.overhead > 0
+    assert measured.wall_seconds < 5
+
+
+def test_scaling_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    scaling.main(["--quick", "--kinds", "chain", "--sizes", "100", "--solvers", "sqrt_n,ilp", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [r["solver"] for r in rows] == ["sqrt_n", "ilp"]
+    assert all(r["valid"] for r in rows)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gpt", "lstm-1000"}))
+def test_frontiers_of_all_models_in_small(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--quick", "--models", name, "--budgets", "3", "--solvers", "auto,lower_sets,checkpoint_all"]
+    frontier.main([*arguments, "--time-limit", "3", "--out", str(tmp_path / "frontier"), "--json"])
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["sweep"]["monotone"]
+    assert result["least"]["peak_bytes"] < result["peak_bytes"]
+    at_one = [p for p in result["points"] if p["setting"] == "ratio 1"]
+    assert at_one
+    assert min(p["overhead"] for p in at_one) <= 0.005
+    assert len(result["verdict"]["compared"]) > 1
