@@ -1,6 +1,6 @@
 """Frontiers of memory and time: model x budget x solver, beside what other methods reach.
 
-    python -m benchmarks.frontier [--models gpt,unet] [--quick] [--solvers auto,ilp] [--budgets 20]
+    python benchmarks/frontier.py [--models gpt,unet] [--quick] [--solvers auto,ilp] [--budgets 20]
                                   [--time-limit 20] [--peer-seconds 300] [--out DIR] [--json]
 
 Every model is captured once; every method is judged on that graph by the same simulator: dynamic
@@ -27,9 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import frontier_report, peers
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.frontiers import peers, report
+from benchmarks.frontiers.peers import Point, frontier
 from benchmarks.models import MODELS, build
-from benchmarks.peers import Point, frontier
 from planner.capture import capture
 from planner.devices import find_device
 from planner.problem import build_problem
@@ -349,13 +351,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in names:
         result = asdict(Run(name, settings).all_parts())
         results.append(result)
-        frontier_report.write(options.out, result)
+        report.write(options.out, result)
         if not options.json:
-            frontier_report.show(result)
+            report.show(result)
     if options.json:
         json.dump(results, sys.stdout, indent=1)
         return
-    frontier_report.show_verdict(results)
+    report.show_verdict(results)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,23 @@
 """The models of the benchmarks, at full size and without weights.
 
 Everything but the three reference models is built on the meta device: shapes, no data. ``build``
-makes a model by name; ``small`` makes a shallow, narrow version with the same structure in seconds.
+makes a model by name, or a shallow, narrow version of it. As a command it lists them:
+
+    python benchmarks/models.py
 """
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from benchmarks.nets import DeepResNet, DenseNet, DiffusionUNet, UnrolledLSTM
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.frontiers.nets import DeepResNet, DenseNet, DiffusionUNet, UnrolledLSTM
 from tests import zoo
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -203,3 +209,8 @@ def lstm_1000(small: bool) -> Built:
     steps, batch, width = (100, 2, 8) if small else (1000, 32, 256)
     model = UnrolledLSTM(width)
     return model, (torch.empty(steps, batch, width), torch.zeros(batch, dtype=torch.long)), {}
+
+
+if __name__ == "__main__":
+    for _name, (_description, _) in MODELS.items():
+        print(f"{_name:14} {_description}")

@@ -1,6 +1,6 @@
 """Solve time and host memory against the size of the graph.
 
-    python -m benchmarks.scaling [--kinds chain,transformer,random] [--sizes 100,1000,10000,20000]
+    python benchmarks/scaling.py [--kinds chain,transformer,random] [--sizes 100,1000,10000,20000]
                                  [--solvers auto,ilp] [--time-limit 60] [--budget 0.6] [--out FILE] [--json]
 
 Synthetic training graphs of about so many operations, forward and backward together, solved for a
@@ -21,6 +21,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from solvers.graph import Graph
 from solvers.registry import SOLVERS

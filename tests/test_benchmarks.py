@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import frontier, frontier_report, peers, scaling
+from benchmarks import frontier, scaling
+from benchmarks.frontiers import peers, report
 from benchmarks.models import MODELS, build
 from planner.capture import capture
 from planner.devices import find_device
@@ -98,13 +99,13 @@ def test_files_hold_what_was_found(run: frontier.Run, tmp_path: Path) -> None:
     from dataclasses import asdict
 
     out = tmp_path / "frontier"
-    frontier_report.write(out, asdict(run.result))
+    report.write(out, asdict(run.result))
     record = json.loads((out / "gpt.json").read_text())
     assert record["operations"] == run.graph.base_length
     assert len(record["points"]) == len(run.schedules)
     assert (out / "gpt.svg").read_text().startswith("<?xml")
     text = (tmp_path / "frontier.md").read_text()
-    assert frontier_report.COMMAND in text
+    assert report.COMMAND in text
     assert "](frontier/gpt.svg)" in text
 
 

@@ -1,4 +1,4 @@
-"""Tables, plots and the document of ``benchmarks.frontier``."""
+"""Tables, plots and the document of the benchmark of frontiers."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from planner.budget import format_bytes
 
 Record = dict[str, Any]
 COLOURS = {"auto": "black", "ilp": "tab:blue", "chain": "tab:green", "lower_sets": "tab:olive"}
-COMMAND = "python -m benchmarks.frontier"
+COMMAND = "python benchmarks/frontier.py"
 
 
 def percent(value: float | None, digits: int = 2) -> str:
