@@ -85,6 +85,7 @@ class Result:
     peak_bytes: int
     seconds: float
     capture_seconds: float
+    settings: dict[str, Any] = field(default_factory=dict)
     one: dict[str, Any] = field(default_factory=dict)
     sweep: dict[str, Any] = field(default_factory=dict)
     least: dict[str, Any] = field(default_factory=dict)
@@ -116,6 +117,7 @@ class Run:
             graph.base_seconds,
             round(time.process_time() - begin, 2),
         )
+        self.result.settings = {**asdict(settings), "knapsacks": peers.KNAPSACKS}
         self.schedules: list[Point] = []
         self.add(peers.judge(graph, graph.base_schedule, "none", ""), None)
 

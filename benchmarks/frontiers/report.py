@@ -264,5 +264,7 @@ def _section(out: Path, result: Record) -> Iterator[str]:
     yield "|---|---|---|---|"
     for method, own in result["verdict"]["by_method"].items():
         yield f"| {method} | {own['points']} | {percent(own['median_reduction'], 0)} | {own['lost']} |"
+    limit = result["settings"]["time_limit"]
+    yield f"\nTime limit {limit:g} s for each budget and solver."
     if result["missing"]:
-        yield f"\nNot tried for lack of time: {'; '.join(result['missing'])}."
+        yield f"Not tried for lack of time: {'; '.join(result['missing'])}."
