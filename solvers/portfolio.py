@@ -20,6 +20,7 @@ import numpy as np
 from solvers import chain, exact_ilp, ilp, lower_sets, sqrt_n
 from solvers.bound import Bound, lower_bound
 from solvers.constraints import NO_CONSTRAINTS, Constraints
+from solvers.exchange import exchange
 from solvers.graph import Graph
 from solvers.polish import delay, polish, trade
 from solvers.search import Search
@@ -32,6 +33,8 @@ TIME_LIMIT = 60.0
 """Wall seconds for one budget where none are given."""
 ENOUGH = 1e-4
 """A schedule this close to the bound, relative to the seconds of the step, ends the search."""
+OPTIMAL_GAP = 1e-6
+"""A schedule with no larger a gap is called optimal."""
 NEAR = 2e-3
 """Nearer to the bound than this, recomputing twice is not tried."""
 
@@ -141,6 +144,7 @@ def _solve(
         before = search.fastest.seconds
         delay(search, search.fastest)
         polish(search, search.fastest, budget)
+        exchange(search, search.fastest, budget)
         trade(search, search.fastest, rounds=1)
         if search.fastest.seconds >= before:
             break
@@ -167,5 +171,5 @@ def _judge(search: Search, bound: Bound) -> Solution:
     if not solution.feasible:
         return solution
     seconds = min(bound.seconds, solution.seconds)
-    met = solution.seconds <= seconds * (1 + 1e-9)
+    met = solution.seconds <= seconds * (1 + OPTIMAL_GAP)
     return replace(solution, bound_seconds=seconds, status=Status.OPTIMAL if met else Status.FEASIBLE)

@@ -4,10 +4,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Graph, check, recompute, simulate
+from solvers import Graph, check, ilp, recompute, simulate
+from solvers.exchange import exchange
 from solvers.polish import delay, is_rerun, polish, prune
 from solvers.search import Search
-from tests.graphs import chain, graphs
+from tests.graphs import chain, graphs, random_dag
 
 
 @settings(deadline=None)
@@ -48,3 +49,27 @@ def test_useless_reruns_are_pruned() -> None:
     pruned = prune(graph, schedule)
     assert pruned.tolist() == [0, 1, 2, 3, 2, 4, 5, 6]
     check(graph, pruned)
+
+
+@settings(deadline=None, max_examples=50)
+@given(graphs(), st.integers(0, 2**20), st.floats(1.0, 1.3))
+def test_exchange_keeps_the_budget_and_is_never_slower(graph: Graph, seed: int, slack: float) -> None:
+    kept = np.random.default_rng(seed).random(len(graph.values)) < 0.7
+    schedule = recompute(graph, kept)
+    budget = int(slack * simulate(graph, schedule).peak_bytes)
+    search = Search("test", graph, budget, 5)
+    before = search.try_schedule(schedule)
+    after = exchange(search, before, budget)
+    check(graph, after.schedule)
+    assert after.seconds <= before.seconds
+    assert after.peak_bytes <= budget
+
+
+def test_exchange_evicts_what_is_idle_to_spare_what_is_dear() -> None:
+    graph = random_dag(0, 30, plain=True)
+    budget = int(0.45 * simulate(graph, graph.base_schedule).peak_bytes)
+    search = Search("test", graph, budget)
+    before = search.try_schedule(ilp.solve(graph, budget).schedule)
+    after = exchange(search, before, budget)
+    assert after.peak_bytes <= budget
+    assert after.seconds < 0.98 * before.seconds
