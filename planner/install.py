@@ -13,10 +13,11 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch
-from planner.capture import detach_outputs, run_forward, structure_of
+from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.errors import PlanMismatch
 from planner.fingerprint import state_digest
+from planner.graph_runner import detach_outputs, structure_of
 from planner.joint import JointGraph, read_joint
 from planner.plan_file import GraphRecord, Plan
 from planner.rewrite import emit, no_recomputation

@@ -14,9 +14,10 @@ from torch.fx.node import map_arg
 
 from planner import replay
 from planner.baseline import eager_timeline, real_sizes
-from planner.capture import CapturedStep, GraphCall
+from planner.capture import CapturedStep
 from planner.costs import op_seconds
 from planner.devices import Device, round_bytes
+from planner.graph_runner import GraphCall
 from planner.joint import JointGraph, JointOp
 from planner.tracking import Event
 from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter

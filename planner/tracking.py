@@ -45,7 +45,7 @@ class Event:
         reads: Indices of the recorded storages that it reads, one per tensor argument (resident: -1).
         allocates: Indices of the storages that it brings into being, in order of the outputs.
         backward: Whether it ran inside a backward pass.
-        graph: For a captured graph, what ran (:class:`planner.capture.GraphCall`).
+        graph: For a captured graph, what ran (:class:`planner.graph_runner.GraphCall`).
     """
 
     call: int | None

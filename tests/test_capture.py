@@ -8,8 +8,9 @@ import torch.nn as nn
 import planner
 from planner import _torch
 from planner.baseline import eager_timeline
-from planner.capture import capture, structure_of
+from planner.capture import capture
 from planner.devices import find_device
+from planner.graph_runner import structure_of
 from planner.problem import build_problem
 from planner.step import Step
 from planner.workspace import WorkspaceMeter

@@ -1,0 +1,242 @@
+"""Dynamo graphs inside a step that runs on tensors without data.
+
+A :class:`GraphRunner` stands for one graph that Dynamo made. In the probing pass it runs the graph as
+it is and notes which outputs get a gradient; then it traces the joint graph; in the compiled pass it
+hands out tensors without data in one event, and tells the recorder so.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from planner import _torch
+from planner.joint import JointGraph, read_joint
+from planner.tracking import StepRecorder
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """An execution of a captured graph within a step.
+
+    Attributes:
+        graph: Index of the graph.
+        instance: Which of the executions of this graph in the step, from 0.
+        backward: Its backward half?
+        arguments: Recorded storage of every input of that half (for the backward: of every
+            tangent), -1 where resident.
+        outputs: Recorded storage of every output, -1 for those that are none.
+        released: Recorded storages among the arguments that nobody else holds: they are freed at
+            their last use inside.
+    """
+
+    graph: int
+    instance: int
+    backward: bool
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+    released: frozenset[int] = frozenset()
+
+
+def structure_of(graph: GraphModule) -> str:
+    """Digest of a Dynamo graph's operations and their wiring, without shapes and constants."""
+    numbers = {n: i for i, n in enumerate(graph.graph.nodes)}
+    digest = hashlib.sha256()
+    for node in graph.graph.nodes:
+        target = node.target if node.op != "placeholder" else ""
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        wiring = ",".join(str(numbers[n]) for n in node.all_input_nodes)
+        digest.update(f"{node.op} {name} {wiring}\n".encode())
+    return digest.hexdigest()
+
+
+def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:
+    """A copy of a Dynamo graph in which some outputs are cut off from differentiation."""
+    if not outputs:
+        return graph
+    new = torch.fx.Graph()
+    new.output(new.graph_copy(graph.graph, {}))
+    result = GraphModule(graph, new)
+    node = result.graph.output_node()
+    results = list(node.args[0])  # type: ignore[arg-type]
+    for index in outputs:
+        with result.graph.inserting_before(node):
+            results[index] = result.graph.call_method("detach", (results[index],))
+    node.args = (tuple(results),)
+    result.recompile()
+    for old, copied in zip(graph.graph.nodes, result.graph.nodes, strict=False):
+        copied.meta = dict(old.meta) if old.op == copied.op else copied.meta
+    return result
+
+
+class GraphRunner:
+    """Stands for one Dynamo graph inside a step on tensors without data; see the module's docstring.
+
+    Attributes:
+        structure: Digest of the graph, see :func:`structure_of`.
+        joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
+        recorder: Told about every execution; set it before the compiled pass.
+    """
+
+    def __init__(self, index: int, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
+        self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
+        self.structure = structure_of(graph)
+        self.joint: JointGraph | None = None
+        self.recorder: StepRecorder | None = None
+        self._compiled: Callable[..., Any] | None = None
+        self._differentiable: set[int] = set()
+        self._received: set[int] = set()
+        self._instances: dict[int, int] = {}
+        self._executions = 0
+        self._pending = 0
+
+    @property
+    def unused_outputs(self) -> tuple[int, ...]:
+        """Outputs that could have a gradient, but in the probing pass got none."""
+        return tuple(sorted(self._differentiable - self._received))
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is not None:
+            return self._compiled(*args)
+        outputs = list(self.graph(*args))
+        for i, tensor in enumerate(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                self._differentiable.add(i)
+                # An alias, because gradients pass through the tensor itself inside the graph as well.
+                outputs[i] = tensor.view_as(tensor)
+                outputs[i].register_hook(lambda gradient, i=i: self._received.add(i))
+        return tuple(outputs)
+
+    def trace(self) -> None:
+        """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
+        self._compiled = _torch.compile_joint(
+            detach_outputs(self.graph, self.unused_outputs),
+            self.example_inputs,
+            partition=self._partition,
+            forward_compiler=self._forward_stub,
+            backward_compiler=self._backward_stub,
+        )
+
+    def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
+        self.joint = read_joint(joint, forward_outputs)
+        outputs, gradients = self.joint.outputs
+        # The forward "saves" one empty token, by which its backward knows which execution it belongs to.
+        forward = torch.fx.Graph()
+        env = {p: forward.node_copy(p) for p in self.joint.primals}
+        token = forward.call_function(torch.empty, (0,))
+        token.meta["val"] = torch.empty(0)
+        forward.output([*(_stand_in(forward, o, env) for o in outputs), token])
+        backward = torch.fx.Graph()
+        saved = backward.placeholder("token")
+        saved.meta["val"] = token.meta["val"]
+        env = {t: backward.node_copy(t) for t in self.joint.tangents}
+        backward.output([_stand_in(backward, g, env) for g in gradients])
+        return GraphModule(joint, forward), GraphModule(joint, backward)
+
+    def _forward_stub(self, module: GraphModule) -> _torch.BoxedFunction:
+        def run(args: list[Any]) -> Sequence[Any]:
+            arguments = list(args)
+            args.clear()
+            assert self.recorder is not None
+            with self.recorder.pause():
+                if self.joint is None:
+                    results = _fresh(_output_values(module), _input_values(module), arguments)
+                else:
+                    values = [_value(o) for o in self.joint.outputs[0]]
+                    results = _fresh(values, [_value(p) for p in self.joint.primals], arguments)
+                    token = torch.empty(0)
+                    key = _torch.storage_key(token)
+                    self._instances[key] = self._executions
+            self._call(arguments, results, backward=False, instance=self._executions)
+            self._executions += 1
+            return results if self.joint is None else [*results, token]
+
+        return run
+
+    def _backward_stub(self, _module: GraphModule) -> _torch.BoxedFunction:
+        def run(args: list[Any]) -> Sequence[Any]:
+            token, *tangents = args
+            args.clear()
+            assert self.recorder is not None
+            assert self.joint is not None
+            instance = self._instances[_torch.storage_key(token)]
+            with self.recorder.pause():
+                values = [_value(o) for o in self.joint.outputs[1]]
+                results = _fresh(values, [_value(t) for t in self.joint.tangents], tangents)
+            self._call(tangents, results, backward=True, instance=instance)
+            return results
+
+        return run
+
+    def _call(self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int) -> None:
+        recorder = self.recorder
+        assert recorder is not None
+        taken = [recorder.index_of(a) if isinstance(a, torch.Tensor) else -1 for a in arguments]
+        recorder.graph_ran(arguments, results)
+        produced = [recorder.index_of(r) if isinstance(r, torch.Tensor) else -1 for r in results]
+        arguments.clear()
+        recording = recorder.recording
+        released = frozenset(i for i in taken if i >= 0 and recording.storages[i].died_after is not None)
+        call = GraphCall(self.index, instance, backward, tuple(taken), tuple(produced), released)
+        recording.events[-1] = replace(recording.events[-1], graph=call)
+
+
+def collector(runners: list[GraphRunner]) -> Callable[..., Any]:
+    """A Dynamo backend that puts a runner in the place of every graph, and into ``runners``."""
+
+    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
+        runner = GraphRunner(len(runners), graph, example_inputs)
+        runners.append(runner)
+        return runner
+
+    return backend
+
+
+def _stand_in(graph: torch.fx.Graph, original: Any, env: dict[Any, Any]) -> Any:
+    if not isinstance(original, torch.fx.Node):
+        return original
+    if original in env:
+        return env[original]
+    node = graph.call_function(torch.empty, (0,))
+    node.meta = dict(original.meta)
+    return node
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, torch.fx.Node) else node
+
+
+def _output_values(module: GraphModule) -> list[Any]:
+    return [_value(o) for o in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+
+
+def _input_values(module: GraphModule) -> list[Any]:
+    return [_value(n) for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _fresh(values: Sequence[Any], input_values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Tensors without data like ``values``, aliasing each other and the arguments as those do."""
+    bases: dict[int, torch.Tensor] = {}
+    for value, argument in zip(input_values, arguments, strict=True):
+        if isinstance(value, torch.Tensor) and isinstance(argument, torch.Tensor):
+            bases[_torch.storage_key(value)] = argument
+    results: list[Any] = []
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            results.append(value)
+            continue
+        if value.layout is not torch.strided:
+            results.append(torch.empty_like(value))
+            continue
+        key = _torch.storage_key(value)
+        if key not in bases:
+            span = value.untyped_storage().nbytes() // max(value.element_size(), 1)
+            bases[key] = torch.empty(span, dtype=value.dtype, device=value.device)
+        base = bases[key]
+        if base.dtype != value.dtype:
+            base = base.view(value.dtype) if base.dim() == 1 else base
+        results.append(base.as_strided(value.shape, value.stride(), value.storage_offset()))
+    return results
