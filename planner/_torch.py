@@ -7,6 +7,7 @@ work with torch 2.13.
 import bisect
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ def compile_joint(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)
-        stack.enter_context(_recurrent_layers_whole())
+        stack.enter_context(_kernels_of_eager())
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))
@@ -234,19 +235,41 @@ def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
             node.meta.pop("val", None)
 
 
-@contextlib.contextmanager
-def _recurrent_layers_whole() -> Iterator[None]:
-    """Trace nn.LSTM and its kin as the kernels that eager runs.
+# Decompositions that tracing may keep: of batch normalisations, which must not update statistics
+# inside a graph; of dropout, whose mask then takes a byte an element (see planner/exact.py); and of
+# operations that only arrange views or sizes.
+_HARMLESS_DECOMPOSITIONS = {
+    "native_batch_norm", "cudnn_batch_norm", "dropout", "empty", "one_hot", "broadcast_tensors",
+    "tensor_split", "unsafe_chunk", "pad_sequence",
+}  # fmt: skip
+_DECOMPOSED_AT = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
 
-    While tracing, PyTorch otherwise takes Python decompositions of its own, step by step, which
-    leave out the dropout between layers and differ in the last bits.
+
+@functools.cache
+def _decomposed_operators() -> list[Any]:
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    return [
+        getattr(packet, overload)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _HARMLESS_DECOMPOSITIONS
+        for overload in packet.overloads()
+        if any(key in getattr(packet, overload).py_kernels for key in _DECOMPOSED_AT)
+    ]
+
+
+@contextlib.contextmanager
+def _kernels_of_eager() -> Iterator[None]:
+    """Trace interpolations, recurrent layers, matrix products and some more as eager runs them.
+
+    While tracing, PyTorch otherwise replaces them by decompositions in Python, which round
+    differently, hold more memory, and leave out the dropout between layers of nn.LSTM.
     """
-    names = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    overloads = [getattr(getattr(torch.ops.aten, n), o) for n in names for o in ("input", "data")]
-    taken = [(op, dict(op.py_kernels)) for op in overloads]
+    taken = [(op, dict(op.py_kernels)) for op in _decomposed_operators()]
     try:
-        for op, _ in taken:
-            op.py_kernels.clear()
+        for op, kernels in taken:
+            for key in _DECOMPOSED_AT:
+                if key in kernels:
+                    del op.py_kernels[key]
             op._dispatch_cache.clear()
         yield
     finally:

@@ -329,6 +329,28 @@ def test_dropout_rounds_as_in_eager(probability: float, dtype: torch.dtype) -> N
     assert report.ok, report.problems
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_interpolation_is_computed_as_in_eager(mode: str) -> None:
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+                up = F.interpolate(x, scale_factor=2, mode=mode)
+                x = F.avg_pool2d(up, 2) + x
+            return x
+
+    torch.manual_seed(0)
+    model, args = Up(), (torch.randn(2, 4, 12, 12),)
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    assert [op for op in plan.graphs[0].ops if "upsample" in op.name]
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+
+
 def test_buffers_that_the_forward_updates_are_not_read_again() -> None:
     torch.manual_seed(0)
     norm = torch.nn.utils.parametrizations.spectral_norm
