@@ -117,7 +117,10 @@ class PlanBackend:
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         record = self._record_of(structure_of(graph))
         if record is None:
-            _warn("the forward took a path that the plan has not seen; it runs as it is, without the plan")
+            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
+                _warn(
+                    "the forward took a path that the plan has not seen; it runs as it is, without the plan"
+                )
             return graph.forward
         compiled = _torch.compile_joint(
             detach_outputs(graph, record.unused_outputs),

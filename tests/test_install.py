@@ -250,6 +250,29 @@ def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+def test_a_graph_without_anything_to_differentiate_is_no_surprise() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = (x.sign() + 1.0).cumsum(-1) > 3.0
+            torch._dynamo.graph_break()
+            for layer in self.layers:
+                x = torch.tanh(layer(x)) * mask
+            return x.sum()
+
+    torch.manual_seed(0)
+    model, args = Masked(), (torch.randn(8, 16),)
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    assert plan.rung == "one-graph"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+
+
 def test_a_module_called_twice_in_one_step() -> None:
     model, args, kwargs = small_gpt()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
