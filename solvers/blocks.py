@@ -6,6 +6,7 @@ single-recompute program: no memory rows, a price a byte, which makes it a minim
 option needs when the backward of its block comes is read off a simulation of the whole step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,8 +62,10 @@ def find_blocks(
     walls: list[int],
     *,
     prices: int = 6,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Blocks:
-    """Cut the forward phase at ``walls`` and evaluate the blocks' options by simulation."""
+    """Cut the forward phase at ``walls`` and evaluate the blocks' options by simulation; no more
+    options are looked for when ``stop`` says so."""
     edges = np.array(walls, dtype=np.int64)
     count = len(walls) + 1
     forward = (graph.producer >= 0) & (graph.producer < graph.forward_length)
@@ -75,7 +78,7 @@ def find_blocks(
         for j in range(i + 1, count):
             boundary[i, j] = graph.bytes[np.setdiff1d(crossing[j - 1], before, assume_unique=True)].sum()
     always = constraints.apply(pinned | cuts.kept_at(walls))
-    options = priced_options(graph, uses, pinned, constraints, cuts, walls, prices)
+    options = priced_options(graph, uses, pinned, constraints, cuts, walls, prices, stop)
     everything = constraints.apply(np.ones(len(graph.values), dtype=bool))
     options = [constraints.apply(always.copy()), *options, everything]
     turn = block_of_backward(graph, of_value)
@@ -105,8 +108,11 @@ def priced_options(
     cuts: Cuts,
     walls: list[int],
     prices: int,
+    stop: Callable[[], bool],
 ) -> list[np.ndarray]:
     """What to keep at each of several prices a byte; what crosses a wall is free."""
+    if stop():
+        return []
     stages = find_stages(graph, uses, pinned, constraints, walls, 1)
     model = write_program(graph, uses, stages, memory=False)
     boundary = cuts.kept_at(walls)
@@ -117,6 +123,8 @@ def priced_options(
     total = max(1.0, float(graph.bytes[paid].sum()))
     found: list[np.ndarray] = []
     for price in np.geomspace(0.05, 2.0, prices) * SECONDS / total:
+        if stop():
+            break
         for v in paid.tolist():
             model.program.cost[int(model.keep[v])] = price * float(graph.bytes[v])
         answer = model.program.solve(relax=True)

@@ -86,7 +86,11 @@ def improve(search: Search, budget: int | None, everything: int) -> None:
             if search.out_of_time() or not walls or tuple(walls) in tried:
                 continue
             tried.add(tuple(walls))
-            blocks = find_blocks(graph, uses, cuts, pinned, search.constraints, walls)
+            blocks = find_blocks(
+                graph, uses, cuts, pinned, search.constraints, walls, stop=search.out_of_time
+            )
+            if search.out_of_time():
+                return
             best = read_off(search, blocks, cuts, pinned, table_bytes(budget, everything), budget)
             if budget is not None and best is not None and not search.out_of_time():
                 polish(search, best, budget)

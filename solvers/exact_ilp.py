@@ -65,9 +65,9 @@ def solve(
     if search.fits(everything):
         met = everything.seconds <= graph.base_seconds
         return search.solution(bound_seconds=graph.base_seconds, optimal=met)
-    slots = find_slots(graph)
-    if sum(s.optional for s in slots) > MOST_BINARIES:
+    if count_slots(graph) - graph.base_length > MOST_BINARIES:
         return search.solution()
+    slots = find_slots(graph)
     if budget is not None:
         proven = answer(search, slots, budget)
         solution = search.solution()
@@ -105,15 +105,25 @@ class Slot:
 def find_slots(graph: Graph) -> list[Slot]:
     """All slots: forward, then before each backward operation the re-runs of its region."""
     slots = [Slot(i, False) for i in range(graph.forward_length)]
-    again = [
-        i
-        for i in range(graph.forward_length)
-        if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)
-    ]
+    again = _again(graph)
     for t in range(graph.forward_length, graph.base_length):
         slots += [Slot(graph.rerun(i), True) for i in again if graph.ops[i].region == graph.ops[t].region]
         slots.append(Slot(t, False))
     return slots
+
+
+def count_slots(graph: Graph) -> int:
+    """How many slots there are at most, without making them."""
+    return graph.base_length + len(_again(graph)) * (graph.base_length - graph.forward_length)
+
+
+def _again(graph: Graph) -> list[int]:
+    """The forward operations that may be re-run."""
+    return [
+        i
+        for i in range(graph.forward_length)
+        if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)
+    ]
 
 
 def answer(search: Search, slots: list[Slot], budget: int) -> float | None:

@@ -64,6 +64,12 @@ and for larger ones; reaching either gap is enough."""
 FINE = 300
 CORRECTIONS = 5
 """How often a program is corrected and solved again."""
+WRITING_SECONDS = 3e-4
+"""What it takes to write a program for each forward operation."""
+PRESOLVE_SECONDS = 5e-6
+"""What a solver takes for each coefficient before it looks at its time limit."""
+LATE_SECONDS = 1.5e-6
+"""By how much, for each coefficient, a solver is late at its time limit."""
 MOMENTS = 2_000
 """About how many memory rows a program has at most."""
 SIZES = (2_000, 8_000, 30_000)
@@ -137,6 +143,10 @@ class Programs:
             walls.append(position)
         return tuple(walls)
 
+    def writing_seconds(self, size: int) -> float:
+        """About how long it takes to write the program of that size, 0 when it is written."""
+        return 0.0 if self.walls(size) in self._written else self.graph.forward_length * WRITING_SECONDS
+
     def program(self, size: int) -> SingleRecompute:
         """The program of about that size."""
         walls = self.walls(size)
@@ -160,10 +170,11 @@ def improve(
     programs = programs or Programs(search.graph, search.constraints)
     sizes = programs.sizes() if sizes is None else sizes
     for n, size in enumerate(sizes):
-        if search.out_of_time():
+        if search.out_of_time() or programs.writing_seconds(size) > search.seconds_left:
             return
+        program = programs.program(size)
         share = None if search.time_limit is None else (search.time_limit - search.elapsed) / (len(sizes) - n)
-        correct(search, programs.program(size), budget, programs.pinned, share)
+        correct(search, program, budget, programs.pinned, share)
         search.tell("integer programs", (n + 1) / len(sizes))
         if search.fastest is not None and search.fastest.seconds <= enough:
             return
@@ -179,8 +190,9 @@ def descend(search: Search, programs: Programs | None = None) -> None:
         target = (low + high) // 2
         if high - target < 0.005 * high:
             return
+        program = programs.program(size)
         share = None if search.time_limit is None else (search.time_limit - search.elapsed) / 3
-        correct(search, programs.program(size), target, programs.pinned, share)
+        correct(search, program, target, programs.pinned, share)
         if search.least.peak_bytes > target:
             low = target
 
@@ -194,8 +206,10 @@ def correct(
     model.correction[:] = 0.0
     for _ in range(CORRECTIONS):
         left = None if time_limit is None else time_limit - (search.elapsed - begin)
-        if left is not None and left <= 0:
-            return
+        if left is not None:
+            if left <= len(model.program.index) * PRESOLVE_SECONDS:
+                return
+            left -= len(model.program.index) * LATE_SECONDS
         model.set_budget(budget)
         answer = model.program.solve(
             time_limit=left, gap=GAP, absolute_gap=absolute_gap, start=model.start(search.fastest)

@@ -2,9 +2,9 @@
 
 In this order, each offering its schedules to one search: recompute nothing; a lower bound that
 holds for every schedule (see ``bound``), which ends the search as soon as it is met; sqrt(n); the
-single-recompute program from coarse to fine; for budgets that one recomputation does not reach,
-the recursive and chain forms; the exact program where the graph is small; local polish by
-simulation. At the time limit the best so far is returned.
+single-recompute program from coarse to fine, with the recursive and chain forms, which recompute
+more than once, in between; the exact program where the graph is small; local polish by simulation
+and exchanges. At the time limit the best so far is returned.
 
 :func:`sweep` answers many budgets and is monotone by construction: from the smallest budget to the
 largest, every schedule found for one is a candidate for all that follow.
@@ -52,14 +52,17 @@ def solve(
 
     Args:
         graph: The problem.
-        budget: Bytes of dynamic peak; None for the least peak at no more than one extra forward.
+        budget: Bytes of dynamic peak. None asks for the least peak at no more than one extra forward;
+            a budget below that is met all the same if more recomputation reaches it, and only then
+            does a step take longer than with one extra forward.
         time_limit: Wall seconds; 60 where none is given.
         progress: Told about advances.
         constraints: Values that are always kept or always recomputed.
         known: Schedules found before (for other budgets, say) that are candidates too.
 
     Returns:
-        The fastest schedule found, with a bound that is true; infeasible with the least peak found.
+        The fastest schedule found, with a bound that holds for every schedule, optimal where the two
+        meet; infeasible with the least peak found, at however much recomputation.
     """
     programs = ilp.Programs(graph, constraints or NO_CONSTRAINTS)
     return _solve(programs, budget, TIME_LIMIT if time_limit is None else time_limit, progress, known)
@@ -121,23 +124,24 @@ def _solve(
     if search.fits(everything):
         return _judge(search, Bound(graph.base_seconds, -1))
     bound = lower_bound(graph, budget, time_limit=time_limit / 4)
-    search.span = (0.0, 0.1)
+    search.begin_stage((0.0, 0.1), 0.4)
     sqrt_n.improve(search)
+    search.begin_stage((0.1, 0.3))
     sizes = programs.sizes()
     enough = bound.seconds + ENOUGH * graph.base_seconds
     if not _done(search, bound):
-        search.span = (0.1, 0.3)
         ilp.improve(search, budget, programs, sizes=sizes[:1])
     if not _done(search, bound) and _distance(search, bound) > NEAR:
-        search.span = (0.3, 0.5)
+        search.begin_stage((0.3, 0.5), 0.3)
         chain.improve(search, budget, everything.peak_bytes)
     if not _done(search, bound):
-        search.span = (0.5, 0.9)
+        search.begin_stage((0.5, 0.9))
         ilp.improve(search, budget, programs, sizes=sizes[1:], enough=enough)
+    search.begin_stage((0.9, 1.0))
     if not _done(search, bound) and search.fastest is None:
         lower_sets.improve(search, budget, everything.peak_bytes)
-    if not _done(search, bound) and len(slots := exact_ilp.find_slots(graph)) <= SMALL:
-        exact_ilp.answer(search, slots, budget)
+    if not _done(search, bound) and exact_ilp.count_slots(graph) <= SMALL:
+        exact_ilp.answer(search, exact_ilp.find_slots(graph), budget)
     for _ in range(3):
         if search.fastest is None or _done(search, bound):
             break
@@ -148,7 +152,7 @@ def _solve(
         trade(search, search.fastest, rounds=1)
         if search.fastest.seconds >= before:
             break
-    search.span = (0.0, 1.0)
+    search.begin_stage((0.0, 1.0))
     search.tell("polished", 1.0)
     return _judge(search, bound)
 

@@ -43,6 +43,7 @@ class Search:
         progress: Told about advances.
         constraints: Applied to all kept values that are tried.
         span: The part of the progress, from and to, that :meth:`tell` reports its fractions within.
+        stage_end: Value of :attr:`elapsed` at which the present stage is to give way to the next.
         most_seconds: Schedules slower than this do not count as fitting.
         fastest: The fastest candidate within the budget.
         least: The candidate of least peak.
@@ -55,6 +56,7 @@ class Search:
     progress: Progress | None = None
     constraints: Constraints = NO_CONSTRAINTS
     span: tuple[float, float] = (0.0, 1.0)
+    stage_end: float = float("inf")
     most_seconds: float = float("inf")
     fastest: Candidate | None = None
     least: Candidate | None = None
@@ -66,9 +68,21 @@ class Search:
         """Wall seconds since the search began."""
         return time.perf_counter() - self.started
 
+    @property
+    def seconds_left(self) -> float:
+        """Wall seconds until the time limit; inf without one."""
+        return float("inf") if self.time_limit is None else self.time_limit - self.elapsed
+
     def out_of_time(self) -> bool:
-        """Whether to stop with what there is."""
-        return self.time_limit is not None and self.elapsed > self.time_limit and self.least is not None
+        """Whether to stop with what there is, the time of the stage or of all of them being up."""
+        end = self.stage_end if self.time_limit is None else min(self.stage_end, self.time_limit)
+        return self.elapsed > end and self.least is not None
+
+    def begin_stage(self, span: tuple[float, float], share: float = 1.0) -> None:
+        """Begin a stage that reports progress within ``span`` and takes a share of the time left."""
+        self.span = span
+        left = float("inf") if self.time_limit is None else max(0.0, self.time_limit - self.elapsed)
+        self.stage_end = float("inf") if share == 1.0 else self.elapsed + share * left
 
     def tell(self, text: str, done: float) -> None:
         """Report progress, a fraction done of the present span."""

@@ -21,6 +21,9 @@ SECONDS = 1000.0
 
 MOST_FORWARD = 64
 """Most memory rows for moments of the forward phase; there is no more than one a segment."""
+MOST_ENTRIES = 600_000
+"""Most coefficients of all memory rows together; of large graphs without narrow cuts fewer moments get
+a row, the highest of each stretch, and simulation finds the rest."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,14 @@ def write_memory(
         program.row({**chain, prefix[-1]: -1.0}, high=0.0)
     keep, last_backward = model.keep.tolist(), uses.last_backward.tolist()
     model.first_row = len(program.row_low)
+    entries = count_entries(lives, model.moments)
+    if entries > MOST_ENTRIES:
+        stretches = np.array_split(
+            np.arange(len(model.moments)), max(16, len(model.moments) * MOST_ENTRIES // entries)
+        )
+        highest = [int(s[model.fixed[s].argmax()]) for s in stretches if len(s)]
+        model.moments, model.fixed = model.moments[highest], model.fixed[highest]
+        model.correction = np.zeros(len(highest))
     for moment in model.moments.tolist():
         whole = 0
         while whole < len(lives) and lives[whole].settled <= moment <= lives[whole].untouched:
@@ -277,6 +288,16 @@ def write_memory(
                     variable = rerun[i][bisect_right(stages.times[i], moment) - 1]
                     row[variable] = row.get(variable, 0.0) + sum(read)
         program.row(row)
+
+
+def count_entries(lives: "list[_Life]", moments: np.ndarray) -> int:
+    """About how many coefficients the memory rows of these moments have."""
+    total = 0
+    for life in lives:
+        inside = (life.begin < moments) & (moments <= life.finish)
+        whole = (life.settled <= moments) & (moments <= life.untouched)
+        total += int((inside & ~whole).sum()) * len(life.members)
+    return total
 
 
 @dataclass(frozen=True)

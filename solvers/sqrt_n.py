@@ -76,7 +76,10 @@ def improve(search: Search) -> None:
     pinned = pinned_values(graph, uses)
     cuts = find_cuts(graph, uses, pinned)
     needed = (uses.last_backward >= 0) & ~pinned
+    whole = search.stage_end
+    search.stage_end = min(whole, search.elapsed + min(search.seconds_left, whole - search.elapsed) / 2)
     single = single_level(search, cuts, pinned, needed, held_by_backward(graph, uses))
+    search.stage_end = whole
     if budget is not None:
         if search.fastest is None:
             recursive(search, cuts, pinned, needed)
