@@ -119,6 +119,7 @@ class Run:
         )
         self.result.settings = {**asdict(settings), "knapsacks": peers.KNAPSACKS}
         self.schedules: list[Point] = []
+        self.bounds: list[tuple[int, float]] = []
         self.add(peers.judge(graph, graph.base_schedule, "none", ""), None)
 
     # ---- the parts of a run --------------------------------------------------------------------------
@@ -228,6 +229,7 @@ class Run:
             "compared": compared,
             "lost": lost,
             "median_reduction": median_reduction([self._compared(p) for p in published]),
+            "most_possible": median_reduction([self._compared(p) for p in published], "bound"),
             "by_method": {m: self._against([r for r in rivals if r.method == m]) for m in methods},
         }
         for mib, percent in goals:
@@ -257,11 +259,18 @@ class Run:
         fitting = [p.seconds for p in self.schedules if p.method == "auto" and p.peak_bytes <= peak_bytes]
         return self.overhead(min(fitting)) if fitting else None
 
+    def least_overhead(self, peak_bytes: int) -> float:
+        """What no schedule within a peak undercuts: a proof for a larger budget holds for it too."""
+        proven = [seconds for budget, seconds in self.bounds if budget >= peak_bytes]
+        return max([0.0, *map(self.overhead, proven)])
+
     def solved(self, solution: Solution, setting: str, budget: int | None) -> None:
         """Record a solver's answer; an infeasible one counts as the least peak that it is."""
         point = peers.judge(self.graph, solution.schedule, solution.solver, setting)
         if not point.valid:
             raise RuntimeError(f"{solution.solver} returned a schedule that breaks the rules")
+        if solution.feasible and solution.bound_seconds is not None and budget is not None:
+            self.bounds.append((budget, solution.bound_seconds))
         self.add(point, budget, solve_seconds=solution.solve_seconds, gap=solution.gap)
 
     def add(self, point: Point, budget: int | None, **more: Any) -> None:
@@ -287,6 +296,7 @@ class Run:
             "peak_bytes": point.peak_bytes,
             "overhead": self.overhead(point.seconds),
             "auto": self.auto_overhead(point.peak_bytes),
+            "bound": self.least_overhead(point.peak_bytes),
         }
 
 
@@ -295,10 +305,10 @@ def is_lost(compared: dict[str, Any]) -> bool:
     return compared["auto"] is None or compared["auto"] > compared["overhead"] + TOLERANCE
 
 
-def median_reduction(compared: Sequence[dict[str, Any]]) -> float | None:
-    """Median of 1 - auto's overhead / the peer's, where the peer has any and auto fits."""
+def median_reduction(compared: Sequence[dict[str, Any]], by: str = "auto") -> float | None:
+    """Median of 1 - auto's overhead (or the bound) / the peer's, where the peer has any and auto fits."""
     cuts = [
-        1 - c["auto"] / c["overhead"] for c in compared if c["auto"] is not None and c["overhead"] > TOLERANCE
+        1 - c[by] / c["overhead"] for c in compared if c["auto"] is not None and c["overhead"] > TOLERANCE
     ]
     return float(np.median(cuts)) if cuts else None
 

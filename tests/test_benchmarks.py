@@ -63,7 +63,8 @@ def test_the_verdict_names_every_peak_where_a_peer_is_better(run: frontier.Run) 
         fitting = [p.seconds for p in auto if p.peak_bytes <= row["peak_bytes"]]
         best = run.overhead(min(fitting)) if fitting else np.inf
         assert (best > row["overhead"] + frontier.TOLERANCE) == (row in verdict["lost"])
-    assert 0 <= verdict["median_reduction"] <= 1
+        assert row["bound"] <= min(best, row["overhead"]) + frontier.TOLERANCE
+    assert 0 <= verdict["median_reduction"] <= verdict["most_possible"] + frontier.TOLERANCE
     assert run.result.sweep["monotone"]
 
 
