@@ -19,7 +19,7 @@ Not optimal: the blocks' options come from a few prices, peaks are those of bloc
 memory is counted in slots, and what is kept stays until its backward (persistence).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -72,8 +72,17 @@ def solve(
     return search.solution()
 
 
-def improve(search: Search, budget: int | None, everything: int) -> None:
+@dataclass
+class Tables:
+    """Blocks and tables of one graph, which other budgets use again."""
+
+    blocks: dict[tuple[int, ...], Blocks] = field(default_factory=dict)
+    filled: dict[tuple[tuple[int, ...], int], "Table"] = field(default_factory=dict)
+
+
+def improve(search: Search, budget: int | None, everything: int, tables: Tables | None = None) -> None:
     """Offer ``search`` the schedules of the tables for several numbers of blocks."""
+    tables = tables or Tables()
     graph = search.graph
     uses = forward_uses(graph)
     pinned = pinned_values(graph, uses)
@@ -86,12 +95,16 @@ def improve(search: Search, budget: int | None, everything: int) -> None:
             if search.out_of_time() or not walls or tuple(walls) in tried:
                 continue
             tried.add(tuple(walls))
-            blocks = find_blocks(
+            key, most = tuple(walls), table_bytes(budget, everything)
+            blocks = tables.blocks.get(key) or find_blocks(
                 graph, uses, cuts, pinned, search.constraints, walls, stop=search.out_of_time
             )
             if search.out_of_time():
                 return
-            best = read_off(search, blocks, cuts, pinned, table_bytes(budget, everything), budget)
+            tables.blocks[key] = blocks
+            if (key, most) not in tables.filled:
+                tables.filled[key, most] = fill(blocks, most)
+            best = read_off(search, blocks, cuts, pinned, tables.filled[key, most], budget)
             if budget is not None and best is not None and not search.out_of_time():
                 polish(search, best, budget)
         search.tell("chains", (n + 1) / len(COUNTS))
@@ -256,10 +269,9 @@ def forgetting(graph: Graph, blocks: Blocks, cuts: Cuts, retained: Retained) -> 
 
 
 def read_off(
-    search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, most: int, budget: int | None
+    search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, table: Table, budget: int | None
 ) -> Candidate | None:
     """Find the memory in the table whose schedule, simulated, makes the most of the budget."""
-    table = fill(blocks, most)
     whole = table.seconds[0][blocks.count - 1]
     fine = np.flatnonzero(np.isfinite(whole))
     if not len(fine):

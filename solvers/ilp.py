@@ -173,7 +173,7 @@ def improve(
         if search.out_of_time() or programs.writing_seconds(size) > search.seconds_left:
             return
         program = programs.program(size)
-        share = None if search.time_limit is None else (search.time_limit - search.elapsed) / (len(sizes) - n)
+        share = None if np.isinf(search.seconds_left) else search.seconds_left / (len(sizes) - n)
         correct(search, program, budget, programs.pinned, share)
         search.tell("integer programs", (n + 1) / len(sizes))
         if search.fastest is not None and search.fastest.seconds <= enough:
@@ -191,7 +191,7 @@ def descend(search: Search, programs: Programs | None = None) -> None:
         if high - target < 0.005 * high:
             return
         program = programs.program(size)
-        share = None if search.time_limit is None else (search.time_limit - search.elapsed) / 3
+        share = None if np.isinf(search.seconds_left) else search.seconds_left / 3
         correct(search, program, target, programs.pinned, share)
         if search.least.peak_bytes > target:
             low = target

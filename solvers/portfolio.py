@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from solvers import chain, exact_ilp, ilp, lower_sets, sqrt_n
-from solvers.bound import Bound, lower_bound
+from solvers.bound import INTEGER_SECONDS, Bound, lower_bound
 from solvers.constraints import NO_CONSTRAINTS, Constraints
 from solvers.exchange import exchange
 from solvers.graph import Graph
@@ -37,6 +37,13 @@ OPTIMAL_GAP = 1e-6
 """A schedule with no larger a gap is called optimal."""
 NEAR = 2e-3
 """Nearer to the bound than this, recomputing twice is not tried."""
+EACH = 12.0
+"""Wall seconds for each budget of a sweep at most."""
+PATIENCE = 1 / 30
+"""On large graphs, the share of the time limit that the programs get once there is an answer; a quarter
+of it when that is near the bound."""
+TRADING = 1 / 100
+"""The share of the time left that local improvement gets."""
 
 
 def solve(
@@ -65,7 +72,9 @@ def solve(
         meet; infeasible with the least peak found, at however much recomputation.
     """
     programs = ilp.Programs(graph, constraints or NO_CONSTRAINTS)
-    return _solve(programs, budget, TIME_LIMIT if time_limit is None else time_limit, progress, known)
+    return _solve(
+        programs, budget, TIME_LIMIT if time_limit is None else time_limit, progress, known, chain.Tables()
+    )
 
 
 def sweep(
@@ -81,7 +90,7 @@ def sweep(
     Args:
         graph: The problem.
         budgets: Bytes of dynamic peak, in any order.
-        time_limit: Wall seconds for all of them; 20 a budget where none is given.
+        time_limit: Wall seconds for all of them; 12 a budget at most.
         progress: Told about advances.
         constraints: Values that are always kept or always recomputed.
 
@@ -91,11 +100,13 @@ def sweep(
     wanted = list(budgets)
     ascending = sorted(set(wanted))
     programs = ilp.Programs(graph, constraints or NO_CONSTRAINTS)
+    tables = chain.Tables()
     found: dict[int, Solution] = {}
-    left = 20.0 * len(ascending) if time_limit is None else time_limit
+    left = EACH * len(ascending) if time_limit is None else time_limit
     for n, budget in enumerate(ascending):
         known = [s.schedule for s in list(found.values())[-1:]]
-        solution = _solve(programs, budget, left / (len(ascending) - n), None, known)
+        share = min(EACH, left / (len(ascending) - n))
+        solution = _solve(programs, budget, share, None, known, tables)
         left = max(0.0, left - solution.solve_seconds)
         found[budget] = solution
         if progress is not None:
@@ -109,6 +120,7 @@ def _solve(
     time_limit: float,
     progress: Progress | None,
     known: Sequence[np.ndarray],
+    tables: chain.Tables,
 ) -> Solution:
     graph = programs.graph
     search = Search(NAME, graph, budget, time_limit, progress, programs.constraints)
@@ -123,7 +135,14 @@ def _solve(
         return search.solution()
     if search.fits(everything):
         return _judge(search, Bound(graph.base_seconds, -1))
-    bound = lower_bound(graph, budget, time_limit=time_limit / 4)
+    patience = time_limit * (PATIENCE if graph.forward_length > ilp.FINE else 1.0)
+    bound = lower_bound(
+        graph,
+        budget,
+        moments=1 if graph.forward_length > ilp.FINE else 4,
+        time_limit=time_limit / 4,
+        integer_seconds=min(INTEGER_SECONDS, patience / 4),
+    )
     search.begin_stage((0.0, 0.1), 0.4)
     sqrt_n.improve(search)
     search.begin_stage((0.1, 0.3))
@@ -133,11 +152,12 @@ def _solve(
         ilp.improve(search, budget, programs, sizes=sizes[:1])
     if not _done(search, bound) and _distance(search, bound) > NEAR:
         search.begin_stage((0.3, 0.5), 0.3)
-        chain.improve(search, budget, everything.peak_bytes)
+        chain.improve(search, budget, everything.peak_bytes, tables)
     if not _done(search, bound):
-        search.begin_stage((0.5, 0.9))
+        near = _distance(search, bound) <= NEAR
+        search.begin_stage((0.5, 0.9), patience / time_limit / (4 if near else 1) if time_limit else 1.0)
         ilp.improve(search, budget, programs, sizes=sizes[1:], enough=enough)
-    search.begin_stage((0.9, 1.0))
+    search.begin_stage((0.9, 1.0), TRADING)
     if not _done(search, bound) and search.fastest is None:
         lower_sets.improve(search, budget, everything.peak_bytes)
     if not _done(search, bound) and exact_ilp.count_slots(graph) <= SMALL:

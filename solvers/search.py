@@ -70,13 +70,13 @@ class Search:
 
     @property
     def seconds_left(self) -> float:
-        """Wall seconds until the time limit; inf without one."""
-        return float("inf") if self.time_limit is None else self.time_limit - self.elapsed
+        """Wall seconds until the end of the stage or the time limit; inf without either."""
+        end = self.stage_end if self.time_limit is None else min(self.stage_end, self.time_limit)
+        return end - self.elapsed
 
     def out_of_time(self) -> bool:
         """Whether to stop with what there is, the time of the stage or of all of them being up."""
-        end = self.stage_end if self.time_limit is None else min(self.stage_end, self.time_limit)
-        return self.elapsed > end and self.least is not None
+        return self.seconds_left < 0 and self.least is not None
 
     def begin_stage(self, span: tuple[float, float], share: float = 1.0) -> None:
         """Begin a stage that reports progress within ``span`` and takes a share of the time left."""

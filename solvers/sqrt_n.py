@@ -77,7 +77,7 @@ def improve(search: Search) -> None:
     cuts = find_cuts(graph, uses, pinned)
     needed = (uses.last_backward >= 0) & ~pinned
     whole = search.stage_end
-    search.stage_end = min(whole, search.elapsed + min(search.seconds_left, whole - search.elapsed) / 2)
+    search.stage_end = search.elapsed + search.seconds_left / 2
     single = single_level(search, cuts, pinned, needed, held_by_backward(graph, uses))
     search.stage_end = whole
     if budget is not None:
