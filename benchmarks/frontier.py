@@ -235,7 +235,7 @@ class Run:
         for mib, percent in goals:
             reached = self.auto_overhead(int(mib * MIB))
             self.result.goals.append(
-                {"mib": mib, "most": percent / 100, "overhead": reached,
+                {"mib": mib, "most": percent / 100, "overhead": reached, "bound": self.least_overhead(int(mib * MIB)),
                  "reached": reached is not None and reached <= percent / 100 + TOLERANCE}
             )  # fmt: skip
         if least_goal is not None:

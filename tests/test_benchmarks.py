@@ -76,6 +76,13 @@ def test_a_small_graph_shows_that_losing_is_noticed(run: frontier.Run) -> None:
     assert frontier.median_reduction([lost | {"auto": 0.05}, lost | {"overhead": 0.0, "auto": 0.0}]) == 0.5
 
 
+def test_a_goal_that_is_proven_impossible_says_so() -> None:
+    goal = {"mib": 10.0, "most": 0.1, "overhead": 0.12, "bound": 0.11, "reached": False}
+    assert report.goal_cells(goal)[-1] == "no: 11.00 % is proven the least"
+    assert report.goal_cells(goal | {"bound": 0.09})[-1] == "no"
+    assert report.goal_cells(goal | {"overhead": 0.1, "bound": 0.1, "reached": True})[-1] == "yes"
+
+
 def test_partitions_of_several_graphs_make_one_schedule() -> None:
     module, args, kwargs = broken()
     captured = capture(module, Step(args, kwargs))

@@ -138,6 +138,8 @@ def goal_cells(goal: Record) -> list[str]:
     """A goal as cells of a table."""
     most = "any" if goal["most"] is None else percent(goal["most"], 1)
     how = "proven impossible" if goal.get("proven_impossible") else ("yes" if goal["reached"] else "no")
+    if goal["most"] is not None and goal.get("bound", 0.0) > goal["most"]:
+        how = f"no: {percent(goal['bound'])} is proven the least"
     return [f"{goal['mib']:.1f}", most, percent(goal["overhead"]), how]
 
 
