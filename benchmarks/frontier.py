@@ -233,9 +233,9 @@ class Run:
             "by_method": {m: self._against([r for r in rivals if r.method == m]) for m in methods},
         }
         for mib, percent in goals:
-            reached = self.auto_overhead(int(mib * MIB))
+            reached, bound = self.auto_overhead(int(mib * MIB)), self.least_overhead(int(mib * MIB))
             self.result.goals.append(
-                {"mib": mib, "most": percent / 100, "overhead": reached, "bound": self.least_overhead(int(mib * MIB)),
+                {"mib": mib, "most": percent / 100, "overhead": reached, "bound": bound,
                  "reached": reached is not None and reached <= percent / 100 + TOLERANCE}
             )  # fmt: skip
         if least_goal is not None:
