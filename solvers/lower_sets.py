@@ -98,6 +98,7 @@ class Segments:
         seconds = np.array([graph.seconds[graph.rerun(i)] for i in range(graph.forward_length)])
         running = np.concatenate(([0.0], np.cumsum(seconds)))
         self.positions = positions
+        self.total_seconds = float(running[-1])
         self.computed = weight[positions][None, :] - weight[positions][:, None]
         self.kept = np.zeros((count, count))
         self.seconds = np.zeros((count, count))
@@ -109,6 +110,7 @@ class Segments:
             behind = producers[None, :] >= positions[:j, None]
             self.kept[:j, j] = behind @ graph.bytes[crossing]
             self.seconds[:j, j] = running[positions[j]] - running[positions[:j]] - behind @ spared
+        np.maximum(self.seconds, 0.0, out=self.seconds)
         self.seconds[:, -1] = 0.0
         self.kept[:, -1] = 0.0
 
@@ -116,7 +118,7 @@ class Segments:
 def sequences(segments: Segments, held: np.ndarray, level: float) -> list[list[int]]:
     """Algorithm 1 of the paper: the walls of a sequence for every time at which fewer bytes are kept."""
     count = len(segments.positions)
-    unit = max(1e-30, float(segments.seconds[0].max()) / SLOTS)
+    unit = max(1e-9 * segments.total_seconds, float(segments.seconds[0].max()) / SLOTS, 1e-30)
     steps = np.rint(segments.seconds / unit).astype(np.int64)
     least = np.full((count, SLOTS + 1), np.inf)
     origin = np.zeros((count, SLOTS + 1), dtype=np.int64)

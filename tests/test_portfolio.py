@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,18 +19,19 @@ def test_progress_only_advances() -> None:
     assert told[-1] == 1.0
 
 
+@pytest.mark.heavy
 def test_a_large_random_graph_has_an_answer_within_its_time() -> None:
-    graph = random_dag(1, 2500)
+    graph = random_dag(1, 7500)
     budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)
     begin = time.perf_counter()
-    solution = portfolio.solve(graph, budget, time_limit=4)
-    assert time.perf_counter() - begin < 20
+    solution = portfolio.solve(graph, budget, time_limit=20)
+    assert time.perf_counter() - begin < 30
     assert solution.feasible
     check(graph, solution.schedule)
 
 
-@settings(deadline=None, max_examples=30)
-@given(graphs(most=30), st.floats(0.1, 0.9))
+@settings(deadline=None, max_examples=10)
+@given(graphs(most=20), st.floats(0.1, 0.9))
 def test_the_least_peak_reported_can_be_had(graph: Graph, fraction: float) -> None:
     budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
     solution = portfolio.solve(graph, budget, time_limit=5)

@@ -64,6 +64,7 @@ def test_simulation_is_exact(graph: Graph, rng: random.Random) -> None:
     assert_same_as_slow(graph, recompute(graph, kept))
 
 
+@pytest.mark.heavy
 def test_ten_thousand_operations_are_exact() -> None:
     graph = random_dag(3, 3300, reach=3)
     schedule = recompute(graph, np.zeros(len(graph.values), dtype=bool))

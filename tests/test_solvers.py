@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from solvers import SOLVERS, Constraints, Graph, GraphError, Status, check, simulate
@@ -10,10 +10,7 @@ from solvers.checkpoint_all import block_of
 from tests.graphs import chain, graphs, transformer
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-@settings(deadline=None, max_examples=40)
-@given(graphs(most=25), st.one_of(st.none(), st.floats(0.05, 1.1)))
-def test_solutions_are_valid(name: str, graph: Graph, fraction: float | None) -> None:
+def assert_valid(name: str, graph: Graph, fraction: float | None) -> None:
     peak = simulate(graph, graph.base_schedule).peak_bytes
     budget = None if fraction is None else int(fraction * peak)
     solution = SOLVERS[name](graph, budget, time_limit=2)
@@ -26,9 +23,29 @@ def test_solutions_are_valid(name: str, graph: Graph, fraction: float | None) ->
         assert solution.bound_seconds <= solution.seconds + 1e-9
 
 
+FRACTIONS = st.one_of(st.none(), st.floats(0.05, 1.1))
+
+
 @pytest.mark.parametrize("name", SOLVERS)
 @settings(deadline=None, max_examples=15)
-@given(graphs(most=15), st.integers(0, 2**20), st.floats(0.3, 1.1))
+@given(graphs(most=14), FRACTIONS)
+def test_solutions_are_valid(name: str, graph: Graph, fraction: float | None) -> None:
+    assert_valid(name, graph, fraction)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("part", range(8))
+@settings(deadline=None, max_examples=250, suppress_health_check=list(HealthCheck))
+@given(graphs(most=10), FRACTIONS, st.sampled_from(sorted(SOLVERS)))
+def test_solutions_of_two_thousand_graphs_are_valid(
+    part: int, graph: Graph, fraction: float | None, name: str
+) -> None:
+    assert_valid(name, graph, fraction)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@settings(deadline=None, max_examples=8)
+@given(graphs(most=12), st.integers(0, 2**20), st.floats(0.3, 1.1))
 def test_constraints_are_honoured(name: str, graph: Graph, seed: int, fraction: float) -> None:
     rng = np.random.default_rng(seed)
     keep, again = rng.random((2, len(graph.values))) < 0.2
