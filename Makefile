@@ -52,7 +52,9 @@ picture: venv  ## Draw the picture of the README from the demo's plan.
 	$(BIN)/python -m planner show $(OUT)/bert-plan.json --figure docs/bert.svg
 
 bench: venv  ## Run the benchmarks, one after the other.
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	for script in simulate capture host_time; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+	$(BIN)/python benchmarks/frontier.py --quick --out $(OUT)/frontier
+	$(BIN)/python benchmarks/scaling.py --quick
 
 clean:  ## Remove what these commands made, the virtual environment as well.
 	rm -rf $(VENV) $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -219,6 +220,7 @@ def compile_joint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)
         stack.enter_context(_kernels_of_eager())
+        stack.enter_context(_deep_recursion())
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))
@@ -255,6 +257,17 @@ def _decomposed_operators() -> list[Any]:
         for overload in packet.overloads()
         if any(key in getattr(packet, overload).py_kernels for key in _DECOMPOSED_AT)
     ]
+
+
+@contextlib.contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """AOTAutograd generates an expression as deep as a graph has inputs, a thousand for ResNet-1001."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, 20_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @contextlib.contextmanager
