@@ -1,6 +1,6 @@
 """How long the simulator takes for 10,000 operations: the claim is 10 milliseconds.
 
-    python benchmarks/simulate.py
+python benchmarks/simulate.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Do plans do what they promise? Every solver's plans, executed and compared with the unplanned step.
 
-    python benchmarks/verified.py [--models gpt,resnet,unet] [--solvers all] [--budgets 90%,75%,60%,min] [--json]
+    python benchmarks/verified.py [--models gpt,resnet] [--solvers auto] [--budgets 90%,min] [--json]
 
 For each model, budget and solver: the plan is applied, one step is run, and loss, gradients, buffers
 and random generators are compared bit for bit with the unplanned step's; the peak is measured by the
@@ -36,7 +36,8 @@ def rows(models: list[str], solvers: list[str], budgets: list[str]) -> list[dict
         for text in budgets:
             budget = parse_budget(text, prepared.baseline_peak_bytes)
             for solver in solvers:
-                solution = SOLVERS[solver](prepared.problem.graph, room_bytes(budget, prepared), time_limit=30)
+                room = room_bytes(budget, prepared)
+                solution = SOLVERS[solver](prepared.problem.graph, room, time_limit=30)
                 row: dict[str, object] = {"model": name, "budget": text, "solver": solver}
                 # What cannot meet the budget is executed all the same, as a plan without one.
                 promised = budget if solution.feasible else Budget(None, text)
@@ -69,7 +70,8 @@ def main() -> None:
     if options.json:
         json.dump(found, sys.stdout, indent=1)
     else:
-        table = Table("model", "budget", "solver", "fits", "right", "predicted MiB", "measured MiB", "overhead")
+        titles = ("model", "budget", "solver", "fits", "right", "predicted MiB", "measured MiB", "overhead")
+        table = Table(*titles)
         for row in found:
             table.add_row(
                 str(row["model"]),
