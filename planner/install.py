@@ -145,7 +145,7 @@ class PlanBackend:
     ) -> tuple[GraphModule, GraphModule]:
         joint = read_joint(module, outputs)
         sequence: Sequence[int] = record.backward
-        if not _same_operations(joint, record):
+        if not _describes(record, joint):
             _warn(
                 "PyTorch traces this model into other operations than when the plan was made (another "
                 "version, device or shape?); it runs without recomputation. Plan it again"
@@ -167,10 +167,15 @@ def total_bytes(joint: JointGraph) -> int:
     return sum(joint.storage_bytes[s] for op in joint.ops for s in op.allocates)
 
 
-def _same_operations(joint: JointGraph, record: GraphRecord) -> bool:
-    return len(joint.ops) == len(record.ops) and all(
-        op.name == known.name and op.backward == (known.phase == "backward")
-        for op, known in zip(joint.ops, record.ops, strict=True)
+def _describes(record: GraphRecord, joint: JointGraph) -> bool:
+    """Whether a plan's operations are those of a graph, and all that it re-runs may be re-run."""
+    return (
+        len(joint.ops) == len(record.ops)
+        and all(
+            op.name == known.name and op.backward == (known.phase == "backward")
+            for op, known in zip(joint.ops, record.ops, strict=True)
+        )
+        and all(joint.ops[index].recomputable for index in record.recomputed)
     )
 
 

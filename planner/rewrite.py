@@ -6,7 +6,6 @@ an output of the forward graph and an input of the backward graph. Views are sav
 where their base is, and taken again where it is computed again.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +72,6 @@ class _Backward:
         self._version = [0] * len(joint.storage_bytes)
         self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
         self._backward_nodes = _backward_nodes(joint)
-        self._placeholders: list[Node] = []  # saved inputs, moved in front when the graph is done
         self._mutated = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
         self._tangents = {n: self._placeholder(n.name, n) for n in joint.tangents}
 
@@ -158,7 +156,6 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
         env[primal] = graph.node_copy(primal)
     outputs, _ = joint.outputs
     saved = sorted(body.saved, key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
-    states: list[Node] = []
     state_of: dict[JointOp, Node] = {}
 
     def node(original: Node) -> Node:
@@ -194,9 +191,8 @@ def _order_placeholders(body: _Backward, saved: list[Node]) -> None:
     first_other = next(n for n in body.graph.nodes if n.op != "placeholder")
     for placeholder in ordered:
         first_other.prepend(placeholder)
-    for op, state in body.states.items():
+    for state in body.states.values():
         state.meta["val"] = torch.empty(0, dtype=torch.uint8)
-        del op
 
 
 def _backward_nodes(joint: JointGraph) -> set[Node]:
@@ -210,10 +206,3 @@ def _backward_nodes(joint: JointGraph) -> set[Node]:
         if started:
             backward.add(node)
     return backward
-
-
-def getitem_of(node: Node) -> Node | None:
-    """The call whose result a ``getitem`` node takes apart, or None for another node."""
-    if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], Node):
-        return node.args[0]
-    return None

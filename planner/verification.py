@@ -1,8 +1,7 @@
 """Does the planned module do what the unplanned one does, in the memory that was promised?"""
 
-import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -283,15 +282,3 @@ def _same_generators(a: _Generators, b: _Generators) -> bool:
     cuda = len(a.cuda) == len(b.cuda) and all(torch.equal(x, y) for x, y in zip(a.cuda, b.cuda, strict=True))
     numpy = a.numpy[2] == b.numpy[2] and bool((a.numpy[1] == b.numpy[1]).all())
     return bool(torch.equal(a.cpu, b.cpu)) and cuda and a.python == b.python and numpy
-
-
-@contextlib.contextmanager
-def unplanned(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Run a planned module without its plan, for the time of a ``with`` block."""
-    installed = _torch.installed_call(model)
-    try:
-        if isinstance(installed, PlannedCall):
-            _torch.install_call(model, installed.previous)
-        yield model
-    finally:
-        _torch.install_call(model, installed)

@@ -352,6 +352,20 @@ def test_dropout_rounds_as_in_eager(probability: float, dtype: torch.dtype) -> N
     assert report.ok, report.problems
 
 
+def test_a_plan_that_was_tampered_with_cannot_change_results() -> None:
+    torch.manual_seed(0)
+    norm = torch.nn.utils.parametrizations.spectral_norm
+    model, args = nn.Sequential(norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4)), (torch.randn(8, 16),)
+    plan = planner.plan(model, args, budget="500%", solver="none")
+    graph = plan.graphs[0]
+    power_iteration = next(i for i, op in enumerate(graph.ops) if "mv" in op.name)
+    changed = graph.model_copy(update={"backward": [power_iteration, *graph.backward]})
+    tampered = plan.model_copy(update={"graphs": [changed]})
+    with pytest.warns(PlanWarning, match="without recomputation"):
+        report = planner.verify(model, args, plan=tampered, repeats=0)
+    assert report.ok, report.problems
+
+
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_interpolation_is_computed_as_in_eager(mode: str) -> None:
     class Up(nn.Module):
