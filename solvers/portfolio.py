@@ -37,6 +37,8 @@ OPTIMAL_GAP = 1e-6
 """A schedule with no larger a gap is called optimal."""
 NEAR = 2e-3
 """Nearer to the bound than this, recomputing twice is not tried."""
+FAR = 1e-2
+"""Farther from the bound than this, lower sets are tried as well."""
 EACH = 12.0
 """Wall seconds for each budget of a sweep at most."""
 PATIENCE = 1 / 30
@@ -158,7 +160,7 @@ def _solve(
         search.begin_stage((0.5, 0.9), patience / time_limit / (4 if near else 1) if time_limit else 1.0)
         ilp.improve(search, budget, programs, sizes=sizes[1:], enough=enough)
     search.begin_stage((0.9, 1.0), TRADING)
-    if not _done(search, bound) and search.fastest is None:
+    if not _done(search, bound) and _distance(search, bound) > FAR:
         lower_sets.improve(search, budget, everything.peak_bytes)
     if not _done(search, bound) and exact_ilp.count_slots(graph) <= SMALL:
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget)

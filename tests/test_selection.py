@@ -10,7 +10,10 @@ def _recomputed(plan: planner.Plan) -> set[tuple[str, str]]:
     return {(graph.ops[i].name, graph.ops[i].module) for i in graph.recomputed}
 
 
-@pytest.mark.parametrize("solver", ["auto", "sqrt_n", "ilp", "lower_sets", "chain", "checkpoint_all"])
+HEAVY = [pytest.param(name, marks=pytest.mark.heavy) for name in ("auto", "ilp", "chain", "lower_sets")]
+
+
+@pytest.mark.parametrize("solver", ["sqrt_n", "checkpoint_all", *HEAVY])
 def test_what_is_to_be_kept_is_never_recomputed(solver: str) -> None:
     model, args, kwargs = small_gpt()
     keep = ["blocks.1", "aten.native_layer_norm"]
@@ -21,7 +24,7 @@ def test_what_is_to_be_kept_is_never_recomputed(solver: str) -> None:
     assert planner.verify(model, args, kwargs, plan=plan, repeats=0).ok
 
 
-@pytest.mark.parametrize("solver", ["auto", "sqrt_n", "ilp", "lower_sets", "chain", "none"])
+@pytest.mark.parametrize("solver", ["sqrt_n", "none", *HEAVY])
 def test_what_is_to_be_recomputed_is_not_kept(solver: str) -> None:
     model, args, kwargs = small_gpt()
     plan = planner.plan(

@@ -6,6 +6,7 @@ import planner
 from tests.small import broken, small_gpt
 
 
+@pytest.mark.heavy
 def test_a_sweep_is_monotone_and_each_plan_is_right() -> None:
     model, args, kwargs = small_gpt()
     plans = planner.sweep(model, args, kwargs, points=6, time_limit=30)
