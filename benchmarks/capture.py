@@ -13,8 +13,11 @@ import os
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
