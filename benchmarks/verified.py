@@ -58,15 +58,41 @@ def rows(models: list[str], solvers: list[str], budgets: list[str]) -> list[dict
     return found
 
 
+def markdown(found: list[dict[str, object]]) -> str:
+    """The rows as a page of the documentation."""
+    lines = [
+        "# Plans, executed",
+        "",
+        "Made by `python benchmarks/verified.py --out docs/results/verified.md`. Every solver's plan is run for",
+        "a step and compared, bit for bit, with the unplanned step (loss, gradients, buffers, generators); its",
+        "dynamic peak is measured by the allocator's events. Solvers that are deaf to the budget, or cannot meet",
+        "it, are run all the same and say no under *fits*.",
+        "",
+        "| model | budget | solver | fits | right | predicted bytes | measured bytes | overhead |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        fits, right = ("yes" if row[key] else "no" for key in ("fits", "ok"))
+        lines.append(
+            f"| {row['model']} | {row['budget']} | {row['solver']} | {fits} | {right} "
+            f"| {row['predicted_dynamic_peak_bytes']:,} | {row['measured_dynamic_peak_bytes']:,} "
+            f"| {row['overhead']:+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="gpt,resnet,unet")
     parser.add_argument("--solvers", default="all")
     parser.add_argument("--budgets", default="90%,75%,60%,min")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the table to this Markdown file as well")
     options = parser.parse_args()
     solvers = list(SOLVERS) if options.solvers == "all" else options.solvers.split(",")
     found = rows(options.models.split(","), solvers, options.budgets.split(","))
+    if options.out is not None:
+        options.out.write_text(markdown(found))
     if options.json:
         json.dump(found, sys.stdout, indent=1)
     else:

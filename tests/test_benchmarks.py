@@ -152,7 +152,7 @@ def test_scaling_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gpt", "lstm-1000", "sd-unet"}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gpt", "lstm-1000"}))
 def test_frontiers_of_all_models_in_small(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,9 +160,11 @@ def test_frontiers_of_all_models_in_small(
     frontier.main([*arguments, "--time-limit", "3", "--out", str(tmp_path / "frontier"), "--json"])
     (result,) = json.loads(capsys.readouterr().out)
     assert result["sweep"]["monotone"]
-    assert result["least"]["peak_bytes"] <= result["peak_bytes"]
+    # At this size gradients are all of BERT's peak, so that nothing can be gained.
+    gains = name != "bert-large"
+    assert (result["least"]["peak_bytes"] < result["peak_bytes"]) == gains
     at_one = [p for p in result["points"] if p["setting"] == "ratio 1"]
     assert at_one
     # Even with all the memory it wants, the partitioner re-runs what a compiler could fuse.
     assert min(p["overhead"] for p in at_one) <= 0.05
-    assert result["verdict"]["compared"]
+    assert len(result["verdict"]["compared"]) > int(gains)
