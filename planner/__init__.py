@@ -16,6 +16,7 @@ from planner.errors import (
     PlanFileError,
     PlanMismatch,
     PlannerError,
+    PlanWarning,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "PlanMismatch",
+    "PlanWarning",
     "PlannerError",
     "auto_checkpoint",
     "plan",

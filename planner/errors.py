@@ -17,6 +17,10 @@ class PlanFileError(PlannerError, ValueError):
     """A plan file cannot be read, written, or does not hold a consistent plan."""
 
 
+class PlanWarning(UserWarning):
+    """A planned module runs something that its plan does not cover; what it computes is still right."""
+
+
 class BudgetError(PlannerError, ValueError):
     """A memory budget is not written in a form that can be understood."""
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from planner import _torch
 from planner.capture import run_forward
 from planner.codegen import compile_graph
-from planner.errors import PlanMismatch
+from planner.errors import PlanMismatch, PlanWarning
 from planner.fingerprint import state_digest
 from planner.graph_runner import detach_outputs, structure_of
 from planner.joint import JointGraph, read_joint
@@ -23,10 +23,6 @@ from planner.plan_file import GraphRecord, Plan
 from planner.rewrite import emit, no_recomputation
 
 logger = logging.getLogger(__name__)
-
-
-class PlanWarning(UserWarning):
-    """A planned module runs something that its plan does not cover; what it computes is still right."""
 
 
 def apply(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:

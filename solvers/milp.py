@@ -2,15 +2,20 @@
 
 HiGHS is fed arrays directly (a model of 100,000 coefficients in milliseconds); CBC goes through
 PuLP. After a time limit PuLP's status still says "Optimal" and after "Infeasible" CBC leaves
-fractions behind: only ``sol_status`` is trusted here, and values are read only with a solution.
+fractions behind: only ``sol_status`` is trusted here, and values are read only with a solution. Where
+neither solver runs, nothing is found and a warning is logged: callers go on with what they have.
 """
 
+import functools
 import importlib.util
+import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 
 class Outcome(StrEnum):
@@ -131,6 +136,15 @@ def _highs(
     return Answer(outcome, values, info.objective_function_value, bound)
 
 
+@functools.cache
+def _warn_of_no_solver(reason: str) -> None:
+    logger.warning(
+        "no integer program can be solved: HiGHS is not installed and CBC does not run (%s). Answers are worse "
+        "without: pip install highspy",
+        reason,
+    )
+
+
 def _cbc(program: Program, time_limit: float | None, gap: float, relax: bool) -> Answer:
     import pulp
 
@@ -152,7 +166,12 @@ def _cbc(program: Program, time_limit: float | None, gap: float, relax: bool) ->
             problem += left >= low
         if not np.isinf(high):
             problem += left <= high
-    problem.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=gap or None, threads=1))
+    solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=gap or None, threads=1)
+    try:
+        problem.solve(solver)
+    except pulp.PulpSolverError as error:
+        _warn_of_no_solver(str(error))
+        return Answer(Outcome.UNKNOWN, None, np.inf, -np.inf)
     if problem.sol_status == pulp.LpSolutionInfeasible:
         return Answer(Outcome.INFEASIBLE, None, np.inf, np.inf)
     optimal = problem.sol_status == pulp.LpSolutionOptimal

@@ -9,7 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import planner
-from planner.install import PlannedCall, PlanWarning, installed_plan
+from planner import PlanWarning
+from planner.install import PlannedCall, installed_plan
 from planner.measure import measure_peak
 from planner.plan_file import Plan
 from tests.small import both_loss, broken, broken_layers, classifier, logits_loss, small_gpt

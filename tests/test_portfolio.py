@@ -2,11 +2,13 @@
 
 import time
 
+import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Graph, check, portfolio, simulate
+from solvers import Graph, check, milp, portfolio, simulate
+from solvers.registry import SOLVERS
 from tests.graphs import graphs, random_dag, transformer
 
 
@@ -38,3 +40,31 @@ def test_the_least_peak_reported_can_be_had(graph: Graph, fraction: float) -> No
     if not solution.feasible:
         assert solution.peak_bytes > budget
         assert portfolio.solve(graph, solution.peak_bytes, time_limit=5).feasible
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("solver", ["auto", "ilp", "chain"])
+def test_without_any_integer_solver_an_answer_is_still_found(
+    solver: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", "no-such-program")
+    milp._warn_of_no_solver.cache_clear()
+    graph = transformer(3)
+    budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)
+    solution = SOLVERS[solver](graph, budget, time_limit=5)
+    assert solution.feasible
+    check(graph, solution.schedule)
+    assert simulate(graph, solution.schedule).peak_bytes <= budget
+    assert "pip install highspy" in caplog.text
+
+
+@pytest.mark.parametrize("solver", ["auto", "ilp", "chain", "lower_sets", "exact"])
+def test_no_time_at_all_gives_a_typed_answer(solver: str) -> None:
+    graph = transformer(3)
+    budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)
+    solution = SOLVERS[solver](graph, budget, time_limit=0.0)
+    check(graph, solution.schedule)
+    assert solution.feasible == (simulate(graph, solution.schedule).peak_bytes <= budget)
+    if solution.bound_seconds is not None and solution.feasible:
+        assert solution.bound_seconds <= solution.seconds
