@@ -72,6 +72,15 @@ def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:
     return result
 
 
+def is_tensor_output(graph: GraphModule, index: int) -> bool:
+    """Whether a Dynamo graph has an output of that index, and it is a tensor."""
+    outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
+    return index < len(outputs) and isinstance(
+        outputs[index].meta.get("example_value") if isinstance(outputs[index], torch.fx.Node) else None,
+        torch.Tensor,
+    )
+
+
 class GraphRunner:
     """Stands for one Dynamo graph inside a step on tensors without data; see the module's docstring.
 

@@ -17,7 +17,7 @@ from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.errors import PlanMismatch, PlanWarning
 from planner.fingerprint import state_digest
-from planner.graph_runner import detach_outputs, structure_of
+from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
 from planner.plan_file import GraphRecord, Plan
 from planner.rewrite import emit, no_recomputation
@@ -117,6 +117,13 @@ class PlanBackend:
                 _warn(
                     "the forward took a path that the plan has not seen; it runs as it is, without the plan"
                 )
+            return graph.forward
+        absent = [i for i in record.unused_outputs if not is_tensor_output(graph, i)]
+        if absent:
+            _warn(
+                f"the plan says that the loss leaves output {absent[0]} unused, and the model has no such "
+                "output: another model? It runs as it is, without the plan"
+            )
             return graph.forward
         compiled = _torch.compile_joint(
             detach_outputs(graph, record.unused_outputs),

@@ -139,8 +139,8 @@ def _highs(
 @functools.cache
 def _warn_of_no_solver(reason: str) -> None:
     logger.warning(
-        "no integer program can be solved: HiGHS is not installed and CBC does not run (%s). Answers are worse "
-        "without: pip install highspy",
+        "no integer program can be solved: HiGHS is not installed and CBC does not run (%s). Answers are "
+        "worse without: pip install highspy",
         reason,
     )
 
