@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 import planner
@@ -199,6 +199,7 @@ def _change_schedule(data: st.DataObject, document: dict[str, Any]) -> dict[str,
 def _apply_a_changed_plan(data: st.DataObject) -> None:
     plan = _loaded(json.dumps(_change_schedule(data, copy.deepcopy(_plan_document()))))
     if plan is None:
+        event("refused when loaded")
         return
     model, eager = _net(), _after_a_step(_net())
     with warnings.catch_warnings():
@@ -207,9 +208,11 @@ def _apply_a_changed_plan(data: st.DataObject) -> None:
             found = _after_a_step(plan.apply(model))
         except planner.PlannerError:
             # Refused: the model without the plan trains as if nothing had been.
+            event("refused when applied or run")
             model = planner.remove(model)
             assert all(p.grad is None for p in model.parameters())
             return
+    event("trained")
     for ours, theirs in zip(found, eager, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
