@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MOST_OPS = 2_000_000
-_MOST_STEPS = 20_000_000
+_MOST_STEPS = 2_000_000
 _TIMELINE_POINTS = 600
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
