@@ -1,10 +1,11 @@
-"""Host time of a planned step that recomputes nothing, on a model whose kernels take no time.
+"""Time of a planned step that recomputes nothing: what planning itself costs.
 
     python benchmarks/host_time.py [--repeats 15] [--json]
 
-A small GPT (width 32, batch 2, sequence 16) trains unplanned, planned, and under
-``torch.compile(backend="aot_eager")``, interleaved, with one thread. Printed are medians of process
-time and their ratios to the unplanned step.
+Two GPTs train unplanned, planned, and under ``torch.compile(backend="aot_eager")``, interleaved, with one
+thread. The kernels of the first (width 32, batch 2, sequence 16) take no time, so that all there is to see
+is Python and dispatch; the second (width 256, batch 4, sequence 128) computes. Printed are medians
+of process time and their ratios to the unplanned step.
 """
 
 import argparse
@@ -21,7 +22,8 @@ import planner
 from planner.measure import measure_seconds
 from tests.zoo import GPT
 
-STEPS = 10
+MODELS = {"launch-bound": (32, 2, 16, 10), "compute-bound": (256, 4, 128, 1)}
+"""Width, batch, sequence, and how many steps are timed at once."""
 
 
 def main() -> None:
@@ -30,17 +32,30 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    inputs = torch.randint(0, 1000, (2, 16)), torch.randint(0, 1000, (2, 16))
+    results = {name: measure(*sizes, options.repeats) for name, sizes in MODELS.items()}
+    if options.json:
+        json.dump(results, sys.stdout, indent=1)
+        return
+    for name, networks in results.items():
+        print(name)
+        for network, found in networks.items():
+            milliseconds, ratio = found["seconds"] * 1e3, found["ratio_to_eager"]
+            print(f"  {network:10} {milliseconds:8.2f} ms a step, {ratio:.3f}x eager")
+
+
+def measure(width: int, batch: int, sequence: int, steps: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Seconds of a step and their ratio to the unplanned one, by how it is run."""
+    inputs = torch.randint(0, 1000, (batch, sequence)), torch.randint(0, 1000, (batch, sequence))
 
     def model() -> GPT:
         torch.manual_seed(0)
-        return GPT(width=32, context=16).train()
+        return GPT(width=width, context=sequence).train()
 
-    def steps(
+    def training(
         network: Callable[..., torch.Tensor], parameters: list[torch.nn.Parameter]
     ) -> Callable[[], None]:
         def run() -> None:
-            for _ in range(STEPS):
+            for _ in range(steps):
                 for parameter in parameters:
                     parameter.grad = None
                 network(*inputs).backward()
@@ -52,15 +67,12 @@ def main() -> None:
     by_aot = torch.compile(compiled, backend="aot_eager", dynamic=False)
     networks = {"eager": (eager, eager), "planned": (planned, planned), "aot_eager": (by_aot, compiled)}
     seconds = measure_seconds(
-        [steps(network, list(module.parameters())) for network, module in networks.values()], options.repeats
+        [training(network, list(module.parameters())) for network, module in networks.values()], repeats
     )
-    per_step = {name: s / STEPS for name, s in zip(networks, seconds, strict=True)}
-    ratios = {name: s / per_step["eager"] for name, s in per_step.items()}
-    if options.json:
-        json.dump({"seconds": per_step, "ratio_to_eager": ratios}, sys.stdout, indent=1)
-        return
-    for name in networks:
-        print(f"{name:10} {per_step[name] * 1e3:6.2f} ms a step, {ratios[name]:.2f}x eager")
+    return {
+        name: {"seconds": s / steps, "ratio_to_eager": s / seconds[0]}
+        for name, s in zip(networks, seconds, strict=True)
+    }
 
 
 if __name__ == "__main__":

@@ -103,6 +103,8 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     # Past the limit Dynamo runs the original without a word; every new shape is one entry.
     "recompile_limit": 64,
     "accumulated_recompile_limit": 4096,
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,
 }
 
 
@@ -111,10 +113,25 @@ def dynamo_settings() -> contextlib.AbstractContextManager[None]:
     return dynamo.config.patch(**_DYNAMO_CONFIG)  # type: ignore[no-any-return]
 
 
+class _WithSettings:
+    """Dynamo's callback for a frame that it has no code for; runs under :func:`dynamo_settings`.
+
+    Calls that find their code do not come here, and pay nothing for the settings.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        # Under this name Dynamo looks for the backend that a callback ends in.
+        self._torchdynamo_orig_backend = callback
+
+    def __call__(self, *frame: Any) -> Any:
+        with dynamo_settings():
+            return self._torchdynamo_orig_backend(*frame)
+
+
 def dynamo_compile(
     function: FunctionType | Callable[..., Any], backend: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``torch.compile`` with static shapes, of a function that has a cache of its own.
+    """``torch.compile`` with static shapes and our settings, of a function that has a cache of its own.
 
     Dynamo caches per code object. Every call gets a fresh one, so that no two planned modules
     share (and exhaust) a cache.
@@ -126,7 +143,9 @@ def dynamo_compile(
         function.__defaults__,
         function.__closure__,
     )
-    return torch.compile(fresh, backend=backend, dynamic=False)
+    context: Any = dynamo.optimize(backend)
+    context.callback = _WithSettings(context.callback)
+    return context(fresh)  # type: ignore[no-any-return]
 
 
 def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -308,11 +327,6 @@ def mutated_inputs(joint: torch.fx.GraphModule) -> frozenset[int]:
 def _boxed(function: BoxedFunction) -> BoxedFunction:
     function._boxed_call = True  # type: ignore[attr-defined]
     return function
-
-
-def raw_callable(operator: Any) -> Any:
-    """The C++ function behind an ``OpOverload``: the same call without a Python frame around it."""
-    return operator._op if isinstance(operator, torch._ops.OpOverload) else operator
 
 
 def is_operator(target: object) -> bool:

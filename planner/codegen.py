@@ -15,29 +15,37 @@ from typing import Any
 import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
-from planner import _torch
+from planner import _torch_calls
+from planner._torch import BoxedFunction, concrete_size, tree_leaves
+from planner.simplify import simplify
+
+aten = torch.ops.aten
 
 _numbers = count()
+_MISSING = object()
 _LITERALS = (int, bool, str, type(None))
 
 
-def compile_graph(module: GraphModule, name: str) -> _torch.BoxedFunction:
+def compile_graph(module: GraphModule, name: str, *, fixed_outputs: int | None = None) -> BoxedFunction:
     """Compile a graph of operator calls into a boxed function.
 
     Args:
-        module: The graph and its constants.
+        module: The graph and its constants. Superfluous views are taken out of it.
         name: What tracebacks and profiles call the function.
+        fixed_outputs: How many outputs, from the first, go to the user, see :func:`simplify`.
 
     Returns:
         A function of one list. It empties the list and returns the list of outputs.
     """
+    simplify(module.graph, fixed_outputs)
     source, constants = generate(module.graph, module, name)
     filename = f"<planner {name} {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     scope: dict[str, Any] = dict(constants)
     exec(compile(source, filename, "exec"), scope)
-    function: _torch.BoxedFunction = scope[name]
+    function: BoxedFunction = scope[name]
     return function
 
 
@@ -51,12 +59,15 @@ class _Writer:
         self.graph, self.module = graph, module
         self.constants: dict[str, Any] = {}
         self._constant_names: dict[int, str] = {}
+        self._bindings: dict[Any, Any] = {}
+        self._results: set[Node] = set()
         self.names: dict[Node, str] = {}
         self.lines: list[str] = []
 
     def write(self, name: str) -> tuple[str, dict[str, Any]]:
         nodes = list(self.graph.nodes)
         inputs = [n for n in nodes if n.op == "placeholder"]
+        self._results = set(nodes[-1].all_input_nodes)
         last_use, unpacked = _last_uses(nodes), _unpacked(nodes)
         for i, node in enumerate(nodes):
             self.names[node] = f"v{i}"
@@ -102,13 +113,35 @@ class _Writer:
         target = node.target
         if target is operator.getitem:
             return f"{self._text(node.args[0])}[{self._text(node.args[1])}]"
-        if target is torch.ops.aten.view.default and isinstance(node.args[0], Node):
+        if target is aten.view.default or (target is aten._unsafe_view.default and node not in self._results):
             # Fake and real strides of some kernels disagree, and then a view cannot be taken.
-            return f"{self._text(node.args[0])}.reshape({self._text(node.args[1])})"
-        arguments = [self._text(a) for a in node.args]
-        arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
-        function = self._constant(_torch.raw_callable(target), str(target))
-        return f"{function}({', '.join(arguments)})"
+            return self._written(torch.reshape, "reshape", node, sizes_in_tuples=True)
+        binding = self._binding(node)
+        if binding is not None:
+            return self._written(binding, str(target), node, sizes_in_tuples=True)
+        return self._written(_torch_calls.raw_callable(target), str(target), node)
+
+    def _written(self, function: Any, name: str, node: Node, *, sizes_in_tuples: bool = False) -> str:
+        """The text of a call. Tuples of numbers are constants of the code; lists are made at every call."""
+
+        def text(value: Any) -> str:
+            if sizes_in_tuples and isinstance(value, list) and all(type(v) is int for v in value):
+                value = tuple(value)
+            return self._text(value)
+
+        arguments = [text(a) for a in node.args]
+        arguments += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+        return f"{self._constant(function, name)}({', '.join(arguments)})"
+
+    def _binding(self, node: Node) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), _value)
+        if any(value is _MISSING for value in tree_leaves((args, kwargs))):
+            return None
+        key = (node.target, *(_kind(v) for v in tree_leaves((args, kwargs))))
+        if key not in self._bindings:
+            args, kwargs = _sizes_in_tuples((args, kwargs))
+            self._bindings[key] = _torch_calls.python_binding(node.target, args, kwargs)
+        return self._bindings[key]
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Node):
@@ -182,3 +215,23 @@ def _attribute(module: GraphModule, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+def _value(node: Node) -> Any:
+    """What a node stands for, without data; of a symbolic size the number that it was captured with."""
+    value = node.meta.get("val", _MISSING)
+    return concrete_size(value) if isinstance(value, torch.SymInt) else value
+
+
+def _kind(value: Any) -> Any:
+    """All of an argument that PyTorch's parsers of arguments may look at."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, value.dim() == 0, value.layout
+    return type(value).__name__, repr(value)
+
+
+def _sizes_in_tuples(tree: Any) -> Any:
+    if isinstance(tree, list | tuple):
+        whole = all(type(v) is int for v in tree) or isinstance(tree, tuple)
+        return (tuple if whole else list)(_sizes_in_tuples(v) for v in tree)
+    return {k: _sizes_in_tuples(v) for k, v in tree.items()} if isinstance(tree, dict) else tree

@@ -20,7 +20,7 @@ from planner.fingerprint import state_digest
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
 from planner.plan_file import GraphRecord, Plan
-from planner.rewrite import emit, no_recomputation
+from planner.rewrite import emit, no_recomputation, user_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ class PlannedCall:
         return _torch.call_with_forward(model, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _torch.dynamo_settings():
-            return self._compiled(self._model, args, kwargs)
+        return self._compiled(self._model, args, kwargs)
 
 
 class PlanBackend:
@@ -129,8 +128,8 @@ class PlanBackend:
             detach_outputs(graph, record.unused_outputs),
             example_inputs,
             partition=lambda joint, outputs: self._partition(record, joint, outputs),
-            forward_compiler=lambda module: compile_graph(module, "forward"),
-            backward_compiler=lambda module: compile_graph(module, "backward"),
+            forward_compiler=_compile_forward,
+            backward_compiler=lambda module: compile_graph(module, "backward", fixed_outputs=0),
         )
         if not record.unused_outputs:
             return compiled
@@ -163,6 +162,10 @@ class PlanBackend:
                 )
         halves = emit(joint, sequence)
         return halves.forward, halves.backward
+
+
+def _compile_forward(module: GraphModule) -> _torch.BoxedFunction:
+    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))
 
 
 def total_bytes(joint: JointGraph) -> int:

@@ -6,6 +6,7 @@ an output of the forward graph and an input of the backward graph. Views are sav
 where their base is, and taken again where it is computed again.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from torch.fx.node import map_arg
 from planner import replay
 from planner.errors import CaptureError
 from planner.joint import JointGraph, JointOp
+
+_USER_OUTPUTS = "user_outputs"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,12 @@ def emit(joint: JointGraph, backward: Sequence[int]) -> Halves:
     return Halves(forward, GraphModule(joint.module, body.graph), saved)
 
 
+def user_outputs(forward: GraphModule) -> int | None:
+    """How many of the outputs of an emitted forward graph are not saved only; None if it was not emitted."""
+    count: int | None = forward.graph.output_node().meta.get(_USER_OUTPUTS)
+    return count
+
+
 def no_recomputation(joint: JointGraph) -> list[int]:
     """The backward sequence that re-runs nothing."""
     return list(range(joint.forward_length, len(joint.ops)))
@@ -73,6 +82,7 @@ class _Backward:
         self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
         self._backward_nodes = _backward_nodes(joint)
         self._mutated = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
+        self._inputs = set(joint.primals)
         self._tangents = {n: self._placeholder(n.name, n) for n in joint.tangents}
 
     def run(self, op: JointOp) -> None:
@@ -110,7 +120,7 @@ class _Backward:
         if original.op == "get_attr":
             return self.graph.node_copy(original)
         versions = self._versions(original)
-        if original not in self._backward_nodes and not any(versions):
+        if original not in self._backward_nodes and not any(versions) and not self._of_input(original):
             return self._save(original)
         current = self._current.get(original)
         if current is not None and current[0] == versions:
@@ -135,6 +145,15 @@ class _Backward:
                 )
             node = self.saved[original] = self._placeholder(original.name, original)
         return node
+
+    def _of_input(self, node: Node) -> bool:
+        """Whether a node is a view of inputs that keep their values: these are saved, and viewed again."""
+        if not self.joint.is_view(node) or node.target is operator.getitem:
+            return False
+        sources = node.all_input_nodes
+        return bool(sources) and all(
+            (n in self._inputs and n not in self._mutated) or self._of_input(n) for n in sources
+        )
 
     def _placeholder(self, name: str, original: Node | None) -> Node:
         first = next(iter(self.graph.nodes), None)
@@ -173,6 +192,7 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     results = map_arg(wanted, node)
     states = [state_of[op] for op in body.states]
     graph.output([*results[: len(outputs)], *states, *results[len(outputs) :]])
+    graph.output_node().meta[_USER_OUTPUTS] = len(outputs)
 
     _order_placeholders(body, [*(body.states[op] for op in body.states), *(body.saved[n] for n in saved)])
     return GraphModule(joint.module, graph), tuple(saved)
