@@ -1,0 +1,121 @@
+"""A training loop run with and without a plan, and everything that it leaves compared, bit for bit."""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.utils import _pytree as pytree
+
+import planner
+from planner import install
+from planner.install import PlanWarning
+from planner.plan_file import Plan
+
+Loop = Callable[[Any], Any]
+
+
+class Runs:
+    """How often planned graphs ran, while :func:`counting_runs` is on."""
+
+    forward = 0
+    backward = 0
+
+
+@contextmanager
+def counting_runs() -> Iterator[Runs]:
+    """Count the executions of planned graphs that are compiled from now on."""
+    runs, original = Runs(), install.compile_graph
+
+    def compile_graph(module: Any, name: str) -> Any:
+        function = original(module, name)
+
+        def run(args: list[Any]) -> Any:
+            setattr(runs, name, getattr(runs, name) + 1)
+            return function(args)
+
+        return run
+
+    install.compile_graph = compile_graph  # type: ignore[assignment]
+    try:
+        yield runs
+    finally:
+        install.compile_graph = original
+
+
+@contextmanager
+def no_plan_warnings() -> Iterator[None]:
+    """A :class:`PlanWarning` is an error in here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        yield
+
+
+def left_by(model: Any, loop: Loop, seed: int = 5) -> dict[str, Any]:
+    """Everything that a training loop leaves: what it returns, state, gradients, random generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    returned = loop(model)
+    modules = model if isinstance(model, Sequence) else [model]
+    left: dict[str, Any] = {
+        f"returned{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_flatten_with_path(returned)[0]
+    }
+    for i, module in enumerate(modules):
+        left.update({f"{i}.state.{n}": v.clone() for n, v in module.state_dict().items()})
+        left.update({f"{i}.buffer.{n}": v.clone() for n, v in module.named_buffers()})
+        left.update({f"{i}.gradient.{n}": p.grad for n, p in module.named_parameters()})
+    left["torch generator"] = torch.get_rng_state()
+    left["python generator"] = random.getstate()
+    left["numpy generator"] = [str(x) for x in np.random.get_state()]
+    return left
+
+
+def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Every entry is equal, tensors bit for bit and in shape and dtype."""
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        found = ours[name]
+        if not isinstance(value, torch.Tensor):
+            assert found == value, name
+            continue
+        assert isinstance(found, torch.Tensor), f"{name} is {found}"
+        assert (found.shape, found.dtype) == (value.shape, value.dtype), name
+        assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(value)), name
+        assert torch.equal(torch.isnan(found), torch.isnan(value)), name
+
+
+def plan_of(model: nn.Module, args: Sequence[Any], kwargs: Any = None, **options: Any) -> Plan:
+    """A plan that recomputes: the least memory that the fastest solver reaches."""
+    return planner.plan(model, args, kwargs, **{"budget": "min", "solver": "sqrt_n", **options})
+
+
+def assert_trains_alike(
+    model: nn.Module, args: Sequence[Any], loop: Loop, *, expected_runs: int, prepare: Loop | None = None, **options: Any
+) -> Plan:
+    """Run ``loop`` on a planned module and on an unplanned copy; everything they leave must be equal.
+
+    Args:
+        expected_runs: How often the planned backward has to run, so that nothing passes unplanned.
+        prepare: Something to do to both after the plan is applied.
+
+    Returns:
+        The plan.
+    """
+    twin = copy.deepcopy(model)
+    plan = plan_of(model, args, **options)
+    assert any(graph.recomputed for graph in plan.graphs)
+    plan.apply(model)
+    if prepare is not None:
+        prepare(model)
+        prepare(twin)
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(model, loop)
+    assert runs.backward == expected_runs, f"the planned backward ran {runs.backward} times"
+    assert_same(ours, left_by(twin, loop))
+    return plan
