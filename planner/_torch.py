@@ -19,7 +19,7 @@ import torch
 import torch._dynamo as dynamo
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, TangentAOTInput
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -322,6 +322,33 @@ def mutated_inputs(joint: torch.fx.GraphModule) -> frozenset[int]:
         if isinstance(d, InputMutationAOTOutput)
     }
     return frozenset(i for i, n in enumerate(inputs) if n.meta.get("desc") in written)
+
+
+def tangent_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:
+    """Which output of a compiled graph's autograd node each gradient among the joint graph's inputs is of.
+
+    Returns:
+        Position among the tangents, by position among the forward's outputs.
+    """
+    outputs = list(joint.graph.output_node().meta["desc"])[:forward_outputs]
+    descriptions = [n.meta.get("desc") for n in joint.graph.nodes if n.op == "placeholder"]
+    sources = [d.output for d in descriptions if isinstance(d, TangentAOTInput)]
+    return {outputs.index(source): i for i, source in enumerate(sources)}
+
+
+def compiled_node(results: Sequence[Any], args: Sequence[Any]) -> Any:
+    """The autograd node of a compiled graph that was just called; None where it recorded none.
+
+    An output that looks at another is taken anew from it by AOTAutograd, so the node may be one further down.
+    """
+    before = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
+    for result in results:
+        node = result.grad_fn if isinstance(result, torch.Tensor) else None
+        while node is not None and node not in before:
+            if node.name() == "CompiledFunctionBackward":
+                return node
+            node = node.next_functions[0][0] if node.next_functions else None
+    return None
 
 
 def _boxed(function: BoxedFunction) -> BoxedFunction:

@@ -31,7 +31,7 @@ from planner.plan_file import (
     Timeline,
 )
 from planner.problem import Problem, build_problem
-from planner.step import Step, tensors_in, unique_storages
+from planner.step import Step, autocast_regions, tensors_in, unique_storages
 from planner.workspace import WorkspaceMeter
 from solvers.schedule import alive_at, lifetimes, simulate
 from solvers.solution import Solution
@@ -115,7 +115,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
             inputs=_input_records(prepared.step),
             parameter_count=sum(p.numel() for p in model.parameters()),
             state_digest=state_digest(model),
-            autocast=_autocast(),
+            autocast=autocast_regions(),
             torch_version=torch.__version__,
         ),
         target=Target(
@@ -238,14 +238,6 @@ def _input_records(step: Step) -> list[TensorRecord]:
                 )
             )
     return records
-
-
-def _autocast() -> list[str]:
-    return [
-        f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
 
 
 def _device_of(model: torch.nn.Module, step: Step) -> torch.device:

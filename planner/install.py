@@ -13,14 +13,17 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch
+from planner.adapt import adapt
 from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.errors import PlanMismatch, PlanWarning
 from planner.fingerprint import state_digest
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
+from planner.partial_backward import PartialBackward
 from planner.plan_file import GraphRecord, Plan
 from planner.rewrite import emit, no_recomputation, user_outputs
+from planner.step import autocast_regions
 
 logger = logging.getLogger(__name__)
 
@@ -108,32 +111,32 @@ class PlanBackend:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._unclaimed = list(plan.graphs)
+        self._autocast: list[str] = []
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
         record = self._record_of(structure_of(graph))
-        if record is None:
-            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
-                _warn(
-                    "the forward took a path that the plan has not seen; it runs as it is, without the plan"
-                )
+        if record is None and not any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
+        ):
             return graph.forward
-        absent = [i for i in record.unused_outputs if not is_tensor_output(graph, i)]
+        unused = record.unused_outputs if record is not None else []
+        absent = [i for i in unused if not is_tensor_output(graph, i)]
         if absent:
             _warn(
                 f"the plan says that the loss leaves output {absent[0]} unused, and the model has no such "
                 "output: another model? It runs as it is, without the plan"
             )
             return graph.forward
+        backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
         compiled = _torch.compile_joint(
-            detach_outputs(graph, record.unused_outputs),
+            detach_outputs(graph, unused),
             example_inputs,
-            partition=lambda joint, outputs: self._partition(record, joint, outputs),
+            partition=lambda joint, outputs: self._partition(record, backward, joint, outputs),
             forward_compiler=_compile_forward,
-            backward_compiler=lambda module: compile_graph(module, "backward", fixed_outputs=0),
+            backward_compiler=backward.compile,
         )
-        if not record.unused_outputs:
-            return compiled
-        return _with_tripwires(compiled, record.unused_outputs)
+        return _with_tripwires(backward.watched(compiled), unused)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         matching = [g for g in self._unclaimed if g.structure == structure]
@@ -143,25 +146,51 @@ class PlanBackend:
         return next((g for g in self._plan.graphs if g.structure == structure), None)
 
     def _partition(
-        self, record: GraphRecord, module: GraphModule, outputs: int
+        self, record: GraphRecord | None, backward: PartialBackward, module: GraphModule, outputs: int
     ) -> tuple[GraphModule, GraphModule]:
+        backward.traced(_torch.tangent_positions(module, outputs))
         joint = read_joint(module, outputs)
-        sequence: Sequence[int] = record.backward
-        if not _describes(record, joint):
-            _warn(
-                "PyTorch traces this model into other operations than when the plan was made (another "
-                "version, device or shape?); it runs without recomputation. Plan it again"
-            )
-            sequence = no_recomputation(joint)
-        elif joint.fingerprint != record.fingerprint:
-            now, then = total_bytes(joint), sum(op.bytes for op in record.ops)
-            if now > then:
-                _warn(
-                    f"the inputs are larger than those that were planned: the operations produce "
-                    f"{now:,} bytes instead of {then:,}, and may exceed the budget. Plan for the largest"
-                )
-        halves = emit(joint, sequence)
+        halves = emit(joint, self._sequence(record, joint))
         return halves.forward, halves.backward
+
+    def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:
+        """What a graph's backward runs, in order; says so where the plan is not followed to the letter."""
+        if record is None:
+            adapted = max((adapt(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
+            _warn(
+                "the forward took a path that the plan has not seen; of the operations that the plan re-runs "
+                f"it re-runs the {adapted.followed} that are there, and it may exceed the budget"
+            )
+            return adapted.backward
+        if not _describes(record, joint):
+            if not all(joint.ops[i].recomputable for i in record.recomputed if i < joint.forward_length):
+                _warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
+                return no_recomputation(joint)
+            adapted = adapt(record, joint)
+            if not adapted.only_less or _grown(record, joint):
+                _warn(
+                    f"PyTorch traces this model into other operations than when the plan was made "
+                    f"({self._what_differs()}); of the {adapted.planned} operations that the plan re-runs it "
+                    f"re-runs the {adapted.followed} that are there, and may exceed the budget. Plan it again"
+                )
+            return adapted.backward
+        if joint.fingerprint != record.fingerprint and _grown(record, joint):
+            _warn(
+                f"the inputs are larger than those that were planned: the operations produce "
+                f"{total_bytes(joint):,} bytes instead of {sum(op.bytes for op in record.ops):,}, and may "
+                "exceed the budget. Plan for the largest"
+            )
+        return record.backward
+
+    def _what_differs(self) -> str:
+        then, now = self._plan.model.autocast, self._autocast
+        if then != now:
+            return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"
+        return "other parameters to train, another version, device or shape?"
+
+
+def _grown(record: GraphRecord, joint: JointGraph) -> bool:
+    return total_bytes(joint) > sum(op.bytes for op in record.ops)
 
 
 def _compile_forward(module: GraphModule) -> _torch.BoxedFunction:
@@ -191,6 +220,8 @@ def _with_tripwires(compiled: Callable[..., Any], outputs: Sequence[int]) -> Cal
     AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a
     gradient of zeros where eager leaves None. They are cut off instead, and say so when used.
     """
+    if not outputs:
+        return compiled
 
     def run(*args: Any) -> Any:
         results = list(compiled(*args))

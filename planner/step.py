@@ -63,6 +63,15 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+def autocast_regions() -> list[str]:
+    """The autocast regions that are on here, as in ``cuda:bfloat16``."""
+    return [
+        f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
 def find_loss(output: Any) -> torch.Tensor | None:
     """The scalar to differentiate: the output itself, its ``loss`` attribute or entry, or None."""
     candidate = output

@@ -20,6 +20,35 @@ from planner.plan_file import Plan
 Loop = Callable[[Any], Any]
 
 
+class Layers(nn.Module):
+    """Residual layers that are worth recomputing; returns its loss."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
+            for _ in range(count)
+        )
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x).square().mean()
+
+
+def layers(
+    build: Callable[[], nn.Module] = Layers, seed: int = 0
+) -> tuple[nn.Module, tuple[torch.Tensor], None]:
+    """A model of such layers and a batch for it."""
+    torch.manual_seed(seed)
+    model = build().train()
+    torch.manual_seed(1)
+    return model, (torch.randn(64, 32),), None
+
+
 class Runs:
     """How often planned graphs ran, while :func:`counting_runs` is on."""
 
@@ -32,8 +61,8 @@ def counting_runs() -> Iterator[Runs]:
     """Count the executions of planned graphs that are compiled from now on."""
     runs, original = Runs(), install.compile_graph
 
-    def compile_graph(module: Any, name: str) -> Any:
-        function = original(module, name)
+    def compile_graph(module: Any, name: str, **options: Any) -> Any:
+        function = original(module, name, **options)
 
         def run(args: list[Any]) -> Any:
             setattr(runs, name, getattr(runs, name) + 1)
@@ -96,19 +125,29 @@ def plan_of(model: nn.Module, args: Sequence[Any], kwargs: Any = None, **options
 
 
 def assert_trains_alike(
-    model: nn.Module, args: Sequence[Any], loop: Loop, *, expected_runs: int, prepare: Loop | None = None, **options: Any
+    model: nn.Module,
+    args: Sequence[Any],
+    loop: Loop,
+    *,
+    expected_runs: int,
+    prepare: Loop | None = None,
+    autocast: torch.dtype | None = None,
+    **options: Any,
 ) -> Plan:
     """Run ``loop`` on a planned module and on an unplanned copy; everything they leave must be equal.
 
     Args:
         expected_runs: How often the planned backward has to run, so that nothing passes unplanned.
         prepare: Something to do to both after the plan is applied.
+        autocast: The plan is made under autocast to this type; the loop has to enter it by itself, since a
+            region that spans optimizer steps trains by outdated copies of the weights.
 
     Returns:
         The plan.
     """
     twin = copy.deepcopy(model)
-    plan = plan_of(model, args, **options)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        plan = plan_of(model, args, **options)
     assert any(graph.recomputed for graph in plan.graphs)
     plan.apply(model)
     if prepare is not None:

@@ -1,0 +1,133 @@
+"""A plan's decisions, followed on a graph that is not quite the planned one.
+
+Freezing or thawing a layer changes the backward, a switch in a submodule's mode or a layer that is left out
+changes the forward as well. What the two graphs have in common is found by operators and module paths; what
+the plan re-runs among that is re-run here, where the plan re-runs it.
+"""
+
+import difflib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from planner.joint import JointGraph
+from planner.plan_file import GraphRecord
+
+_LONGEST_COMPARISON = 20_000
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """How a graph follows a plan that was made for another.
+
+    Attributes:
+        backward: The operations that its backward runs, by index, in order.
+        followed: Of the forward operations that the plan re-runs, how many are re-run here.
+        planned: How many the plan re-runs.
+        only_less: Whether the graph does nothing that the planned one does not do, so that it cannot take
+            more memory at the same sizes.
+    """
+
+    backward: list[int]
+    followed: int
+    planned: int
+    only_less: bool
+
+
+def adapt(record: GraphRecord, joint: JointGraph) -> Adapted:
+    """Follow the decisions of a plan's graph on another graph."""
+    split, count = joint.forward_length, len(joint.ops)
+    known = [(op.name, op.module) for op in record.ops]
+    found = [(op.name, op.module) for op in joint.ops]
+    forward = _matched(known[: record.forward_length], found[:split])
+    backward = _matched(known[record.forward_length :], found[split:])
+    rerun = {forward[i] for i in record.recomputed if i in forward and joint.ops[forward[i]].recomputable}
+    sequence = _Sequence(joint, rerun)
+    for index in record.backward:
+        if index >= record.forward_length:
+            match = backward.get(index - record.forward_length)
+            if match is not None:
+                sequence.run_backward_to(split + match)
+        elif forward.get(index) in rerun:
+            sequence.run_again(forward[index])
+    sequence.run_backward_to(count - 1)
+    steps = _without_idle(joint, sequence.steps)
+    return Adapted(
+        backward=steps,
+        followed=len({s for s in steps if s < split}),
+        planned=len(record.recomputed),
+        only_less=(
+            len(forward) == split and len(backward) == count - split and len(rerun) == len(record.recomputed)
+        ),
+    )
+
+
+class _Sequence:
+    """The backward sequence while it grows: nothing that is to be re-run is used before it is.
+
+    Args:
+        joint: The graph.
+        rerun: The forward operations to re-run.
+    """
+
+    def __init__(self, joint: JointGraph, rerun: set[int]) -> None:
+        self.steps: list[int] = []
+        self._ops, self._at = joint.ops, joint.forward_length
+        self._done: set[int] = set()
+        first = joint.ops[: joint.forward_length]
+        self._producer = {s: op.index for op in first for s in op.allocates if op.index in rerun}
+
+    def run_backward_to(self, last: int) -> None:
+        """Append the backward operations up to one, with the re-runs that they still need."""
+        while self._at <= last:
+            for missing in self._needs(self._at):
+                self.run_again(missing)
+            self.steps.append(self._at)
+            self._at += 1
+
+    def run_again(self, index: int) -> None:
+        """Append a re-run, after the re-runs that it still needs."""
+        pending = [(index, False)]
+        while pending:
+            op, ready = pending.pop()
+            if ready:
+                self.steps.append(op)
+                self._done.add(op)
+            elif op == index or op not in self._done:
+                pending.append((op, True))
+                pending += [(p, False) for p in reversed(self._needs(op))]
+
+    def _needs(self, index: int) -> list[int]:
+        made = {self._producer[s] for s in self._ops[index].reads if s in self._producer}
+        return sorted(made - self._done)
+
+
+def _without_idle(joint: JointGraph, steps: Sequence[int]) -> list[int]:
+    """Leave out re-runs of which nothing is used."""
+    wanted: set[int] = {s for n in joint.outputs[1] if isinstance(n, Node) for s in joint.storages_of(n)}
+    kept: list[int] = []
+    for index in reversed(steps):
+        op = joint.ops[index]
+        if not op.backward:
+            if wanted.isdisjoint(op.allocates_again):
+                continue
+            wanted.difference_update(op.allocates_again)
+        wanted.update(op.reads)
+        kept.append(index)
+    return kept[::-1]
+
+
+def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, int]:
+    """Positions of what two sequences have in common, in order: of the first to those of the second."""
+    shortest = min(len(known), len(found))
+    start = next((i for i in range(shortest) if known[i] != found[i]), shortest)
+    end = next((i for i in range(shortest - start) if known[-1 - i] != found[-1 - i]), shortest - start)
+    pairs = {i: i for i in range(start)}
+    pairs.update({len(known) - 1 - i: len(found) - 1 - i for i in range(end)})
+    left, right = known[start : len(known) - end], found[start : len(found) - end]
+    if left and right and len(left) + len(right) <= _LONGEST_COMPARISON:
+        matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
+        for block in matcher.get_matching_blocks():
+            pairs.update({start + block.a + i: start + block.b + i for i in range(block.size)})
+    return pairs
