@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import planner
 from planner.api import room_bytes
 from planner.assembly import make_plan, prepare
-from planner.budget import Budget, parse_budget
+from planner.budget import Budget
 from planner.step import Step
 from solvers.registry import SOLVERS
 from tests.zoo import build
@@ -34,7 +34,7 @@ def rows(models: list[str], solvers: list[str], budgets: list[str]) -> list[dict
         step = Step(args, kwargs)
         prepared = prepare(model, step, optimizer=None, device=None, progress=lambda text, fraction: None)
         for text in budgets:
-            budget = parse_budget(text, prepared.baseline_peak_bytes)
+            budget = prepared.budget(text)
             for solver in solvers:
                 room = room_bytes(budget, prepared)
                 solution = SOLVERS[solver](prepared.problem.graph, room, time_limit=30)

@@ -10,7 +10,7 @@ import copy
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -21,8 +21,11 @@ import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, TangentAOTInput
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+DataDependentError = DataDependentOutputException
+"""Raised where a number is asked of a tensor without data."""
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
@@ -238,7 +241,7 @@ def compile_joint(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)
-        stack.enter_context(_kernels_of_eager())
+        stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
         stack.enter_context(_deep_recursion())
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
@@ -263,6 +266,8 @@ _HARMLESS_DECOMPOSITIONS = {
     "native_batch_norm", "cudnn_batch_norm", "dropout", "empty", "one_hot", "broadcast_tensors",
     "tensor_split", "unsafe_chunk", "pad_sequence",
 }  # fmt: skip
+# Those of them that stand for what CUDA runs, see planner/_torch_kernels.py.
+_CUDA_KERNELS = {"dropout", "scaled_dot_product_attention"}
 _DECOMPOSED_AT = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
 
 
@@ -272,7 +277,7 @@ def _decomposed_operators() -> list[Any]:
     return [
         getattr(packet, overload)
         for packet in packets
-        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _HARMLESS_DECOMPOSITIONS
+        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _CUDA_KERNELS
         for overload in packet.overloads()
         if any(key in getattr(packet, overload).py_kernels for key in _DECOMPOSED_AT)
     ]
@@ -290,13 +295,19 @@ def _deep_recursion() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kernels_of_eager() -> Iterator[None]:
-    """Trace interpolations, recurrent layers, matrix products and some more as eager runs them.
+def kernels_of_eager(keep: Collection[str] = frozenset()) -> Iterator[None]:
+    """Dispatch interpolations, recurrent layers, matrix products and some more as eager runs them.
 
-    While tracing, PyTorch otherwise replaces them by decompositions in Python, which round
-    differently, hold more memory, and leave out the dropout between layers of nn.LSTM.
+    Where the Python dispatcher is on, as in tracing, PyTorch otherwise replaces them by decompositions
+    in Python, which round differently, hold more memory, and leave out the dropout between layers of
+    nn.LSTM.
+
+    Args:
+        keep: Names of operators whose decompositions stay.
     """
-    taken = [(op, dict(op.py_kernels)) for op in _decomposed_operators()]
+    taken = [
+        (op, dict(op.py_kernels)) for op in _decomposed_operators() if op.overloadpacket.__name__ not in keep
+    ]
     try:
         for op, kernels in taken:
             for key in _DECOMPOSED_AT:

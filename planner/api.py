@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
+from planner._torch_kernels import Attention
 from planner.assembly import Prepared, make_plan, prepare
 from planner.budget import Budget, format_bytes, parse_budget
 from planner.devices import Device
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.install import apply
 from planner.optimizer import Optimizer
-from planner.plan_file import Plan
+from planner.plan_file import Plan, WholeStep
 from planner.selection import select
 from planner.step import Loss, Step
 from solvers import portfolio
@@ -36,6 +37,8 @@ def plan(
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
     device: str | torch.device | Device | None = None,
+    attention: Attention | None = None,
+    accumulate: bool | None = None,
     time_limit: float = 60,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -47,12 +50,18 @@ def plan(
     Args:
         model: Any module, in the mode (train or eval) in which it will be trained.
         args, kwargs: Example inputs; the plan is for their shapes.
-        budget: Most bytes for the step's peak: an int, "8GiB", "60%" of the unplanned peak, or "min".
+        budget: Most bytes for the whole step, the optimizer's included: an int, "8GiB", "60%" of the
+            unplanned step, or "min". On a GPU it bounds what the device must have: allocated bytes, a
+            reserve for fragmentation, libraries and the context (``plan.whole_step`` tells them apart).
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         loss: Makes the scalar loss of the module's output, where the module does not return it
             (itself, or as ``output.loss``). Without either, the step differentiates all outputs.
-        optimizer: An instance, class or name; its state counts as resident.
+        optimizer: An instance, class or name; its state counts as resident, and its step must fit.
         device: Where the step will run: None for where the model is, or the name of a device.
+        attention: Planning for a GPU without one: the kernel of scaled dot product attention, "flash",
+            "efficient" or "math"; None for what PyTorch would choose there.
+        accumulate: Whether gradients are there already when the step begins and are added to, as with
+            several micro-batches a step; None: as the parameters' are now.
         time_limit: Wall seconds for the solver.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
             ("aten.native_layer_norm") or patterns of either ("encoder.layer.*.attention").
@@ -78,9 +87,11 @@ def plan(
         Step(tuple(args), dict(kwargs or {}), loss),
         optimizer=optimizer,
         device=device,
+        attention=attention,
+        accumulate=accumulate,
         progress=lambda text, fraction: report(text, 0.7 * fraction),
     )
-    wanted = parse_budget(budget, prepared.baseline_peak_bytes)
+    wanted = prepared.budget(budget)
     graph = prepared.problem.graph
     report(f"solving ({solver})", 0.7)
     solution = solve(
@@ -107,6 +118,8 @@ def sweep(
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
     device: str | torch.device | Device | None = None,
+    attention: Attention | None = None,
+    accumulate: bool | None = None,
     time_limit: float = 300,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -136,16 +149,20 @@ def sweep(
         Step(tuple(args), dict(kwargs or {}), loss),
         optimizer=optimizer,
         device=device,
+        attention=attention,
+        accumulate=accumulate,
         progress=lambda text, fraction: report(text, 0.4 * fraction),
     )
     graph = prepared.problem.graph
     constraints = select(graph, keep=keep, recompute=recompute)
-    wanted = [parse_budget(b, prepared.baseline_peak_bytes) for b in budgets or ()]
+    wanted = [prepared.budget(b) for b in budgets or ()]
     if budgets is None:
         least = portfolio.solve(graph, None, time_limit=time_limit / 4, constraints=constraints)
         most = simulate(graph, graph.base_schedule).peak_bytes
         steps = [most - (most - least.peak_bytes) * i // max(points - 1, 1) for i in range(points)]
-        wanted = [Budget(b, str(b)) for b in (prepared.resident.total + x for x in dict.fromkeys(steps))]
+        least_total = least_whole_step(prepared).total_bytes
+        totals = (prepared.footprint.around(prepared.resident.total + x) for x in dict.fromkeys(steps))
+        wanted = [Budget(b, str(b)) for b in dict.fromkeys(max(t, least_total) for t in totals)]
     rooms = [room_bytes(budget, prepared) for budget in wanted]
     answers = portfolio.sweep(
         graph,
@@ -198,20 +215,40 @@ def find_solver(name: str) -> Solve:
 
 
 def room_bytes(budget: Budget, prepared: Prepared) -> int | None:
-    """What a budget leaves to the step, after what is resident; None for the least possible."""
-    return None if budget.bytes is None else max(budget.bytes - prepared.resident.total, 0)
+    """What a budget leaves to forward and backward, after all else; None for the least possible.
+
+    Nothing where the optimizer's own step does not fit.
+    """
+    if budget.bytes is None:
+        return None
+    fits = least_whole_step(prepared).total_bytes <= budget.bytes
+    return prepared.footprint.room_bytes(budget.bytes) if fits else 0
+
+
+def least_whole_step(prepared: Prepared) -> WholeStep:
+    """What the step takes if forward and backward need nothing beyond what they leave."""
+    return prepared.footprint.whole_step(0, prepared.problem.final_bytes)
 
 
 def _infeasible(prepared: Prepared, solution: Solution, budget: Budget) -> InfeasibleBudget:
     assert budget.bytes is not None
-    resident = prepared.resident.total
-    least = resident + solution.peak_bytes
+    whole = prepared.footprint.whole_step(solution.peak_bytes, prepared.problem.final_bytes)
     return InfeasibleBudget(
         f"budget {budget.text} is {format_bytes(budget.bytes)}, but the least that {solution.solver} "
-        f"reaches is {format_bytes(least)} ({least:,} bytes), of which {format_bytes(resident)} are "
-        "parameters, buffers, inputs and optimizer state",
-        minimum_bytes=least,
+        f"reaches is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
+        f"{_told(whole, prepared)}",
+        minimum_bytes=whole.total_bytes,
         budget_bytes=budget.bytes,
+    )
+
+
+def _told(whole: WholeStep, prepared: Prepared) -> str:
+    resident = f"{format_bytes(prepared.resident.total)} are parameters, buffers, inputs and optimizer state"
+    around = whole.total_bytes - whole.allocated_bytes
+    if whole.optimizer_step_bytes > whole.forward_backward_bytes:
+        resident += ", and it is the optimizer's step that takes most"
+    return resident + (
+        f", and {format_bytes(around)} are the context, libraries and fragmentation" if around else ""
     )
 
 

@@ -11,12 +11,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 import planner
-from planner.budget import Budget
-from planner.capture import CapturedStep, capture
-from planner.devices import Device, find_device
+from planner._torch_kernels import Attention
+from planner.budget import Budget, parse_budget
+from planner.capture import CapturedStep, CudaKernels, capture
+from planner.devices import Device, find_device, round_bytes
 from planner.fingerprint import state_digest
+from planner.footprint import Footprint as StepFootprint
 from planner.install import class_name
-from planner.optimizer import Optimizer, optimizer_state_bytes
+from planner.optimizer import Optimizer, OptimizerStep, optimizer_step
 from planner.plan_file import (
     Footprint,
     GraphRecord,
@@ -29,6 +31,7 @@ from planner.plan_file import (
     Target,
     TensorRecord,
     Timeline,
+    WholeStep,
 )
 from planner.problem import Problem, build_problem
 from planner.step import Step, autocast_regions, tensors_in, unique_storages
@@ -37,6 +40,8 @@ from solvers.schedule import alive_at, lifetimes, simulate
 from solvers.solution import Solution
 
 Progress = Callable[[str, float], None]
+NEWEST = (9, 0)
+"""Compute capability of devices that do not tell theirs."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,36 @@ class Prepared:
     step: Step
     captured: CapturedStep
     problem: Problem
-    resident: Resident
-    device: Device
+    footprint: StepFootprint
     meter: WorkspaceMeter | None
     seconds: float
 
     @property
-    def baseline_peak_bytes(self) -> int:
-        """Peak of the unplanned step, with what is resident."""
-        return self.resident.total + self.problem.eager.peak_bytes
+    def resident(self) -> Resident:
+        """Bytes that are there throughout."""
+        return self.footprint.resident
+
+    @property
+    def device(self) -> Device:
+        """Where the step will run."""
+        return self.footprint.device
+
+    @property
+    def baseline_whole_step(self) -> WholeStep:
+        """The unplanned step with the optimizer's own."""
+        eager = self.problem.eager
+        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes)
+
+    def budget(self, value: int | str) -> Budget:
+        """Read a budget; percentages are of the unplanned step's allocated bytes.
+
+        Raises:
+            BudgetError: The budget cannot be read.
+        """
+        wanted = parse_budget(value, self.baseline_whole_step.allocated_bytes)
+        if wanted.bytes is None or not wanted.text.endswith("%"):
+            return wanted
+        return Budget(self.footprint.around(wanted.bytes), wanted.text)
 
 
 def prepare(
@@ -65,18 +91,28 @@ def prepare(
     optimizer: Optimizer | None,
     device: str | torch.device | Device | None,
     progress: Progress,
+    attention: Attention | None = None,
+    accumulate: bool | None = None,
 ) -> Prepared:
     """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
     here = _device_of(model, step)
     target = find_device(device, here)
     started = time.perf_counter()
-    captured = capture(model, step, lambda text, fraction: progress(text, 0.8 * fraction))
-    resident = _resident(captured, optimizer, model)
+    elsewhere = target.kind == "cuda" and here.type != "cuda"
+    captured = capture(
+        model,
+        step,
+        lambda text, fraction: progress(text, 0.8 * fraction),
+        cuda=CudaKernels(target.capability or NEWEST, attention) if elsewhere else None,
+        accumulate=accumulate,
+    )
     progress("measuring what kernels allocate inside", 0.8)
     at_hand = here.type in ("cpu", "cuda") and target.name == find_device(None, here).name
     meter = WorkspaceMeter(here) if at_hand else None
     problem = build_problem(captured, target, meter)
-    return Prepared(model, step, captured, problem, resident, target, meter, time.perf_counter() - started)
+    update = optimizer_step(optimizer, model, target, meter)
+    footprint = StepFootprint(target, _resident(captured, update, target), update)
+    return Prepared(model, step, captured, problem, footprint, meter, time.perf_counter() - started)
 
 
 def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
@@ -137,6 +173,8 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         predicted=footprint(timeline.peak_bytes, timeline.seconds),
         baseline=footprint(problem.eager.peak_bytes, problem.eager.seconds),
         no_recompute=footprint(nothing.peak_bytes, nothing.seconds),
+        whole_step=prepared.footprint.whole_step(timeline.peak_bytes, timeline.final_bytes),
+        baseline_whole_step=prepared.baseline_whole_step,
         graphs=_graph_records(captured, problem, solution),
         timeline=Timeline.downsample(timeline.step_bytes, forward_steps),
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
@@ -209,16 +247,16 @@ def _holders(problem: Problem, solution: Solution, step: int) -> list[Holder]:
     return [Holder(module=m, bytes=b) for m, b in sorted(by_module.items(), key=lambda item: -item[1])]
 
 
-def _resident(captured: CapturedStep, optimizer: Optimizer | None, model: torch.nn.Module) -> Resident:
+def _resident(captured: CapturedStep, update: OptimizerStep, device: Device) -> Resident:
     def size(tensors: Sequence[torch.Tensor]) -> int:
-        return sum(int(t.untyped_storage().nbytes()) for t in unique_storages(tensors))
+        return sum(round_bytes(device, int(t.untyped_storage().nbytes())) for t in unique_storages(tensors))
 
     return Resident(
         parameter_bytes=size(captured.parameters),
         buffer_bytes=size(captured.buffers),
         input_bytes=size(captured.inputs),
-        gradient_bytes=size([p.grad for p in model.parameters() if p.grad is not None]),
-        optimizer_bytes=optimizer_state_bytes(optimizer, model),
+        gradient_bytes=size(captured.gradients),
+        optimizer_bytes=update.state_bytes,
     )
 
 

@@ -12,12 +12,14 @@ no kernel runs, and nothing of the user's is touched:
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from planner import _torch
+from planner._torch_kernels import Attention, dispatched_in_python, kernels_of_cuda
 from planner.errors import CaptureError
 from planner.graph_runner import GraphRunner, collector
 from planner.joint import JointGraph
@@ -52,7 +54,8 @@ class CapturedStep:
         graphs: The captured graphs, in order of first execution.
         eager: What the uncompiled step did.
         compiled: What the compiled step did, graphs as single events.
-        resident: The tensors that are there before the step: parameters, buffers, inputs.
+        parameters, buffers, inputs: The tensors that are there before the step.
+        gradients: Those that are there before the step and are added to.
         notes: Things that the user should know.
     """
 
@@ -62,16 +65,40 @@ class CapturedStep:
     parameters: Sequence[torch.Tensor]
     buffers: Sequence[torch.Tensor]
     inputs: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor] = ()
     notes: list[str] = field(default_factory=list)
 
 
-def capture(module: torch.nn.Module, step: Step, progress: Progress | None = None) -> CapturedStep:
+@dataclass(frozen=True)
+class CudaKernels:
+    """The step will run on CUDA though it is captured on the CPU.
+
+    Attributes:
+        capability: Compute capability of the device.
+        attention: Its attention kernel; None for what PyTorch chooses.
+    """
+
+    capability: tuple[int, int]
+    attention: Attention | None = None
+
+
+def capture(
+    module: torch.nn.Module,
+    step: Step,
+    progress: Progress | None = None,
+    *,
+    cuda: CudaKernels | None = None,
+    accumulate: bool | None = None,
+) -> CapturedStep:
     """Capture one training step.
 
     Args:
         module: The module; it is copied, not touched.
         step: Its arguments and loss.
         progress: Called with what is going on and the fraction done.
+        cuda: Replace what the CPU does by what CUDA does; None to capture what the tensors' device does.
+        accumulate: Whether every trainable parameter has a gradient that is added to; None: those that
+            have one now.
 
     Raises:
         CaptureError: If the step cannot be run on tensors without data, or no graph came of it.
@@ -83,14 +110,23 @@ def capture(module: torch.nn.Module, step: Step, progress: Progress | None = Non
     parameters, buffers = list(fake_module.parameters()), list(fake_module.buffers())
     inputs = unique_storages(tensors_in((fake_step.args, dict(fake_step.kwargs))))
     resident = [*parameters, *buffers, *inputs]
+    with mode:
+        gradients = {
+            parameter: torch.empty_like(parameter, requires_grad=False)
+            for parameter, own in zip(parameters, module.parameters(), strict=True)
+            if parameter.requires_grad and (own.grad is not None if accumulate is None else accumulate)
+        }
 
     def record(call: torch.nn.Module, doing: str, runners: list[GraphRunner] | None = None) -> Recording:
         _drop_gradients(resident)
-        recorder = StepRecorder(mode, resident)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        recorder = StepRecorder(mode, resident, list(gradients.values()))
         for runner in runners or ():
             runner.recorder = recorder
         try:
-            with mode, recorder:
+            dispatched = dispatched_in_python() if cuda and not runners else nullcontext()
+            with mode, dispatched, recorder:
                 kept = fake_step.run(call)
             del kept
         except CaptureError:
@@ -101,14 +137,15 @@ def capture(module: torch.nn.Module, step: Step, progress: Progress | None = Non
             _drop_gradients(resident)
         return recorder.recording
 
-    with torch.random.fork_rng(devices=[]), _torch.dynamo_settings():
+    kernels = nullcontext() if cuda is None else kernels_of_cuda(cuda.capability, cuda.attention)
+    with torch.random.fork_rng(devices=[]), _torch.dynamo_settings(), kernels:
         report("running the eager step on tensors without data", 0.1)
         eager = record(fake_module, "running the step")
 
         report("capturing the forward", 0.2)
         runners: list[GraphRunner] = []
         previous = _torch.installed_call(fake_module)
-        compiled = _torch.dynamo_compile(run_forward, collector(runners))
+        compiled = _torch.dynamo_compile(run_forward, collector(runners, cuda=cuda is not None))
         target = _Bound(compiled, fake_module)
         try:
             _drop_gradients(resident)
@@ -145,7 +182,7 @@ def capture(module: torch.nn.Module, step: Step, progress: Progress | None = Non
         _torch.install_call(fake_module, previous)
     report("captured", 1.0)
     graphs = [CapturedGraph(r.structure, r.unused_outputs, r.joint) for r in runners]
-    return CapturedStep(graphs, eager, recording, parameters, buffers, inputs)
+    return CapturedStep(graphs, eager, recording, parameters, buffers, inputs, list(gradients.values()))
 
 
 def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

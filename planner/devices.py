@@ -1,8 +1,9 @@
 """The accelerators a plan can be made for: memory, bandwidth, arithmetic and allocator granularity.
 
 Planning needs a device's figures, not the device: a plan for a GPU that is not there is made from
-the table below. ``"cpu"`` is a fixed reference processor (with this machine's memory), so that plans and
-overheads are comparable between machines; ``"cuda"`` is the GPU that is present.
+the table below, or from a JSON file of one's own (see :func:`load_device`). ``"cpu"`` is a fixed reference
+processor (with this machine's memory), so that plans and overheads are comparable between machines;
+``"cuda"`` is the GPU that is present.
 
 FLOP/s are the makers' dense peak figures (no structured sparsity), matrix units included where a
 dtype has them, with 32-bit accumulation. ``memory_bytes`` is what CUDA reports as the total of the
@@ -10,12 +11,14 @@ device (the figure in PyTorch's out-of-memory messages), which is less than the 
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -28,6 +31,14 @@ CUDA_ROUNDING_BYTES = 512
 CUDA_CONTEXT_BYTES = 500 << 20
 # Kernels shorter than this are bound by their launch.
 CUDA_LAUNCH_SECONDS = 4e-6
+# PyTorch gives cuBLAS a workspace from the caching allocator for every thread that multiplies matrices (the
+# one that runs the forward and autograd's), which it keeps: :4096:2:16:8, 32 MiB from Hopper on.
+CUBLAS_THREADS = 2
+CUBLAS_WORKSPACE_BYTES = 2 * (4096 << 10) + 8 * (16 << 10)
+CUBLAS_WORKSPACE_BYTES_HOPPER = 32 << 20
+# What the caching allocator holds beyond what is allocated: rounding to segments of 2 and 20 MiB, and gaps
+# that no block fits into. An assumption, stated in every plan; measured figures differ by model.
+CUDA_FRAGMENTATION = 0.03
 
 
 class DeviceError(PlannerError, ValueError):
@@ -48,6 +59,9 @@ class Device:
         launch_seconds: Time that every kernel takes at least.
         allocation_rounding_bytes: Every allocation is rounded up to a multiple of this.
         context_bytes: Memory gone before the first tensor exists.
+        library_bytes: What matrix libraries allocate once and keep.
+        fragmentation: Share of the allocated bytes that the allocator is taken to reserve on top of them.
+        capability: CUDA compute capability, which decides the attention kernels; None where it has none.
     """
 
     name: str
@@ -58,6 +72,9 @@ class Device:
     launch_seconds: float
     allocation_rounding_bytes: int
     context_bytes: int
+    library_bytes: int = 0
+    fragmentation: float = 0.0
+    capability: tuple[int, int] | None = None
 
     def flops_of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """FLOP/s for matrix arithmetic in `dtype`; a dtype that is not listed counts as ``float32``."""
@@ -82,6 +99,7 @@ def _gpu(
     float16: float,
     bfloat16: float | None,
     float8: float | None,
+    capability: tuple[int, int] | None,
 ) -> Device:
     """`gib` as CUDA reports it; `bandwidth_gb` in 10^9 bytes/s; the dtypes in TFLOP/s."""
     tera = {"float64": float64, "float32": float32, "float16": float16, "bfloat16": bfloat16 or float32}
@@ -98,6 +116,10 @@ def _gpu(
         launch_seconds=CUDA_LAUNCH_SECONDS,
         allocation_rounding_bytes=CUDA_ROUNDING_BYTES,
         context_bytes=CUDA_CONTEXT_BYTES,
+        library_bytes=CUBLAS_THREADS
+        * (CUBLAS_WORKSPACE_BYTES_HOPPER if (capability or (0, 0)) >= (9, 0) else CUBLAS_WORKSPACE_BYTES),
+        fragmentation=CUDA_FRAGMENTATION,
+        capability=capability,
     )
 
 
@@ -114,33 +136,42 @@ _CPU = Device(
 
 # fmt: off
 _TABLE = tuple(_gpu(*row) for row in (
-    # name, GiB, GB/s; TFLOP/s in float64, float32, TF32, float16, bfloat16, float8
-    # NVIDIA V100 datasheet (January 2020), SXM2. No bfloat16 units: it runs at the float32 rate.
-    ("V100-16GB", 15.77, 900, 7.8, 15.7, None, 125, None, None),
-    ("V100-32GB", 31.74, 900, 7.8, 15.7, None, 125, None, None),
-    # NVIDIA T4 datasheet; float64 at 1/32 of float32 (Turing whitepaper).
-    ("T4", 14.75, 320, 0.25, 8.1, None, 65, None, None),
-    # NVIDIA A10 datasheet; float64 at 1/32 (GA102 whitepaper).
-    ("A10", 22.2, 600, 0.98, 31.2, 62.5, 125, 125, None),
-    # NVIDIA A100 datasheet, SXM4; float64 outside the matrix units.
-    ("A100-40GB", 39.39, 1555, 9.7, 19.5, 156, 312, 312, None),
-    ("A100-80GB", 79.15, 2039, 9.7, 19.5, 156, 312, 312, None),
-    # NVIDIA L4 and L40S datasheets; figures with sparsity halved. float64 at 1/64 (Ada whitepaper).
-    ("L4", 22.03, 300, 0.47, 30.3, 60, 121, 121, 242),
-    ("L40S", 44.4, 864, 1.43, 91.6, 183, 362, 362, 733),
-    # NVIDIA H100 (SXM5) and H200 (SXM) datasheets; figures with sparsity halved.
-    ("H100", 79.1, 3350, 34, 67, 494, 989, 989, 1979),
-    ("H200", 139.8, 4800, 34, 67, 494, 989, 989, 1979),
-    # NVIDIA DGX B200 datasheet, an eighth of the system; figures with sparsity halved.
-    ("B200", 178.3, 8000, 37, 75, 1125, 2250, 2250, 4500),
-    # GA102, Ada and RTX Blackwell architecture whitepapers; matrix products with 32-bit accumulation.
-    ("RTX3090", 23.69, 936, 0.56, 35.6, 35.6, 71, 71, None),
-    ("RTX4090", 23.64, 1008, 1.29, 82.6, 82.6, 165.2, 165.2, 330.3),
-    ("RTX5090", 31.36, 1792, 1.64, 104.8, 104.8, 209.5, 209.5, 419),
-    # AMD Instinct MI250 data sheet, one of its two dies: that is the device PyTorch sees.
-    ("MI250", 63.98, 1638, 45.3, 45.3, None, 181, 181, None),
-    # AMD Instinct MI300X data sheet; float32 and float64 on the matrix cores.
-    ("MI300X", 191.9, 5300, 163.4, 163.4, 654, 1307, 1307, 2615),
+    # name, GiB, GB/s; TFLOP/s in float64, float32, TF32, float16, bfloat16, float8; compute capability
+    # (https://developer.nvidia.com/cuda-gpus)
+    # https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
+    # (SXM2). No bfloat16 units: it runs at the float32 rate.
+    ("V100-16GB", 15.77, 900, 7.8, 15.7, None, 125, None, None, (7, 0)),
+    ("V100-32GB", 31.74, 900, 7.8, 15.7, None, 125, None, None, (7, 0)),
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
+    # float64 at 1/32 of float32 (Turing whitepaper).
+    ("T4", 14.75, 320, 0.25, 8.1, None, 65, None, None, (7, 5)),
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf
+    # float64 at 1/32 (GA102 whitepaper).
+    ("A10", 22.2, 600, 0.98, 31.2, 62.5, 125, 125, None, (8, 6)),
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf
+    # (SXM4); float64 outside the matrix units.
+    ("A100-40GB", 39.39, 1555, 9.7, 19.5, 156, 312, 312, None, (8, 0)),
+    ("A100-80GB", 79.15, 2039, 9.7, 19.5, 156, 312, 312, None, (8, 0)),
+    # https://www.nvidia.com/en-us/data-center/l4/ and .../l40s/; figures with sparsity halved. float64
+    # at 1/64 (Ada whitepaper).
+    ("L4", 22.03, 300, 0.47, 30.3, 60, 121, 121, 242, (8, 9)),
+    ("L40S", 44.4, 864, 1.43, 91.6, 183, 362, 362, 733, (8, 9)),
+    # https://www.nvidia.com/en-us/data-center/h100/ (SXM5) and .../h200/ (SXM); figures with sparsity halved.
+    ("H100", 79.1, 3350, 34, 67, 494, 989, 989, 1979, (9, 0)),
+    ("H200", 139.8, 4800, 34, 67, 494, 989, 989, 1979, (9, 0)),
+    # https://www.nvidia.com/en-us/data-center/dgx-b200/, an eighth of the system; with sparsity halved.
+    ("B200", 178.3, 8000, 37, 75, 1125, 2250, 2250, 4500, (10, 0)),
+    # GA102, Ada and RTX Blackwell architecture whitepapers (https://www.nvidia.com/en-us/geforce/);
+    # matrix products with 32-bit accumulation.
+    ("RTX3090", 23.69, 936, 0.56, 35.6, 35.6, 71, 71, None, (8, 6)),
+    ("RTX4090", 23.64, 1008, 1.29, 82.6, 82.6, 165.2, 165.2, 330.3, (8, 9)),
+    ("RTX5090", 31.36, 1792, 1.64, 104.8, 104.8, 209.5, 209.5, 419, (12, 0)),
+    # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250.html, one of its two dies: that is the
+    # device PyTorch sees, with gfx90a reported as capability 9.0, by which attention kernels are chosen.
+    ("MI250", 63.98, 1638, 45.3, 45.3, None, 181, 181, None, (9, 0)),
+    # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html; float32 and float64 on the
+    # matrix cores.
+    ("MI300X", 191.9, 5300, 163.4, 163.4, 654, 1307, 1307, 2615, (9, 4)),
 ))
 # fmt: on
 
@@ -153,7 +184,8 @@ def find_device(name: str | torch.device | Device | None, model_device: torch.de
     Args:
         name: A name from the table (``"A100-80GB"``; case, spaces, ``-`` and ``_`` do not matter), ``"cpu"``,
             ``"cuda"`` or ``"cuda:1"`` for a GPU that is present, a :class:`torch.device`, a
-            :class:`Device` of one's own, or ``None`` for the device the model is on.
+            :class:`Device` of one's own, the path of a ``.json`` file that :func:`load_device` reads, or
+            ``None`` for the device the model is on.
         model_device: Where the model's parameters are; used when `name` is ``None``. A model on the
             meta device counts as on the CPU.
 
@@ -167,6 +199,8 @@ def find_device(name: str | torch.device | Device | None, model_device: torch.de
         name = model_device if model_device is not None and model_device.type != "meta" else "cpu"
     if isinstance(name, torch.device):
         name = str(name)
+    if name.endswith(".json"):
+        return load_device(name)
     wanted = _plain(name)
     if re.fullmatch(r"cpu(:0)?", wanted):
         return _CPU
@@ -184,6 +218,76 @@ def find_device(name: str | torch.device | Device | None, model_device: torch.de
     raise DeviceError(
         f"unknown device {name!r}: {hint}known are {', '.join(DEVICES)} and 'cuda' for the GPU that is here"
     )
+
+
+def load_device(path: str | os.PathLike[str]) -> Device:
+    """Reads a device of one's own from a JSON file.
+
+    The file holds one object with fields of :class:`Device`. ``"like"`` names a known device whose
+    figures hold for every field that is not given::
+
+        {"name": "A100 capped", "like": "A100-80GB", "memory_bytes": 42949672960}
+
+    Raises:
+        DeviceError: the file cannot be read, or a field is missing, unknown or of the wrong type.
+    """
+    try:
+        given: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DeviceError(f"device file {os.fspath(path)!r} cannot be read: {error}") from None
+    if not isinstance(given, dict):
+        raise DeviceError(f"device file {os.fspath(path)!r}: a device is a JSON object")
+    known = {f.name for f in fields(Device)}
+    values = _fields_of(find_device(str(given.pop("like")))) if "like" in given else {}
+    if unknown := set(given) - known:
+        raise DeviceError(
+            f"device file {os.fspath(path)!r}: unknown field {sorted(unknown)[0]!r}; expected some of "
+            f"{', '.join(sorted(known))} and 'like'"
+        )
+    values |= given
+    if values.get("capability") is not None:
+        values["capability"] = tuple(values["capability"])
+    try:
+        device = Device(**values)
+    except TypeError as error:
+        missing = ", ".join(re.findall(r"'(\w+)'", str(error)))
+        raise DeviceError(
+            f"device file {os.fspath(path)!r}: missing {missing}; or name a device under 'like'"
+        ) from None
+    _check(device, os.fspath(path))
+    return device
+
+
+def _fields_of(device: Device) -> dict[str, Any]:
+    return {f.name: getattr(device, f.name) for f in fields(Device)}
+
+
+def _check(device: Device, source: str) -> None:
+    """Refuse figures that no device has."""
+
+    def refuse(field_name: str, expected: str) -> None:
+        value = getattr(device, field_name)
+        raise DeviceError(f"device file {source!r}: {field_name} is {value!r}, expected {expected}")
+
+    if device.kind not in ("cpu", "cuda"):
+        refuse("kind", "'cpu' or 'cuda'")
+    if not isinstance(device.flops, Mapping) or "float32" not in device.flops:
+        refuse("flops", "FLOP/s by dtype, 'float32' among them")
+    if not all(_is_number(figure) and figure > 0 for figure in device.flops.values()):
+        refuse("flops", "numbers above 0")
+    for name in ("memory_bytes", "bandwidth", "allocation_rounding_bytes"):
+        if not _is_number(getattr(device, name)) or getattr(device, name) <= 0:
+            refuse(name, "a number above 0")
+    for name in ("launch_seconds", "context_bytes", "library_bytes", "fragmentation"):
+        if not _is_number(getattr(device, name)) or getattr(device, name) < 0:
+            refuse(name, "a number of at least 0")
+    capability = device.capability
+    if capability is not None and (len(capability) != 2 or not all(type(part) is int for part in capability)):
+        refuse("capability", "two whole numbers, as [8, 0]")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _plain(name: str) -> str:
@@ -231,4 +335,6 @@ def _estimated(properties: object) -> Device:
     float32 = units * 128 * 2 * clock / 1e12
     bandwidth = 2 * memory_clock * bus_bits / 8 / 1e9 or 500.0
     half = 4 * float32
-    return _gpu("", 0, bandwidth, float32 / 32, float32, None, half, half, None)
+    major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
+    capability = None if major is None or minor is None else (int(major), int(minor))
+    return _gpu("", 0, bandwidth, float32 / 32, float32, None, half, half, None, capability)

@@ -90,8 +90,11 @@ class GraphRunner:
         recorder: Told about every execution; set it before the compiled pass.
     """
 
-    def __init__(self, index: int, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, index: int, graph: GraphModule, example_inputs: Sequence[Any], *, cuda: bool = False
+    ) -> None:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
+        self._cuda = cuda
         self.structure = structure_of(graph)
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
@@ -130,7 +133,7 @@ class GraphRunner:
         )
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        self.joint = read_joint(joint, forward_outputs)
+        self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
         outputs, gradients = self.joint.outputs
         # The forward "saves" one empty token, by which its backward knows which execution it belongs to.
         forward = torch.fx.Graph()
@@ -193,11 +196,14 @@ class GraphRunner:
         recording.events[-1] = replace(recording.events[-1], graph=call)
 
 
-def collector(runners: list[GraphRunner]) -> Callable[..., Any]:
-    """A Dynamo backend that puts a runner in the place of every graph, and into ``runners``."""
+def collector(runners: list[GraphRunner], *, cuda: bool = False) -> Callable[..., Any]:
+    """A Dynamo backend that puts a runner in the place of every graph, and into ``runners``.
+
+    With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are.
+    """
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
-        runner = GraphRunner(len(runners), graph, example_inputs)
+        runner = GraphRunner(len(runners), graph, example_inputs, cuda=cuda)
         runners.append(runner)
         return runner
 

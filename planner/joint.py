@@ -222,10 +222,17 @@ class JointGraph:
         return [self._storage(v) for v in _tensors(node.meta.get("val"))]
 
 
-def read_joint(module: GraphModule, forward_outputs: int) -> JointGraph:
-    """Make a joint graph compute what eager computes, drop dead code, and read it."""
+def read_joint(module: GraphModule, forward_outputs: int, *, cuda: bool = False) -> JointGraph:
+    """Make a joint graph compute what eager computes, drop dead code, and read it.
+
+    Args:
+        module: The graph.
+        forward_outputs: How many of its outputs belong to the forward.
+        cuda: It will run on CUDA, wherever its tensors without data are.
+    """
     mutated = _torch.mutated_inputs(module)
-    match_eager(module)
+    if not cuda:
+        match_eager(module)
     module.graph.eliminate_dead_code(is_impure_node=_is_impure)
     return JointGraph(module.graph, module, forward_outputs, mutated)
 

@@ -28,6 +28,7 @@ from planner.plan_records import (
     Target,
     TensorRecord,
     Timeline,
+    WholeStep,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "Target",
     "TensorRecord",
     "Timeline",
+    "WholeStep",
     "plan_schema",
 ]
 
@@ -65,6 +67,13 @@ class Plan(Record):
     predicted: Footprint = Field(description="the step with this plan")
     baseline: Footprint = Field(description="the step as PyTorch runs it without a plan")
     no_recompute: Footprint = Field(description="the captured step when nothing is recomputed")
+    whole_step: WholeStep | None = Field(
+        default=None,
+        description="the planned step with the optimizer's own, on the device; bounded by the budget",
+    )
+    baseline_whole_step: WholeStep | None = Field(
+        default=None, description="the same without a plan; percent budgets are of its total"
+    )
     graphs: list[GraphRecord] = Field(min_length=1, max_length=10_000)
     timeline: Timeline
     baseline_timeline: Timeline
@@ -89,6 +98,15 @@ class Plan(Record):
         if budget_bytes is not None and self.predicted.peak_bytes > budget_bytes:
             message = f"{self.predicted.peak_bytes} is more than the budget of {budget_bytes}"
             raise InconsistentError(message, "predicted", "peak_bytes")
+        whole = self.whole_step
+        if whole is not None and whole.forward_backward_bytes != self.predicted.peak_bytes:
+            message = (
+                f"{whole.forward_backward_bytes} is not predicted.peak_bytes, {self.predicted.peak_bytes}"
+            )
+            raise InconsistentError(message, "whole_step", "forward_backward_bytes")
+        if budget_bytes is not None and whole is not None and whole.total_bytes > budget_bytes:
+            message = f"{whole.total_bytes} in all is more than the budget of {budget_bytes}"
+            raise InconsistentError(message, "whole_step")
         if self.rung == "one-graph" and len(self.graphs) != 1:
             raise InconsistentError(f"there are {len(self.graphs)} where the rung is one-graph", "graphs")
         return self

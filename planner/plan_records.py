@@ -75,6 +75,43 @@ class Resident(Record):
         )
 
 
+class WholeStep(Record):
+    """A whole training step on its device, the optimizer's step included; a budget bounds the total."""
+
+    forward_backward_bytes: Count = Field(description="peak of allocated bytes in forward and backward")
+    optimizer_step_bytes: Count = Field(
+        description="peak of allocated bytes in the optimizer's step: what is resident, gradients, outputs "
+        "that are still held, and intermediate results"
+    )
+    allocated_bytes: Count = Field(description="the larger of the two")
+    library_bytes: Count = Field(description="workspaces that matrix libraries allocate once and keep")
+    fragmentation_bytes: Count = Field(
+        description="what the allocator is assumed to reserve beyond what is allocated"
+    )
+    context_bytes: Count = Field(description="gone before the first tensor exists")
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator reserves, as ``torch.cuda.max_memory_reserved`` counts."""
+        return self.allocated_bytes + self.library_bytes + self.fragmentation_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device must have."""
+        return self.reserved_bytes + self.context_bytes
+
+    @model_validator(mode="after")
+    def _is_the_larger(self) -> Self:
+        larger = max(self.forward_backward_bytes, self.optimizer_step_bytes)
+        if self.allocated_bytes != larger:
+            raise InconsistentError(
+                f"{self.allocated_bytes} is not the larger of forward_backward_bytes and "
+                f"optimizer_step_bytes, {larger}",
+                "allocated_bytes",
+            )
+        return self
+
+
 class TensorRecord(Record):
     """One tensor among the example inputs."""
 

@@ -6,6 +6,7 @@ order of the step, with the glue between them. Each storage of each execution is
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from planner.joint import JointGraph, JointOp
 from planner.tracking import Event
 from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
 from solvers.graph import GLUE_REGION, Graph, Op, Phase, Value
-from solvers.schedule import Timeline
+from solvers.schedule import Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Problem:
     graph: Graph
     sources: list[Source]
     eager: Timeline
+
+    @cached_property
+    def final_bytes(self) -> int:
+        """What a step leaves behind, whatever its schedule: gradients and outputs."""
+        return simulate(self.graph, self.graph.base_schedule).final_bytes
 
     def backward_sequences(self, captured: CapturedStep, schedule: np.ndarray) -> list[list[int]]:
         """For every captured graph the operations that its backward runs under a schedule, in order.

@@ -71,9 +71,12 @@ class StepRecorder(_torch.InfrastructureMode):
     Args:
         mode: The fake mode of the step's tensors.
         resident: Tensors that are there before the step: parameters, buffers, inputs.
+        gradients: Gradients that are there before the step: they are added to in place.
     """
 
-    def __init__(self, mode: Any, resident: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, mode: Any, resident: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._mode = mode
@@ -82,7 +85,9 @@ class StepRecorder(_torch.InfrastructureMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._paused = False
         self._born_under: list[object | None] = []
-        self._resident = [t.untyped_storage() for t in resident]  # held: their identities stay theirs
+        # Held, so that their identities stay theirs.
+        self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
+        self._gradients = {_torch.storage_key(g) for g in gradients}
         for storage in self._resident:
             self._known[storage._cdata] = -1
 
@@ -155,6 +160,8 @@ class StepRecorder(_torch.InfrastructureMode):
         old, new = args
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
             return False
+        if _torch.storage_key(old) in self._gradients:
+            return old.dtype == new.dtype
         number = self.index_of(old)
         return (
             number >= 0
