@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from planner.api import auto_checkpoint as auto_checkpoint
     from planner.api import plan as plan
     from planner.api import sweep as sweep
+    from planner.batch_search import max_batch as max_batch
     from planner.install import remove as remove
     from planner.plan_file import Plan as Plan
     from planner.verification import verify as verify
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "planner.plan_file",
     "auto_checkpoint": "planner.api",
+    "max_batch": "planner.batch_search",
     "plan": "planner.api",
     "remove": "planner.install",
     "sweep": "planner.api",
@@ -49,6 +51,7 @@ __all__ = [
     "PlanWarning",
     "PlannerError",
     "auto_checkpoint",
+    "max_batch",
     "plan",
     "remove",
     "sweep",

@@ -61,12 +61,34 @@ def build(reference: str) -> Built:
     Raises:
         BuilderError: as `load_reference`, or the builder raises, or returns something else.
     """
+    return _checked(reference, _called(reference))
+
+
+def build_for_batches(reference: str) -> "tuple[nn.Module, Callable[[int], Any]]":
+    """Call a builder of a model for any batch: it returns (model, make_args).
+
+    Raises:
+        BuilderError: as `load_reference`, or the builder raises, or returns something else.
+    """
+    from torch import nn
+
+    result = _called(reference)
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], nn.Module):
+        raise BuilderError(f"{reference!r} returned a {type(result).__name__}: expected (model, make_args)")
+    if not callable(result[1]):
+        raise BuilderError(
+            f"{reference!r} returned a {type(result[1]).__name__} as make_args: expected a function from a "
+            "batch to the arguments of the model"
+        )
+    return result[0], result[1]
+
+
+def _called(reference: str) -> Any:
     function = load_reference(reference)
     try:
-        result = function()
+        return function()
     except (Exception, SystemExit) as error:
         raise BuilderError(f"{reference!r} raised {_summary(error)}") from error
-    return _checked(reference, result)
 
 
 def _checked(reference: str, result: Any) -> Built:

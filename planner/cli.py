@@ -1,4 +1,4 @@
-"""The command line: `plan`, `sweep`, `verify`, `show` and `schema`.
+"""The command line: `plan`, `sweep`, `max-batch`, `verify`, `show` and `schema`.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a plan did not verify, 2 wrong
 usage or input, 3 no plan fits the budget.
@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -19,12 +20,13 @@ from rich.console import Console
 
 import planner
 from planner.budget import parse_budget
-from planner.builder import BuilderError, Built, build, load_reference
-from planner.errors import InfeasibleBudget, PlannerError
+from planner.builder import BuilderError, Built, build, build_for_batches, load_reference
+from planner.errors import BudgetError, InfeasibleBudget, PlannerError
 from planner.files import check_folder, check_writable, write_atomically
 from planner.plan_file import Plan, plan_schema
 from planner.progress import shown_progress
 from planner.report import figure as plan_figure
+from planner.report.batches import render_batches
 from planner.report.frontier import render_frontier
 from planner.report.text import printable, render
 from planner.report.verification import render_verification
@@ -62,12 +64,28 @@ FigurePath = Annotated[
 ]
 
 
+class Attention(StrEnum):
+    """Kernels of scaled dot product attention."""
+
+    flash = "flash"
+    efficient = "efficient"
+    math = "math"
+
+
 Solver = Annotated[str, typer.Option(help="How to search for the plan.")]
 DeviceName = Annotated[
     str | None,
     typer.Option(help="cpu, cuda, or a device to plan for without having it, as A100-80GB."),
 ]
 OptimizerName = Annotated[str | None, typer.Option(help="An optimizer whose state to count, as adamw.")]
+AttentionName = Annotated[
+    Attention | None,
+    typer.Option(help="Planning for a GPU without one: its attention kernel, if not PyTorch's choice."),
+]
+Accumulate = Annotated[
+    bool | None,
+    typer.Option("--accumulate", help="Gradients are there when the step begins, and are added to."),
+]
 Keep = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Never recompute this module or operator (a pattern; repeatable)."),
@@ -104,6 +122,8 @@ def plan_command(
     solver: Solver = "auto",
     device: DeviceName = None,
     optimizer: OptimizerName = None,
+    attention: AttentionName = None,
+    accumulate: Accumulate = None,
     loss: Loss = None,
     keep: Keep = None,
     recompute: Again = None,
@@ -134,6 +154,8 @@ def plan_command(
                     loss=loss_function,
                     optimizer=optimizer,
                     device=device,
+                    attention=None if attention is None else attention.value,
+                    accumulate=accumulate,
                     time_limit=time_limit,
                     keep=keep or (),
                     recompute=recompute or (),
@@ -165,6 +187,8 @@ def sweep_command(
     ] = None,
     device: DeviceName = None,
     optimizer: OptimizerName = None,
+    attention: AttentionName = None,
+    accumulate: Accumulate = None,
     loss: Loss = None,
     keep: Keep = None,
     recompute: Again = None,
@@ -192,6 +216,8 @@ def sweep_command(
                     loss=loss_function,
                     optimizer=optimizer,
                     device=device,
+                    attention=None if attention is None else attention.value,
+                    accumulate=accumulate,
                     time_limit=time_limit,
                     keep=keep or (),
                     recompute=recompute or (),
@@ -207,6 +233,83 @@ def sweep_command(
         _print(render_frontier(plans))
         if output is not None:
             typer.echo(f"\n{len(plans)} plans written to {printable(output)}")
+
+
+@app.command("max-batch")
+def max_batch_command(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Returns (model, make_args), where make_args(batch) makes the arguments of a batch.",
+            show_default=False,
+        ),
+    ],
+    budget: Annotated[str, typer.Option("--budget", "-b", help="8GiB, 8GB, or bytes.")],
+    max_overhead: Annotated[
+        str | None,
+        typer.Option(help="The most extra time per sample over the largest unplanned batch, as 29%."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to this file.")
+    ] = None,
+    solver: Solver = "auto",
+    device: DeviceName = None,
+    optimizer: OptimizerName = None,
+    attention: AttentionName = None,
+    accumulate: Accumulate = None,
+    loss: Loss = None,
+    start: Annotated[int, typer.Option(min=1, help="The first batch that is captured.")] = 4,
+    most: Annotated[int, typer.Option(min=1, help="No larger batch is tried.")] = 1 << 20,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each captured answer.")] = 60.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Find the largest batch that fits a budget, with its plan."""
+    with _one_line_errors(debug, as_json):
+        parse_budget(budget, 2**40)
+        allowed = None if max_overhead is None else _share(max_overhead)
+        if output is not None:
+            check_writable(output)
+        with _stdout_for_results():
+            model, make_args = build_for_batches(reference)
+            loss_function = None if loss is None else load_reference(loss)
+            with shown_progress() as progress:
+                found = planner.max_batch(
+                    model,
+                    make_args,
+                    budget,
+                    max_overhead=allowed,
+                    solver=solver,
+                    loss=loss_function,
+                    optimizer=optimizer,
+                    device=device,
+                    attention=None if attention is None else attention.value,
+                    accumulate=accumulate,
+                    start=start,
+                    most=most,
+                    time_limit=time_limit,
+                    progress=progress,
+                )
+        if output is not None:
+            found.plan.save(output)
+        if as_json:
+            plan = _described(found.plan)
+            _print_json({**found.to_dict(), "plan": plan, "saved_to": output})
+            return
+        _print(render_batches(found))
+        if output is not None:
+            typer.echo(f"\nthe plan for batch {found.batch} is written to {printable(output)}")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e6:
+        raise BudgetError(f'--max-overhead {text!r} is no share of time: expected "29%" or 0.29')
+    return share
 
 
 @app.command("verify")

@@ -1,0 +1,115 @@
+"""The largest batch: it fits, one more does not, and what is told of it is what a plan of it says."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from planner.batch_search import MaxBatch
+from planner.devices import find_device
+from planner.errors import BudgetError, CaptureError
+from tests.small import small_gpt
+
+MIB = 2**20
+
+
+def batches(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words = torch.zeros((2, batch, 32), dtype=torch.long)
+    return words[0], words[1]
+
+
+def lengths(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words = torch.zeros((2, 8, length), dtype=torch.long)
+    return words[0], words[1]
+
+
+@pytest.fixture(scope="module")
+def found() -> MaxBatch:
+    return planner.max_batch(
+        small_gpt()[0], batches, "8MiB", optimizer="AdamW", max_overhead=0.25, solver="sqrt_n"
+    )
+
+
+@pytest.mark.heavy
+def test_the_largest_batch_fits_and_the_next_does_not(found: MaxBatch) -> None:
+    model = small_gpt()[0]
+    options: dict[str, Any] = {"optimizer": "AdamW", "solver": "sqrt_n"}
+    plan = planner.plan(model, batches(found.batch), budget="8MiB", **options)
+    assert plan.whole_step is not None
+    assert plan.whole_step.total_bytes <= 8 * MIB
+    reference = found.unplanned
+    assert reference is not None
+    assert found.largest.overhead <= 0.25
+    try:
+        larger = planner.plan(model, batches(found.batch + 1), budget="8MiB", **options)
+    except planner.InfeasibleBudget:
+        return
+    unplanned = planner.plan(model, batches(reference.batch), budget="100GiB", **options).baseline
+    assert larger.predicted.seconds / (found.batch + 1) > 1.25 * unplanned.seconds / reference.batch
+
+
+def test_the_measured_step_of_the_largest_batch_is_within_the_budget(found: MaxBatch) -> None:
+    report = planner.verify(small_gpt()[0], batches(found.batch), plan=found.plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == found.plan.predicted.dynamic_peak_bytes
+
+
+def test_the_largest_unplanned_batch_is_the_one_that_just_fits(found: MaxBatch) -> None:
+    assert found.unplanned is not None
+    totals = []
+    for batch in (found.unplanned.batch, found.unplanned.batch + 1):
+        plan = planner.plan(small_gpt()[0], batches(batch), budget="100GiB", optimizer="AdamW", solver="none")
+        assert plan.baseline_whole_step is not None
+        totals.append(plan.baseline_whole_step.total_bytes)
+    assert totals[0] <= 8 * MIB < totals[1]
+
+
+def test_largest_and_fastest_are_both_told(found: MaxBatch) -> None:
+    assert found.ratio is not None
+    assert found.ratio > 1.5
+    assert found.captures <= 4
+    assert found.largest.captured
+    assert found.largest.batch == found.batch == found.points[-1].batch
+    assert found.fastest.samples_per_second >= found.largest.samples_per_second
+    assert found.plan.whole_step is not None
+    assert found.largest.total_bytes == found.plan.whole_step.total_bytes
+
+
+@pytest.mark.heavy
+def test_a_length_whose_bytes_grow_with_its_square() -> None:
+    model = small_gpt()[0]
+    model.positions = torch.nn.Embedding(2048, 32)
+    found = planner.max_batch(model, lengths, "16MiB", solver="sqrt_n", max_overhead=0.2)
+    assert found.plan.predicted.peak_bytes <= 16 * MIB
+    assert found.unplanned is not None
+    assert found.batch > found.unplanned.batch
+
+
+def test_a_budget_for_a_gpu_is_for_all_that_the_step_takes_of_it() -> None:
+    gpu = replace(find_device("V100-32GB"), context_bytes=2 * MIB, library_bytes=MIB)
+    found = planner.max_batch(small_gpt()[0], batches, "11MiB", device=gpu, optimizer="Adam", solver="sqrt_n")
+    whole = found.plan.whole_step
+    assert whole is not None
+    assert whole.total_bytes <= 11 * MIB
+    assert whole.context_bytes == 2 * MIB
+    assert whole.library_bytes == MIB
+    assert whole.allocated_bytes * 0.03 <= whole.fragmentation_bytes <= whole.allocated_bytes * 0.03 + 1
+
+
+def test_where_not_one_sample_fits_the_least_is_told() -> None:
+    with pytest.raises(planner.InfeasibleBudget, match="one sample needs") as caught:
+        planner.max_batch(small_gpt()[0], batches, "200kB", solver="sqrt_n")
+    assert caught.value.minimum_bytes > 200_000
+
+
+@pytest.mark.parametrize("budget", ["60%", "min"])
+def test_a_budget_that_depends_on_the_batch_is_refused(budget: str) -> None:
+    with pytest.raises(BudgetError, match="depends on the batch"):
+        planner.max_batch(small_gpt()[0], batches, budget)
+
+
+def test_arguments_that_are_none_are_refused() -> None:
+    with pytest.raises(CaptureError, match="make_args"):
+        planner.max_batch(small_gpt()[0], lambda batch: batch, "8MiB")
