@@ -106,6 +106,8 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     # Past the limit Dynamo runs the original without a word; every new shape is one entry.
     "recompile_limit": 64,
     "accumulated_recompile_limit": 4096,
+    # Inside DistributedDataParallel graphs are otherwise split at its buckets, after which no plan fits them.
+    "optimize_ddp": False,
     "assume_static_by_default": True,
     "automatic_dynamic_shapes": False,
 }
@@ -199,6 +201,20 @@ def installed_call(module: torch.nn.Module) -> Callable[..., Any] | None:
 def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Put ``call`` in place of the module's own; None takes it out. Pickle and deepcopy drop it."""
     module._compiled_call_impl = call
+
+
+# ---- data-parallel training ---------------------------------------------------------------------
+
+
+def active_data_parallel_group() -> Any:
+    """The process group of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
+    active: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return None if active is None else active.process_group
+
+
+def default_store() -> Any:
+    """The key-value store that the processes of a job met in."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 # ---- AOTAutograd ---------------------------------------------------------------------------------

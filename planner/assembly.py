@@ -34,6 +34,7 @@ from planner.plan_file import (
     WholeStep,
 )
 from planner.problem import Problem, build_problem
+from planner.ranks import refuse_wrappers
 from planner.step import Step, autocast_regions, tensors_in, unique_storages
 from planner.workspace import WorkspaceMeter
 from solvers.schedule import alive_at, lifetimes, simulate
@@ -95,6 +96,7 @@ def prepare(
     accumulate: bool | None = None,
 ) -> Prepared:
     """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
+    refuse_wrappers(model, "plan")
     here = _device_of(model, step)
     target = find_device(device, here)
     started = time.perf_counter()

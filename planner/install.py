@@ -22,6 +22,7 @@ from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
 from planner.partial_backward import PartialBackward
 from planner.plan_file import GraphRecord, Plan
+from planner.ranks import RankCheck, refuse_wrappers
 from planner.rewrite import emit, no_recomputation, user_outputs
 from planner.step import autocast_regions
 
@@ -43,6 +44,7 @@ def apply(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
+    refuse_wrappers(model, "apply the plan to")
     found = class_name(model)
     if found != plan.model.class_name:
         raise PlanMismatch(f"the plan is for a {plan.model.class_name}, this is a {found}")
@@ -94,11 +96,14 @@ class PlannedCall:
         self._model = model
         self._training = plan.model.training
         self._compiled = _torch.dynamo_compile(run_forward, PlanBackend(plan))
+        self._compare_ranks: RankCheck | None = RankCheck(plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         if model.training is not self._training or not torch.is_grad_enabled():
             return _torch.module_call(model, *args, **kwargs)
+        if self._compare_ranks is not None and self._compare_ranks():
+            self._compare_ranks = None
         return _torch.call_with_forward(model, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

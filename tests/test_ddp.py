@@ -1,0 +1,169 @@
+"""Data-parallel training in two processes: with the plan inside, every rank gets what it gets without."""
+
+import copy
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+from planner import ranks
+from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+
+pytestmark = pytest.mark.heavy
+
+
+class Normalised(Layers):
+    """With running statistics, and a head that only every other step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.heads = nn.BatchNorm1d(32), nn.ModuleList(nn.Linear(32, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.norm(self.run(x))
+        first, second = (head(x).square().mean() for head in self.heads)
+        return first, second
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def _train(model: Any, chosen: Callable[[int], slice], count: int = 3, accumulate: int = 1) -> list[Any]:
+    # The buckets are so small that there are several.
+    optimizer, left = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1), []
+    for step in range(count):
+        optimizer.zero_grad()
+        # A static graph is taken down in the first backward, which has to synchronise.
+        for part in range(accumulate - 1 if step else 0):
+            with model.no_sync():
+                sum(model(_batch(10 + part))[chosen(step)]).backward()
+        outputs = model(_batch(step))
+        sum(outputs[chosen(step)]).backward()
+        optimizer.step()
+        left.append(outputs)
+    return left
+
+
+def every(step: int) -> slice:
+    return slice(0, 2)
+
+
+def alternating(step: int) -> slice:
+    return slice(step % 2, step % 2 + 1)
+
+
+LOOPS: dict[str, tuple[dict[str, Any], Callable[[int], slice], int]] = {
+    "plain": ({}, every, 1),
+    "views of buckets": ({"gradient_as_bucket_view": True}, every, 1),
+    "unused parameters": ({"find_unused_parameters": True}, alternating, 1),
+    "static graph": ({"static_graph": True}, every, 1),
+    "accumulating": ({}, every, 3),
+    "accumulating, static graph": ({"static_graph": True}, every, 2),
+}
+
+
+def _compared(name: str, folder: Path) -> None:
+    options, chosen, accumulate = LOOPS[name]
+    model = layers(Normalised)[0]
+    twin = copy.deepcopy(model)
+    planner.Plan.load(folder / "plan.json").apply(model)
+    model, twin = (DistributedDataParallel(m, bucket_cap_mb=0.01, **options) for m in (model, twin))
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(model, lambda m: _train(m, chosen, accumulate=accumulate))
+    assert runs.backward == 3 + 2 * (accumulate - 1), runs.backward
+    theirs = left_by(twin, lambda m: _train(m, chosen, accumulate=accumulate))
+    assert_same(ours, theirs)
+    assert any(g is not None for n, g in theirs.items() if ".gradient." in n)
+
+
+def _applied_to_what_is_wrapped(folder: Path) -> None:
+    model = DistributedDataParallel(layers(Normalised)[0], bucket_cap_mb=0.01)
+    twin = DistributedDataParallel(layers(Normalised)[0], bucket_cap_mb=0.01)
+    plan = planner.Plan.load(folder / "plan.json")
+    for refused in (lambda: plan.apply(model), lambda: plan_of(model, (_batch(0),))):
+        with pytest.raises(planner.PlanMismatch, match=r"as model\.module"):
+            refused()
+    plan.apply(model.module)
+    with counting_runs() as runs:
+        ours = left_by(model, lambda m: _train(m, every))
+    assert runs.backward == 3
+    assert_same(ours, left_by(twin, lambda m: _train(m, every)))
+
+
+def _other_plans(folder: Path) -> None:
+    model = layers(Normalised)[0]
+    plan = planner.Plan.load(folder / "plan.json")
+    if dist.get_rank() == 1:
+        plan = plan_of(model, (_batch(0),), budget="500%", solver="none", loss=sum)
+    wrapped = DistributedDataParallel(plan.apply(model))
+    with pytest.raises(
+        planner.PlanMismatch, match=f"rank {dist.get_rank()} trains by another plan than rank"
+    ):
+        wrapped(_batch(0))
+
+
+def _alone(folder: Path) -> None:
+    ranks.PATIENCE = ranks.PATIENCE / 30
+    model = planner.Plan.load(folder / "plan.json").apply(layers(Normalised)[0])
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    if dist.get_rank() == 0:
+        wrapped(_batch(0))  # only looks: rank 1 comes later
+    dist.barrier()
+    _train(wrapped, every, 1)
+
+
+def _process(rank: int, port: int, folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    work: dict[str, Callable[[], None]] = {n: lambda n=n: _compared(n, folder) for n in LOOPS}  # type: ignore[misc]
+    work["applied to what is wrapped"] = lambda: _applied_to_what_is_wrapped(folder)
+    work["other plans"] = lambda: _other_plans(folder)
+    work["alone"] = lambda: _alone(folder)
+    for name, run in work.items():
+        outcome = "fine"
+        try:
+            run()
+        except BaseException as error:  # what the test reports
+            outcome = f"{type(error).__name__}: {error}"
+        (folder / f"{name}.{rank}").write_text(outcome)
+        if outcome != "fine":
+            break  # the ranks are no longer in step
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each rank says of each loop; all of them in one pair of processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    plan_of(layers(Normalised)[0], (torch.randn(64, 32),), loss=sum).save(folder / "plan.json")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_process, args=(rank, port, folder), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        process.kill()
+    return folder
+
+
+@pytest.mark.parametrize("name", [*LOOPS, "applied to what is wrapped", "other plans", "alone"])
+def test_two_ranks(name: str, outcomes: Path) -> None:
+    for rank in range(2):
+        report = outcomes / f"{name}.{rank}"
+        assert report.exists(), f"rank {rank} did not come to it"
+        assert report.read_text() == "fine", f"rank {rank}"
