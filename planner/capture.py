@@ -219,6 +219,8 @@ def _without_data(module: torch.nn.Module, step: Step, mode: Any) -> tuple[torch
         copied = _torch.deep_copy_with(module, replaced)
     except Exception as error:
         raise _capture_error("copying the module (copy.deepcopy)", error) from error
+    for part in copied.modules():
+        _torch.install_call(part, None)  # a plan travels with copies
     args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
     return copied, Step(tuple(args), kwargs, step.loss)
 

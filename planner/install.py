@@ -16,7 +16,7 @@ from planner import _torch
 from planner.adapt import adapt
 from planner.capture import run_forward
 from planner.codegen import compile_graph
-from planner.errors import PlanMismatch, PlanWarning
+from planner.errors import PlanFileError, PlanMismatch, PlanWarning
 from planner.fingerprint import state_digest
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
@@ -56,7 +56,7 @@ def apply(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
     previous = _torch.installed_call(model)
     if isinstance(previous, PlannedCall):
         previous = previous.previous
-    _torch.install_call(model, PlannedCall(model, plan, previous))
+    _install(model, plan, previous)
     return model
 
 
@@ -69,7 +69,13 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
     installed = _torch.installed_call(model)
     if isinstance(installed, PlannedCall):
         _torch.install_call(model, installed.previous)
+        vars(model).pop(_Companion.NAME, None)
     return model
+
+
+def _install(model: torch.nn.Module, plan: Plan, previous: Callable[..., Any] | None = None) -> None:
+    _torch.install_call(model, PlannedCall(model, plan, previous))
+    vars(model)[_Companion.NAME] = _Companion(model)
 
 
 def installed_plan(model: torch.nn.Module) -> Plan | None:
@@ -81,6 +87,39 @@ def installed_plan(model: torch.nn.Module) -> Plan | None:
 def class_name(model: torch.nn.Module) -> str:
     """Qualified name of a module's class."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+class _Companion:
+    """Lives among a planned module's attributes and, when they are copied or pickled, plans the copy too.
+
+    PyTorch leaves out of copies what is installed in place of a module's call. A copy exists, without its
+    attributes, before they are copied: that is when the plan is installed in it.
+    """
+
+    NAME = "_planner_companion"
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Companion":
+        copied = memo.get(id(self._model))
+        plan = None if self._model is None else installed_plan(self._model)
+        if isinstance(copied, torch.nn.Module) and plan is not None:
+            _install(copied, plan)
+        return _Companion(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plan = None if self._model is None else installed_plan(self._model)
+        return _companion_from_pickle, (self._model, None if plan is None else plan.dumps())
+
+
+def _companion_from_pickle(model: torch.nn.Module | None, text: str | None) -> _Companion:
+    if model is not None and text is not None:
+        try:
+            _install(model, Plan.loads(text, source="the plan of the pickled model"))
+        except PlanFileError as error:
+            _warn(f"the model is unpickled without its plan: {error}")
+    return _Companion(model)
 
 
 class PlannedCall:

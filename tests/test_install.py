@@ -13,6 +13,7 @@ from planner import PlanWarning
 from planner.install import PlannedCall, installed_plan
 from planner.measure import measure_peak
 from planner.plan_file import Plan
+from tests.side_by_side import layers
 from tests.small import both_loss, broken, broken_layers, classifier, logits_loss, small_gpt
 
 
@@ -100,8 +101,8 @@ def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.Mo
     assert compiled
 
 
-def test_copies_and_pickles_work_and_are_unplanned() -> None:
-    model, args, _ = _planned()
+def test_copies_and_pickles_train_by_the_plan() -> None:
+    model, args, plan = _planned(layers)
     expected = _gradients(model, args)
     stored = io.BytesIO()
     torch.save(model, stored)
@@ -110,9 +111,50 @@ def test_copies_and_pickles_work_and_are_unplanned() -> None:
         copy.deepcopy(model),
         pickle.loads(pickle.dumps(model)),
         torch.load(stored, weights_only=False),
+        copy.deepcopy(copy.deepcopy(nn.Sequential(model)))[0],
     ):
-        assert installed_plan(other) is None
+        assert installed_plan(other) == plan
         _assert_equal(_gradients(other, args), expected)
+        other.zero_grad(set_to_none=True)
+        peak = measure_peak(lambda other=other: _gradients_only(other, args), "cpu").peak_bytes
+        assert peak == plan.predicted.dynamic_peak_bytes
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        planner.remove(other)
+        assert installed_plan(other) is None
+        assert vars(other).keys() == vars(planner.remove(copy.deepcopy(model))).keys()
+    assert installed_plan(model) is plan
+    _assert_equal(_gradients(model, args), expected)
+
+
+def test_copies_of_what_is_not_planned_are_not_either() -> None:
+    model, args, plan = _planned(layers)
+    shallow = copy.copy(model)
+    assert installed_plan(shallow) is None
+    assert installed_plan(copy.deepcopy(shallow)) is None
+    planner.remove(model)
+    assert planner.verify(model, args, plan=plan, repeats=0).ok
+    assert installed_plan(copy.deepcopy(model)) is None
+    assert installed_plan(pickle.loads(pickle.dumps(model))) is None
+
+
+def test_a_model_is_unpickled_even_if_its_plan_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, _ = _planned(layers)
+    expected = _gradients(model, args)
+    text = pickle.dumps(model)
+    monkeypatch.setattr("planner.plan_file.SCHEMA_VERSION", 10**6)
+    with pytest.warns(PlanWarning, match="schema_version"):
+        other = pickle.loads(text)
+    assert installed_plan(other) is None
+    _assert_equal(_gradients(other, args), expected)
+
+
+def test_planning_what_is_planned_gives_the_same_plan() -> None:
+    model, args, plan = _planned(layers)
+    again = planner.plan(model, args, budget="min", solver="sqrt_n")
+    assert again.graphs == plan.graphs
+    assert again.baseline.dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
 
 
 def test_hooks_on_the_outside_run() -> None:
