@@ -24,6 +24,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner._torch_tracing import answer_like_eager, widen_grouped_products
+
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""
 
@@ -141,6 +143,8 @@ def dynamo_compile(
     Dynamo caches per code object. Every call gets a fresh one, so that no two planned modules
     share (and exhaust) a cache.
     """
+    answer_like_eager(backend)
+    widen_grouped_products()
     fresh = FunctionType(
         function.__code__.replace(),
         function.__globals__,

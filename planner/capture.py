@@ -1,26 +1,29 @@
-"""The training step of a module, captured without running it.
+"""The training step of a module, captured.
 
-Three passes over a copy of the module whose tensors have shapes but no data; nothing is allocated,
-no kernel runs, and nothing of the user's is touched:
+Three passes over a copy of the module; nothing of the user's is touched:
 
 1. *eager*: the step as it is, recorded operation by operation: the baseline.
 2. *probe*: Dynamo turns the forward into graphs; which of their outputs get a gradient is noted.
 3. *compiled*: AOTAutograd turns each into a joint graph of forward and backward. The step runs once
    more with the graphs in place (as single events), which records the glue around them: losses and
    other code outside the graphs, graph breaks, gradients that are materialised or accumulated.
+
+The tensors of the copy have shapes but no data, so that nothing is allocated and no kernel runs. Where
+the data decide what runs (``nonzero``, ``item``), the step runs on a copy with data instead.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from planner import _torch
+from planner import _torch, _torch_tracing
 from planner._torch_kernels import Attention, dispatched_in_python, kernels_of_cuda
 from planner.errors import CaptureError
+from planner.generators import GeneratorStates
 from planner.graph_runner import GraphRunner, collector
 from planner.joint import JointGraph
 from planner.step import Step, map_tensors, tensors_in, unique_storages
@@ -56,6 +59,9 @@ class CapturedStep:
         compiled: What the compiled step did, graphs as single events.
         parameters, buffers, inputs: The tensors that are there before the step.
         gradients: Those that are there before the step and are added to.
+        breaks: Where and why the forward was cut into graphs, a line each.
+        eager_operations: Operations of the module's forward that no graph covers: they run as written.
+        with_data: Whether it took a run with data, since the data decide what runs.
         notes: Things that the user should know.
     """
 
@@ -66,6 +72,9 @@ class CapturedStep:
     buffers: Sequence[torch.Tensor]
     inputs: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor] = ()
+    breaks: list[str] = field(default_factory=list)
+    eager_operations: int = 0
+    with_data: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -80,6 +89,14 @@ class CudaKernels:
 
     capability: tuple[int, int]
     attention: Attention | None = None
+
+
+_MOST_PASSES = 4
+"""How often the step may run until it takes the same way twice."""
+
+
+class _NotWithoutData(CaptureError):
+    """The step does not run on tensors without data; it may run on tensors with data."""
 
 
 def capture(
@@ -101,88 +118,173 @@ def capture(
             have one now.
 
     Raises:
-        CaptureError: If the step cannot be run on tensors without data, or no graph came of it.
+        CaptureError: If the step cannot be run, or no graph came of it.
     """
     report = progress or (lambda text, fraction: None)
-    mode = _torch.fake_mode()
-    report("copying the module without its data", 0.0)
-    fake_module, fake_step = _without_data(module, step, mode)
-    parameters, buffers = list(fake_module.parameters()), list(fake_module.buffers())
-    inputs = unique_storages(tensors_in((fake_step.args, dict(fake_step.kwargs))))
-    resident = [*parameters, *buffers, *inputs]
-    with mode:
-        gradients = {
-            parameter: torch.empty_like(parameter, requires_grad=False)
-            for parameter, own in zip(parameters, module.parameters(), strict=True)
-            if parameter.requires_grad and (own.grad is not None if accumulate is None else accumulate)
-        }
-
-    def record(call: torch.nn.Module, doing: str, runners: list[GraphRunner] | None = None) -> Recording:
-        _drop_gradients(resident)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        recorder = StepRecorder(mode, resident, list(gradients.values()))
-        for runner in runners or ():
-            runner.recorder = recorder
+    generators = GeneratorStates.now()
+    added_to = [
+        p.requires_grad and (p.grad is not None if accumulate is None else accumulate)
+        for p in module.parameters()
+    ]
+    try:
+        report("copying the module without its data", 0.0)
         try:
-            dispatched = dispatched_in_python() if cuda and not runners else nullcontext()
-            with mode, dispatched, recorder:
-                kept = fake_step.run(call)
+            return _Capture(_without_data(module, step), generators, report, cuda, added_to).run()
+        except _NotWithoutData as error:
+            missing = _lacks_data(module, step)
+            if missing or cuda is not None:
+                why = "have none (they are on the meta device)" if missing else "are on another device"
+                raise CaptureError(
+                    f"{error}. What runs depends on data, and the model or its inputs {why}: plan it with real "
+                    "ones, on the device that will run it"
+                ) from error
+            logger.info("%s; capturing with data", error)
+        report("copying the module with its data: they decide what runs", 0.0)
+        return _Capture(_with_data(module, step), generators, report, None, added_to).run()
+    finally:
+        generators.restore()
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of a module and of a step's arguments.
+
+    Attributes:
+        running: A context in which the step runs.
+        reset: Puts back what a pass changed.
+        data: Whether the copy has data.
+    """
+
+    module: torch.nn.Module
+    step: Step
+    running: Callable[[], contextlib.AbstractContextManager[Any]]
+    reset: Callable[[], None]
+    data: bool
+
+
+class _Capture:
+    """The three passes over a copy."""
+
+    def __init__(
+        self,
+        copied: _Copy,
+        generators: GeneratorStates,
+        report: Progress,
+        cuda: CudaKernels | None,
+        added_to: Sequence[bool],
+    ) -> None:
+        self.copied, self.report, self._generators, self._cuda = copied, report, generators, cuda
+        self.parameters = list(copied.module.parameters())
+        self.buffers = list(copied.module.buffers())
+        self.inputs = unique_storages(tensors_in((copied.step.args, dict(copied.step.kwargs))))
+        self._resident = [*self.parameters, *self.buffers, *self.inputs]
+        with copied.running():
+            self.gradients = {
+                parameter: torch.zeros_like(parameter, requires_grad=False)
+                for parameter, added in zip(self.parameters, added_to, strict=True)
+                if added
+            }
+
+    def run(self) -> CapturedStep:
+        """Capture the step; see :func:`capture`."""
+        module, report = self.copied.module, self.report
+        kernels = (
+            contextlib.nullcontext()
+            if self._cuda is None
+            else kernels_of_cuda(self._cuda.capability, self._cuda.attention)
+        )
+        with _torch.dynamo_settings(), kernels:
+            report("running the eager step", 0.1)
+            eager, _ = self._record(module, "running the step")
+
+            report("capturing the forward", 0.2)
+            runners: list[GraphRunner] = []
+            backend = collector(runners, cuda=self._cuda is not None, data=self.copied.data)
+            target = _Bound(_torch.dynamo_compile(run_forward, backend), module)
+            with self._pass("capturing the forward"):
+                self.copied.step.run(target)
+            if not runners:
+                raise CaptureError(
+                    "nothing of the module's forward could be captured; torch.compile skips it too (see "
+                    "TORCH_LOGS=graph_breaks for the reason)"
+                )
+            traced = 0
+            for _ in range(_MOST_PASSES):
+                self._trace(runners[traced:], len(runners))
+                traced = len(runners)
+                report("recording the compiled step", 0.8)
+                recording, forward_events = self._record(target, "running the compiled step", runners)
+                if len(runners) == traced:
+                    break  # else some code first ran now: a forward may go another way the second time
+            else:
+                raise CaptureError(
+                    "the module's forward captures differently every time it runs (Python state that changes "
+                    f"with each step?); it cannot be planned as it is{self._where(runners[traced:])}"
+                )
+        report("captured", 1.0)
+        ran = {e.graph.graph for e in recording.events if e.graph is not None}
+        reasons = [_torch_tracing.break_reason(runners[i].graph) for i in sorted(ran)]
+        return CapturedStep(
+            [
+                CapturedGraph(r.structure, r.unused_outputs, r.joint if r.index in ran else None)
+                for r in runners
+            ],
+            eager,
+            recording,
+            self.parameters,
+            self.buffers,
+            self.inputs,
+            list(self.gradients.values()),
+            breaks=list(dict.fromkeys(reason for reason in reasons if reason is not None)),
+            eager_operations=sum(
+                e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
+            ),
+            with_data=self.copied.data,
+        )
+
+    def _trace(self, runners: Sequence[GraphRunner], total: int) -> None:
+        for runner in runners:
+            fraction = 0.4 + 0.4 * runner.index / total
+            self.report(f"tracing the backward of graph {runner.index + 1} of {total}", fraction)
+            with self._pass("tracing the backward"):
+                runner.trace()
+
+    def _where(self, runners: Sequence[GraphRunner]) -> str:
+        reasons = [r for r in (_torch_tracing.break_reason(runner.graph) for runner in runners) if r]
+        return f". A graph ended at {reasons[0]}" if reasons else ""
+
+    def _record(
+        self, call: torch.nn.Module, doing: str, runners: Sequence[GraphRunner] = ()
+    ) -> tuple[Recording, int]:
+        """Run the step under a recorder; returns also how many events the module's forward had."""
+        recorder = StepRecorder(_torch.fake_mode(), self._resident, list(self.gradients.values()))
+        for runner in runners:
+            runner.record_to(recorder)
+        marked = _Marked(call, recorder)
+        dispatched = dispatched_in_python() if self._cuda and not runners else contextlib.nullcontext()
+        with self._pass(doing), dispatched, recorder:
+            for parameter, gradient in self.gradients.items():
+                parameter.grad = gradient
+            kept = self.copied.step.run(marked)
             del kept
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise _capture_error(doing, error) from error
-        finally:
-            _drop_gradients(resident)
-        return recorder.recording
+        return recorder.recording, marked.events
 
-    kernels = nullcontext() if cuda is None else kernels_of_cuda(cuda.capability, cuda.attention)
-    with torch.random.fork_rng(devices=[]), _torch.dynamo_settings(), kernels:
-        report("running the eager step on tensors without data", 0.1)
-        eager = record(fake_module, "running the step")
-
-        report("capturing the forward", 0.2)
-        runners: list[GraphRunner] = []
-        previous = _torch.installed_call(fake_module)
-        compiled = _torch.dynamo_compile(run_forward, collector(runners, cuda=cuda is not None))
-        target = _Bound(compiled, fake_module)
+    @contextlib.contextmanager
+    def _pass(self, doing: str) -> Iterator[None]:
+        """A context in which the copy runs, from the same state each time."""
+        self.copied.reset()
+        self._generators.restore()
+        _drop_gradients(self._resident)
         try:
-            _drop_gradients(resident)
-            with mode:
-                fake_step.run(target)
+            with self.copied.running():
+                yield
         except CaptureError:
             raise
         except Exception as error:
-            raise _capture_error("capturing the forward", error) from error
+            kind = CaptureError if self.copied.data else _NotWithoutData
+            raise kind(_described(doing, error)) from error
         finally:
-            _drop_gradients(resident)
-        if not runners:
-            raise CaptureError(
-                "nothing of the module's forward could be captured; torch.compile skips it too (see "
-                "TORCH_LOGS=graph_breaks for the reason)"
-            )
-
-        for i, runner in enumerate(runners):
-            report(f"tracing the backward of graph {i + 1} of {len(runners)}", 0.4 + 0.4 * i / len(runners))
-            try:
-                with mode:
-                    runner.trace()
-            except Exception as error:
-                raise _capture_error("tracing the backward", error) from error
-
-        report("recording the compiled step", 0.8)
-        known = len(runners)
-        recording = record(target, "running the compiled step", runners)
-        if len(runners) != known:
-            raise CaptureError(
-                "the module's forward captures differently every time it runs (Python state that changes "
-                "with each step?); it cannot be planned as it is"
-            )
-        _torch.install_call(fake_module, previous)
-    report("captured", 1.0)
-    graphs = [CapturedGraph(r.structure, r.unused_outputs, r.joint) for r in runners]
-    return CapturedStep(graphs, eager, recording, parameters, buffers, inputs, list(gradients.values()))
+            _drop_gradients(self._resident)
 
 
 def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,13 +305,31 @@ class _Bound(torch.nn.Module):
         return _torch.call_with_forward(module, lambda *a, **k: self._compiled(module, a, k), args, kwargs)
 
 
-def _without_data(module: torch.nn.Module, step: Step, mode: Any) -> tuple[torch.nn.Module, Step]:
-    replaced: dict[int, Any] = {}
+class _Marked(torch.nn.Module):
+    """A module's call that notes how many events a recorder has seen when it returns."""
+
+    def __init__(self, module: torch.nn.Module, recorder: StepRecorder) -> None:
+        super().__init__()
+        self._target, self._recorder, self.events = [module], recorder, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._target[0](*args, **kwargs)
+        self.events = len(self._recorder.recording.events)
+        return output
+
+
+def _without_data(module: torch.nn.Module, step: Step) -> _Copy:
+    mode = _torch.fake_mode()
+    replaced: dict[int, torch.Tensor] = {}
+    known: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in replaced:
-            replaced[id(tensor)] = _torch.fake_like(tensor, mode)
-        return replaced[id(tensor)]  # type: ignore[no-any-return]
+            made = _torch_tracing.fake_with_values(tensor, mode)
+            if made is not None:
+                known.append((made, tensor))
+            replaced[id(tensor)] = _torch.fake_like(tensor, mode) if made is None else made
+        return replaced[id(tensor)]
 
     for part in module.modules():
         for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
@@ -218,11 +338,55 @@ def _without_data(module: torch.nn.Module, step: Step, mode: Any) -> tuple[torch
     try:
         copied = _torch.deep_copy_with(module, replaced)
     except Exception as error:
-        raise _capture_error("copying the module (copy.deepcopy)", error) from error
+        raise CaptureError(_described("copying the module (copy.deepcopy)", error)) from error
     for part in copied.modules():
         _torch.install_call(part, None)  # a plan travels with copies
     args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
-    return copied, Step(tuple(args), kwargs, step.loss)
+
+    @contextlib.contextmanager
+    def running() -> Iterator[None]:
+        with mode, _torch_tracing.values_count():
+            yield
+
+    def reset() -> None:
+        for made, original in known:
+            _torch_tracing.forget_changes(made, original)
+
+    return _Copy(copied, Step(tuple(args), kwargs, step.loss), running, reset, data=False)
+
+
+def _with_data(module: torch.nn.Module, step: Step) -> _Copy:
+    try:
+        copied = _torch.deep_copy_with(module, {})
+    except Exception as error:
+        raise CaptureError(_described("copying the module (copy.deepcopy)", error)) from error
+    for part in copied.modules():
+        _torch.install_call(part, None)  # a plan travels with copies
+    made: dict[int, torch.Tensor] = {}
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
+    originals = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    copies = [*copied.parameters(), *copied.buffers(), *tensors_in((args, kwargs))]
+
+    def reset() -> None:
+        with torch.no_grad():
+            for mine, original in zip(copies, originals, strict=True):
+                if mine._version != versions[id(mine)]:
+                    mine.copy_(original)
+                    versions[id(mine)] = mine._version
+
+    versions = {id(mine): mine._version for mine in copies}
+    return _Copy(copied, Step(tuple(args), kwargs, step.loss), contextlib.nullcontext, reset, data=True)
+
+
+def _lacks_data(module: torch.nn.Module, step: Step) -> bool:
+    tensors = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    return any(t.device.type == "meta" or _torch.is_fake(t) for t in tensors)
 
 
 def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:
@@ -230,7 +394,6 @@ def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:
         tensor.grad = None
 
 
-def _capture_error(doing: str, error: Exception) -> CaptureError:
+def _described(doing: str, error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    first = lines[0] if lines else ""
-    return CaptureError(f"{doing} failed: {type(error).__name__}: {first}")
+    return f"{doing} failed: {type(error).__name__}: {lines[0] if lines else ''}"

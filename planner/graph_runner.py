@@ -1,8 +1,9 @@
-"""Dynamo graphs inside a step that runs on tensors without data.
+"""Dynamo graphs inside a step that is being captured.
 
 A :class:`GraphRunner` stands for one graph that Dynamo made. In the probing pass it runs the graph as
 it is and notes which outputs get a gradient; then it traces the joint graph; in the compiled pass it
-hands out tensors without data in one event, and tells the recorder so.
+hands out the results in one event, and tells the recorder so. These are tensors without data, or, in a
+step that runs with data, what the graph computes.
 """
 
 import hashlib
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner import _torch
+from planner import _torch, _torch_tracing
+from planner.codegen import compile_graph
 from planner.joint import JointGraph, read_joint
+from planner.rewrite import Halves, emit, no_recomputation
 from planner.tracking import StepRecorder
 
 
@@ -87,14 +90,20 @@ class GraphRunner:
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
         joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
-        recorder: Told about every execution; set it before the compiled pass.
+        recorder: Told about every execution in the compiled pass, see :meth:`record_to`.
     """
 
     def __init__(
-        self, index: int, graph: GraphModule, example_inputs: Sequence[Any], *, cuda: bool = False
+        self,
+        index: int,
+        graph: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        cuda: bool = False,
+        data: bool = False,
     ) -> None:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
-        self._cuda = cuda
+        self._cuda, self._data = cuda, data
         self.structure = structure_of(graph)
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
@@ -103,7 +112,9 @@ class GraphRunner:
         self._received: set[int] = set()
         self._instances: dict[int, int] = {}
         self._executions = 0
-        self._pending = 0
+        self._known: list[list[torch.Tensor | None]] = []  # by execution: values of outputs without data
+        self._halves: Halves | None = None
+        self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
 
     @property
     def unused_outputs(self) -> tuple[int, ...]:
@@ -114,6 +125,7 @@ class GraphRunner:
         if self._compiled is not None:
             return self._compiled(*args)
         outputs = list(self.graph(*args))
+        self._known.append([_torch_tracing.known_values(o) for o in outputs])
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 self._differentiable.add(i)
@@ -121,6 +133,12 @@ class GraphRunner:
                 outputs[i] = tensor.view_as(tensor)
                 outputs[i].register_hook(lambda gradient, i=i: self._received.add(i))
         return tuple(outputs)
+
+    def record_to(self, recorder: StepRecorder) -> None:
+        """Tell a recorder about the executions of the step that now begins."""
+        self.recorder, self._executions = recorder, 0
+        self._instances.clear()
+        self._saved.clear()
 
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
@@ -134,6 +152,8 @@ class GraphRunner:
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
         self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
+        if self._data:
+            self._halves = emit(self.joint, no_recomputation(self.joint))
         outputs, gradients = self.joint.outputs
         # The forward "saves" one empty token, by which its backward knows which execution it belongs to.
         forward = torch.fx.Graph()
@@ -149,26 +169,39 @@ class GraphRunner:
         return GraphModule(joint, forward), GraphModule(joint, backward)
 
     def _forward_stub(self, module: GraphModule) -> _torch.BoxedFunction:
+        with_data = compile_graph(module, "forward") if self._data and self.joint is None else None
+        halves = self._halves
+        forward = None if halves is None else compile_graph(halves.forward, "forward")
+
         def run(args: list[Any]) -> Sequence[Any]:
-            arguments = list(args)
+            arguments, execution = list(args), self._executions
             args.clear()
             assert self.recorder is not None
+            self._executions += 1
             with self.recorder.pause():
-                if self.joint is None:
+                token = torch.empty(0)
+                if with_data is not None:
+                    results = list(with_data(list(arguments)))
+                elif forward is not None:
+                    results = self._run_forward(forward, arguments, execution)
+                elif self.joint is None:
                     results = _fresh(_output_values(module), _input_values(module), arguments)
+                    self._remember(results, execution)
                 else:
                     values = [_value(o) for o in self.joint.outputs[0]]
                     results = _fresh(values, [_value(p) for p in self.joint.primals], arguments)
-                    token = torch.empty(0)
-                    key = _torch.storage_key(token)
-                    self._instances[key] = self._executions
-            self._call(arguments, results, backward=False, instance=self._executions)
-            self._executions += 1
+                    self._remember(results, execution)
+                if self.joint is not None:
+                    self._instances[_torch.storage_key(token)] = execution
+            self._call(arguments, results, backward=False, instance=execution)
             return results if self.joint is None else [*results, token]
 
         return run
 
     def _backward_stub(self, _module: GraphModule) -> _torch.BoxedFunction:
+        halves = self._halves
+        backward = None if halves is None else compile_graph(halves.backward, "backward")
+
         def run(args: list[Any]) -> Sequence[Any]:
             token, *tangents = args
             args.clear()
@@ -176,12 +209,37 @@ class GraphRunner:
             assert self.joint is not None
             instance = self._instances[_torch.storage_key(token)]
             with self.recorder.pause():
-                values = [_value(o) for o in self.joint.outputs[1]]
-                results = _fresh(values, [_value(t) for t in self.joint.tangents], tangents)
+                if backward is not None:
+                    results = list(backward([*self._saved.pop(instance), *tangents]))
+                else:
+                    values = [_value(o) for o in self.joint.outputs[1]]
+                    results = _fresh(values, [_value(t) for t in self.joint.tangents], tangents)
             self._call(tangents, results, backward=True, instance=instance)
             return results
 
         return run
+
+    def _run_forward(self, forward: _torch.BoxedFunction, arguments: list[Any], execution: int) -> list[Any]:
+        """Run the forward with data; keeps what the backward needs without holding what others see."""
+        assert self.joint is not None
+        assert self.recorder is not None
+        results = list(forward(list(arguments)))
+        outputs, saved = results[: self.joint.forward_outputs], results[self.joint.forward_outputs :]
+        seen = {_torch.storage_key(t) for t in outputs if isinstance(t, torch.Tensor)}
+        seen |= {
+            _torch.storage_key(a)
+            for a in arguments
+            if isinstance(a, torch.Tensor) and self.recorder.index_of(a) >= 0
+        }
+        self._saved[execution] = [
+            t.clone() if isinstance(t, torch.Tensor) and _torch.storage_key(t) in seen else t for t in saved
+        ]
+        return outputs
+
+    def _remember(self, results: list[Any], execution: int) -> None:
+        if execution < len(self._known):
+            for result, values in zip(results, self._known[execution], strict=False):
+                _torch_tracing.know_values(result, values)
 
     def _call(self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int) -> None:
         recorder = self.recorder
@@ -196,14 +254,15 @@ class GraphRunner:
         recording.events[-1] = replace(recording.events[-1], graph=call)
 
 
-def collector(runners: list[GraphRunner], *, cuda: bool = False) -> Callable[..., Any]:
+def collector(runners: list[GraphRunner], *, cuda: bool = False, data: bool = False) -> Callable[..., Any]:
     """A Dynamo backend that puts a runner in the place of every graph, and into ``runners``.
 
-    With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are.
+    With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
+    they compute their results, else they hand out tensors without data.
     """
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
-        runner = GraphRunner(len(runners), graph, example_inputs, cuda=cuda)
+        runner = GraphRunner(len(runners), graph, example_inputs, cuda=cuda, data=data)
         runners.append(runner)
         return runner
 

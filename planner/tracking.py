@@ -1,9 +1,10 @@
-"""What a training step allocates and frees, seen from outside by running it on fake tensors.
+"""What a training step allocates and frees, seen from outside by running it.
 
 :class:`StepRecorder` is a dispatch mode. It writes down each operation that runs under it, the
 storages that the operation brings into being, and (by weak references) after which operation each
-storage dies. Run over the plain module it gives the eager step as the user has it today; run over
-the compiled module it gives the *glue*: what happens between the captured graphs.
+storage dies. The step runs on fake tensors, or on real ones. Run over the plain module it gives the
+eager step as the user has it today; run over the compiled module it gives the *glue*: what happens
+between the captured graphs.
 
 What it cannot see: the eight bytes of a Python number that autograd saves (``x / 2.0``).
 """
@@ -66,10 +67,10 @@ class Recording:
 
 
 class StepRecorder(_torch.InfrastructureMode):
-    """Records one step that runs on fake tensors; see the module's docstring.
+    """Records one step; see the module's docstring.
 
     Args:
-        mode: The fake mode of the step's tensors.
+        mode: A fake mode, under which examples of the operations' arguments are kept.
         resident: Tensors that are there before the step: parameters, buffers, inputs.
         gradients: Gradients that are there before the step: they are added to in place.
     """
@@ -177,7 +178,7 @@ class StepRecorder(_torch.InfrastructureMode):
         number = self._signatures.get(signature)
         if number is None:
             number = self._signatures[signature] = len(self.recording.calls)
-            with self.pause():
+            with self.pause(), self._mode:
                 self.recording.calls.append(Call(func, self._shapes(args), self._shapes(kwargs)))
                 self.recording.outputs.append(self._shapes(out))
         return number

@@ -1,15 +1,14 @@
 """Does the planned module do what the unplanned one does, in the memory that was promised?"""
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from planner import _torch
 from planner.errors import PlanMismatch
+from planner.generators import GeneratorStates
 from planner.install import PlannedCall, apply, installed_plan
 from planner.measure import measure_peak, measure_seconds
 from planner.plan_file import Plan
@@ -137,7 +136,7 @@ class _State:
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
         self._copies = [t.detach().clone() for t in self._tensors]
         self._gradients = [t.grad for t in self._tensors]
-        self._rng = _generators()
+        self._rng = GeneratorStates.now()
 
     def restore(self, *, gradients: bool = False) -> None:
         """Put values and generators back; gradients too, or else drop them."""
@@ -146,7 +145,7 @@ class _State:
                 if not _same(tensor, copy, 0.0):
                     tensor.copy_(copy)
                 tensor.grad = gradient if gradients else None
-        _set_generators(self._rng)
+        self._rng.restore()
 
 
 class _Outcome:
@@ -163,7 +162,7 @@ class _Outcome:
             if tensor.requires_grad:
                 self.gradients[f"input {i}"] = None if tensor.grad is None else tensor.grad.detach().clone()
         self.buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-        self.rng = _generators()
+        self.rng = GeneratorStates.now()
 
 
 def _report(
@@ -192,7 +191,7 @@ def _report(
     loss_equal = compare("loss", numbered(reference.loss), numbered(again.loss), numbered(planned.loss))
     gradients_equal = compare("gradient of", reference.gradients, again.gradients, planned.gradients)
     buffers_equal = compare("buffer", reference.buffers, again.buffers, planned.buffers)
-    rng_equal = _same_generators(reference.rng, planned.rng)
+    rng_equal = reference.rng.same_as(planned.rng)
     if not rng_equal:
         problems.append("the random generators stand elsewhere after the planned step")
     measured_total = plan.resident.total + peak
@@ -255,30 +254,3 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
     a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))
     apart = (a.double() - b.double()).abs()
     return f"{int((apart > 0).sum()):,} of {a.numel():,} elements, by at most {float(apart.max()):.3g}"
-
-
-@dataclass(frozen=True)
-class _Generators:
-    cpu: torch.Tensor
-    cuda: list[torch.Tensor]
-    python: Any
-    numpy: Any
-
-
-def _generators() -> _Generators:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return _Generators(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
-
-
-def _set_generators(state: _Generators) -> None:
-    torch.set_rng_state(state.cpu)
-    if state.cuda:
-        torch.cuda.set_rng_state_all(state.cuda)
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)
-
-
-def _same_generators(a: _Generators, b: _Generators) -> bool:
-    cuda = len(a.cuda) == len(b.cuda) and all(torch.equal(x, y) for x, y in zip(a.cuda, b.cuda, strict=True))
-    numpy = a.numpy[2] == b.numpy[2] and bool((a.numpy[1] == b.numpy[1]).all())
-    return bool(torch.equal(a.cpu, b.cpu)) and cuda and a.python == b.python and numpy

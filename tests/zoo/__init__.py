@@ -2,10 +2,12 @@
 
 ``gpt``, ``resnet`` and ``unet`` are the reference models of the benchmarks: a transformer with
 explicit attention and dropout, a convolutional net with batch normalisation and in-place ReLU, and
-one with long skips. Sizes are for a CPU; seeds are fixed, so that a name always gives the same
-weights and inputs.
+one with long skips. The other files of this package hold families of models, at toy width. Sizes are
+for a CPU; seeds are fixed, so that a name always gives the same weights and inputs; nothing is
+downloaded.
 """
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,24 +15,79 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-ZOO: dict[str, Callable[[], Built]] = {}
+Builder = Callable[[], Built]
+ZOO: dict[str, Builder] = {}
+FAMILIES = (
+    "text", "decoders", "vision", "audio", "adapters", "timm_models", "diffusion",
+    "layers", "generative", "convolutional", "recurrent", "structured", "difficult",
+)  # fmt: skip
+"""Files of this package with more models; importing one adds its models to ``ZOO``."""
 
 
 def build(name: str) -> Built:
     """Build a model of the zoo, always the same one."""
+    if name not in ZOO:
+        everything()
     torch.manual_seed(0)
     module, args, kwargs = ZOO[name]()
     return module.train(), args, kwargs
 
 
-def in_zoo(function: Callable[[], Built]) -> Callable[[], Built]:
+def everything() -> dict[str, Builder]:
+    """All models of all families."""
+    for family in FAMILIES:
+        importlib.import_module(f"{__name__}.{family}")
+    return ZOO
+
+
+def family_of(name: str) -> str:
+    """The family that a model belongs to; the models of this file are the reference."""
+    module = ZOO[name].__module__
+    return "reference" if module == __name__ else module.rpartition(".")[2]
+
+
+def in_zoo(function: Builder) -> Builder:
     ZOO[function.__name__] = function
     return function
+
+
+def in_zoo_as(name: str, function: Builder) -> None:
+    """Add a builder under a name; its family is the file that it is written in."""
+    ZOO[name] = function
+
+
+def scalar_loss(output: Any) -> torch.Tensor:
+    """The model's own loss, or a scalar of all its outputs.
+
+    Elements count unevenly: the plain sum behind a normalisation has a gradient of zero.
+    """
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own.mean()
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output.reshape(())
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    total = torch.zeros(())
+    for tensor in tensors:
+        values = tensor.float()
+        weights = torch.linspace(-1, 1, values.numel(), device=values.device).view(values.shape)
+        total = total + (values * weights).mean() + values.square().mean()
+    return total
+
+
+def words(batch: int = 4, length: int = 32, vocabulary: int = 256) -> torch.Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(3, vocabulary, (batch, length))
+
+
+def images(batch: int = 4, side: int = 32, channels: int = 3) -> torch.Tensor:
+    return torch.randn(batch, channels, side, side)
 
 
 # ---- reference models -------------------------------------------------------------------------------

@@ -1,0 +1,191 @@
+"""Every model of the zoo: planned, applied, compared with the unplanned step, and measured.
+
+    python benchmarks/zoo.py [--models gpt,hf_bert] [--families text,layers] [--budgets 70%,min]
+                             [--results out/zoo.jsonl] [--again failed|all] [--out docs/zoo.md]
+
+Each model is captured once and planned for each budget. The plan is applied, a step is run, and loss,
+gradients, buffers and random generators are compared bit for bit with the unplanned step's; the peak is
+measured by the allocator's own events. A worker process does the models one after the other; one that
+crashes or takes too long costs its model only. Every model is a line of JSON in the results, and is not
+run again if it is there already, unless asked for.
+"""
+
+import argparse
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import planner
+from planner.api import room_bytes
+from planner.assembly import make_plan, prepare
+from planner.budget import parse_budget
+from planner.install import PlanWarning
+from planner.step import Step
+from solvers.registry import SOLVERS
+from tests import zoo
+
+SOLVER_SECONDS = 10.0
+"""How long a solver may take for a model and a budget."""
+
+
+def measure(name: str, budgets: list[str], solver: str) -> dict[str, Any]:
+    """One model: what came of capturing it, and of its plan for each budget."""
+    row: dict[str, Any] = {"model": name, "family": zoo.family_of(name)}
+    started = time.process_time()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PlanWarning)
+            _measure(name, budgets, solver, row)
+        row["warnings"] = sorted({str(w.message) for w in caught if issubclass(w.category, PlanWarning)})
+    except planner.PlannerError as error:
+        row["refused"] = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {error}"[:1000]
+    row["seconds"] = round(time.process_time() - started, 1)
+    return row
+
+
+def _measure(name: str, budgets: list[str], solver: str, row: dict[str, Any]) -> None:
+    model, args, kwargs = zoo.build(name)
+    started = time.process_time()
+    step = Step(args, kwargs, zoo.scalar_loss)
+    prepared = prepare(model, step, optimizer=None, device=None, progress=lambda text, fraction: None)
+    row["capture_seconds"] = round(time.process_time() - started, 2)
+    row["budgets"] = {}
+    for text in budgets:
+        budget = parse_budget(text, prepared.baseline_peak_bytes)
+        room = room_bytes(budget, prepared)
+        solution = SOLVERS[solver](prepared.problem.graph, room, time_limit=SOLVER_SECONDS)
+        if not solution.feasible:
+            # Below what any plan reaches: the least that can be reached stands for it.
+            row["budgets"][text] = {"infeasible_bytes": prepared.resident.total + solution.peak_bytes}
+            continue
+        plan = make_plan(prepared, solution, budget)
+        row["rung"], row["graphs"] = plan.rung, len(plan.graphs)
+        row["operations"] = sum(len(g.ops) for g in plan.graphs)
+        row["notes"] = list(plan.notes)
+        report = planner.verify(model, args, kwargs, plan=plan, loss=zoo.scalar_loss, repeats=0)
+        row["unplanned"] = {
+            "predicted_bytes": report.baseline_predicted_dynamic_peak_bytes,
+            "measured_bytes": report.baseline_measured_dynamic_peak_bytes,
+        }
+        row["budgets"][text] = {
+            "predicted_bytes": report.predicted_dynamic_peak_bytes,
+            "measured_bytes": report.measured_dynamic_peak_bytes,
+            "budget_bytes": plan.target.budget_bytes,
+            "resident_bytes": plan.resident.total,
+            "overhead": round(plan.overhead, 4),
+            "equal": {
+                "loss": report.loss_equal,
+                "gradients": report.gradients_equal,
+                "buffers": report.buffers_equal,
+                "generators": report.rng_equal,
+            },
+            "ok": report.ok,
+            "problems": report.problems[:3],
+        }
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """In a word or two: ok, different, over budget, under-predicted, refused, or failed."""
+    if "refused" in row or "failed" in row:
+        return "refused" if "refused" in row else "FAILED"
+    done = [b for b in row["budgets"].values() if "ok" in b]
+    if any(not all(b["equal"].values()) for b in done):
+        return "DIFFERENT"
+    if any(not b["ok"] for b in done):
+        return "OVER BUDGET"
+    if any(b["measured_bytes"] > 1.005 * b["predicted_bytes"] for b in done):
+        return "under-predicted"
+    return "ok"
+
+
+def run(names: list[str], budgets: list[str], solver: str, results: Path, timeout: float) -> None:
+    """Run models in a worker process, and append a line of results for each."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    waiting = list(names)
+    while waiting:
+        command = [sys.executable, "-W", "ignore", __file__, "--worker", ",".join(waiting)]
+        command += ["--budgets", ",".join(budgets), "--solver", solver]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT
+        ) as worker:
+            assert worker.stdout is not None
+            with selectors.DefaultSelector() as ready:
+                ready.register(worker.stdout, selectors.EVENT_READ)
+                while waiting:
+                    line = worker.stdout.readline() if ready.select(timeout) else None
+                    if line:
+                        row = json.loads(line)
+                        assert row["model"] == waiting.pop(0)
+                    else:
+                        worker.kill()
+                        name = waiting.pop(0)
+                        why = (
+                            f"took more than {timeout:.0f} s"
+                            if line is None
+                            else f"the process ended ({worker.wait()})"
+                        )
+                        row = {"model": name, "family": zoo.family_of(name), "failed": why}
+                    with results.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    print(
+                        f"{row['model']:34} {verdict(row):16} {row.get('seconds', '-')} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    if not line:
+                        break
+
+
+def load(results: Path) -> dict[str, dict[str, Any]]:
+    """The last line of every model."""
+    if not results.exists():
+        return {}
+    rows = (json.loads(line) for line in results.read_text().splitlines())
+    return {row["model"]: row for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", help="names; all if not given")
+    parser.add_argument("--families", help=f"of {', '.join(('reference', *zoo.FAMILIES))}")
+    parser.add_argument("--budgets", default="70%,min")
+    parser.add_argument("--solver", default="auto")
+    parser.add_argument("--results", type=Path, default=ROOT / "out" / "zoo.jsonl")
+    parser.add_argument(
+        "--again", choices=("none", "failed", "all"), default="none", help="run again what is there"
+    )
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a model")
+    parser.add_argument("--out", type=Path, help="write the table to this Markdown file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    every = zoo.everything()
+    budgets = options.budgets.split(",")
+    if options.worker:
+        results, sys.stdout = sys.stdout, sys.stderr  # a model may print
+        for name in options.worker.split(","):
+            print(json.dumps(measure(name, budgets, options.solver)), file=results, flush=True)
+        return
+    names = options.models.split(",") if options.models else list(every)
+    families = options.families.split(",") if options.families else None
+    known = load(options.results)
+    names = [n for n in names if families is None or zoo.family_of(n) in families]
+    if options.again != "all":
+        fine = {n for n, row in known.items() if options.again == "none" or verdict(row) == "ok"}
+        names = [n for n in names if n not in fine]
+    run(names, budgets, options.solver, options.results, options.timeout)
+
+
+if __name__ == "__main__":
+    main()

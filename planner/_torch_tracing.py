@@ -1,0 +1,214 @@
+"""Private PyTorch APIs that make tracing take the path that eager takes, and say why it stopped.
+
+Like :mod:`planner._torch`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import contextlib
+import copy
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._subclasses.fake_tensor as fake_tensors
+from torch import _meta_registrations
+from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.iter import DictViewIterator
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# ---- questions that code asks about being traced ----------------------------------------------------
+
+_backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
+
+
+def answer_like_eager(backend: Callable[..., Any]) -> None:
+    """Tell code that Dynamo traces for this backend that it is not being compiled.
+
+    Libraries ask ``torch.compiler.is_compiling()`` and then compute the same in another way, which
+    differs in the last bits or in memory. PyTorch's own code is told the truth.
+    """
+    _backends.add(backend)
+    _answer_questions()
+    _break_inside_loops()
+
+
+@functools.cache
+def _answer_questions() -> None:
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for question in [q for q in handlers if getattr(q, "__name__", "") in _QUESTIONS]:
+        handlers[question] = _answer(handlers[question])
+    # Asked next to these. Dynamo would put the call into the graph, which fails without CUDA, or break it.
+    for captured in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
+        get_torch_obj_rule_map()[captured] = TorchInGraphFunctionVariable
+        handlers[captured] = _not_captured
+
+
+def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        asked_by = str(tx.f_globals.get("__name__", ""))
+        if asked_by.partition(".")[0] != "torch" and _innermost(tx.output.compiler_fn) in _backends:
+            return VariableTracker.build(tx, False)
+        return truth(variable, tx, *args, **kwargs)
+
+    return handler
+
+
+def _not_captured(_variable: Any, tx: Any) -> Any:
+    return VariableTracker.build(tx, False) if _innermost(tx.output.compiler_fn) in _backends else None
+
+
+def _innermost(backend: Any) -> Any:
+    while True:
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+        if inner is None:
+            return backend
+        backend = inner
+
+
+@functools.cache
+def _break_inside_loops() -> None:
+    """Go on after a graph break inside a loop, a graph for each stretch of each turn.
+
+    Dynamo otherwise gives up the whole function, and captures nothing of it. The code that it makes is
+    right either way; there are more graphs.
+    """
+    has_backedge = InstructionTranslatorBase.maybe_has_backedge
+
+    def only_for_others(self: Any) -> bool:
+        return _innermost(self.output.compiler_fn) not in _backends and has_backedge(self)
+
+    _replace(InstructionTranslatorBase, "maybe_has_backedge", only_for_others)
+    if "reconstruct" not in vars(DictViewIterator):
+        _replace(DictViewIterator, "reconstruct", _rest_of_iterator)
+
+
+def _rest_of_iterator(iterator: Any, codegen: Any) -> None:
+    """Code that makes what is left of a dictionary's iterator, where a loop over an nn.ModuleList breaks."""
+    left = list(copy.copy(iterator._iter))  # a copy of a dictionary's iterator is one of a list
+    if iterator.view_type == "keys":
+        left = [key.vt for key in left]
+    elif iterator.view_type == "items":
+        left = [TupleVariable([key.vt, value]) for key, value in left]
+    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
+    codegen.foreach(left)
+    codegen.append_output(create_build_tuple(len(left)))
+    codegen.extend_output(create_call_function(1, False))
+
+
+# ---- shapes that PyTorch refuses to tell -------------------------------------------------------------
+
+
+@functools.cache
+def widen_grouped_products() -> None:
+    """Let the shape function of grouped matrix products take what their kernels take: not only bfloat16."""
+    strict = _meta_registrations._meta_grouped_mm_common
+
+    def shape(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("scale_a") is not None or mat_a.dtype is torch.bfloat16:
+            return strict(mat_a, mat_b, *args, **kwargs)
+        return _meta_registrations._create_grouped_mm_output_tensor(
+            mat_a, mat_b, kwargs.get("offs"), kwargs.get("out_dtype")
+        )
+
+    _replace(_meta_registrations, "_meta_grouped_mm_common", shape)
+
+
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    setattr(owner, name, function)
+
+
+# ---- values that are known although there are no data -----------------------------------------------
+
+_MOST_KNOWN_ELEMENTS = 2**20
+_NOT_FAKE = {"transformers.utils.import_utils": "is_fake_tensor"}
+"""Functions of other libraries that ask whether a tensor has no data, by module."""
+
+
+def fake_with_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
+    """A tensor without data that still knows its values, as masks and indices must where they decide what
+    runs; None for one that is too large or that has gradients."""
+    kind = tensor.dtype
+    if kind.is_floating_point or kind.is_complex or tensor.numel() > _MOST_KNOWN_ELEMENTS:
+        return None
+    if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+        return None
+    copy = _values(tensor)
+    fake: torch.Tensor = mode.fake_tensor_converter.from_real_tensor(mode, copy, make_constant=True)
+    return fake
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    # Where there are none, on the meta device, ones: an index that is valid, a mask without padding.
+    if tensor.device.type == "meta":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def forget_changes(fake: torch.Tensor, original: torch.Tensor) -> None:
+    """Give a tensor of :func:`fake_with_values` its first values back, whatever a step did to them."""
+    assert isinstance(fake, FakeTensor)
+    if fake.constant is None:
+        fake.constant = _values(original)
+        fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+    else:
+        fake.constant.copy_(_values(original))
+
+
+def known_values(tensor: object) -> torch.Tensor | None:
+    """The values of a tensor without data, where they are known."""
+    return tensor.constant if isinstance(tensor, FakeTensor) else None
+
+
+def know_values(tensor: object, values: torch.Tensor | None) -> None:
+    """Let a tensor without data know its values."""
+    if values is not None and isinstance(tensor, FakeTensor):
+        tensor.constant = values
+
+
+@contextlib.contextmanager
+def values_count() -> Iterator[None]:
+    """Operations on tensors whose values are known are computed, so that they can decide what runs."""
+    widen_grouped_products()
+    limit = fake_tensors.CONSTANT_NUMEL_LIMIT
+    replaced = []
+    for name, function in _NOT_FAKE.items():
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, function):
+            replaced.append((module, function, getattr(module, function)))
+    fake_tensors.CONSTANT_NUMEL_LIMIT = _MOST_KNOWN_ELEMENTS
+    try:
+        for module, function, _ in replaced:
+            setattr(module, function, _never)
+        yield
+    finally:
+        fake_tensors.CONSTANT_NUMEL_LIMIT = limit
+        for module, function, before in replaced:
+            setattr(module, function, before)
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+# ---- why a graph ended ------------------------------------------------------------------------------
+
+
+def break_reason(graph: torch.fx.GraphModule) -> str | None:
+    """Why Dynamo ended a graph where it did, with the line of the user's; None where the code ended."""
+    reason: Any = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    text = next((line for line in str(reason.reason).splitlines() if line.strip()), "graph break")
+    frames = [f for f in reason.user_stack or () if "/torch/" not in f.filename]
+    if not frames:
+        return text.strip()
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} ({(last.line or last.name).strip()}): {text.strip()}"

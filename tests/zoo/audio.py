@@ -1,0 +1,114 @@
+"""Speech models and models of time series, of Hugging Face transformers."""
+
+from typing import Any
+
+import torch
+
+from tests.zoo import Built, in_zoo
+
+_SPEECH = {
+    "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 128, "conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 8),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+    "pad_token_id": 0, "ctc_loss_reduction": "mean",
+}  # fmt: skip
+_PLAIN = {"apply_spec_augment": False, "layerdrop": 0.0}
+
+
+def _speech(family: str, **settings: Any) -> Built:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**_SPEECH, **settings})
+    model = getattr(transformers, f"{family}ForCTC")(config)
+    return model, (), {"input_values": torch.randn(2, 2000), "labels": torch.randint(1, 32, (2, 6))}
+
+
+@in_zoo
+def hf_wav2vec2_augmented() -> Built:
+    return _speech("Wav2Vec2", mask_time_length=2)
+
+
+@in_zoo
+def hf_wav2vec2() -> Built:
+    return _speech("Wav2Vec2", **_PLAIN)
+
+
+@in_zoo
+def hf_hubert() -> Built:
+    return _speech("Hubert", **_PLAIN)
+
+
+@in_zoo
+def hf_wavlm() -> Built:
+    return _speech("WavLM", **_PLAIN)
+
+
+@in_zoo
+def hf_whisper() -> Built:
+    import transformers
+
+    config = transformers.WhisperConfig(
+        vocab_size=256, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, num_mel_bins=16,
+        max_source_positions=64, max_target_positions=32, decoder_start_token_id=1, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    return model, (), {"input_features": torch.randn(2, 16, 128), "labels": torch.randint(3, 256, (2, 16))}
+
+
+@in_zoo
+def hf_audio_spectrogram() -> Built:
+    import transformers
+
+    config = transformers.ASTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, patch_size=8,
+        frequency_stride=8, time_stride=8, max_length=64, num_mel_bins=32, num_labels=5,
+    )  # fmt: skip
+    model = transformers.ASTForAudioClassification(config)
+    return model, (), {"input_values": torch.randn(4, 64, 32), "labels": torch.randint(0, 5, (4,))}
+
+
+@in_zoo
+def hf_patchtst() -> Built:
+    import transformers
+
+    config = transformers.PatchTSTConfig(
+        num_input_channels=4, context_length=64, patch_length=4, patch_stride=4, d_model=32, num_hidden_layers=2,
+        num_attention_heads=4, ffn_dim=64, prediction_length=16, loss="mse",
+    )  # fmt: skip
+    model = transformers.PatchTSTForPrediction(config)
+    return model, (), {"past_values": torch.randn(8, 64, 4), "future_values": torch.randn(8, 16, 4)}
+
+
+@in_zoo
+def hf_patchtsmixer() -> Built:
+    import transformers
+
+    config = transformers.PatchTSMixerConfig(
+        num_input_channels=4, context_length=64, patch_length=4, patch_stride=4, d_model=32, num_layers=2,
+        prediction_length=16,
+    )  # fmt: skip
+    model = transformers.PatchTSMixerForPrediction(config)
+    return model, (), {"past_values": torch.randn(8, 64, 4), "future_values": torch.randn(8, 16, 4)}
+
+
+@in_zoo
+def hf_time_series_transformer() -> Built:
+    import transformers
+
+    config = transformers.TimeSeriesTransformerConfig(
+        prediction_length=8, context_length=24, input_size=1, lags_sequence=[1, 2, 3], num_time_features=2,
+        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, scaling="mean",
+    )  # fmt: skip
+    model = transformers.TimeSeriesTransformerForPrediction(config)
+    past, future = 27, 8
+    inputs = {
+        "past_values": torch.rand(16, past) + 1.0,
+        "past_time_features": torch.randn(16, past, 2),
+        "past_observed_mask": torch.ones(16, past),
+        "future_values": torch.rand(16, future) + 1.0,
+        "future_time_features": torch.randn(16, future, 2),
+    }
+    return model, (), inputs
