@@ -21,8 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from planner.api import room_bytes
@@ -33,6 +32,7 @@ from planner.step import Step
 from solvers.registry import SOLVERS
 from tests import zoo
 
+ROOT = Path(__file__).resolve().parent.parent
 SOLVER_SECONDS = 10.0
 """How long a solver may take for a model and a budget."""
 

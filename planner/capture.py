@@ -135,8 +135,8 @@ def capture(
             if missing or cuda is not None:
                 why = "have none (they are on the meta device)" if missing else "are on another device"
                 raise CaptureError(
-                    f"{error}. What runs depends on data, and the model or its inputs {why}: plan it with real "
-                    "ones, on the device that will run it"
+                    f"{error}. What runs depends on data, and the model or its inputs {why}: plan it with "
+                    "real ones, on the device that will run it"
                 ) from error
             logger.info("%s; capturing with data", error)
         report("copying the module with its data: they decide what runs", 0.0)

@@ -7,11 +7,20 @@ import torch
 from tests.zoo import Built, in_zoo
 
 _SPEECH = {
-    "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 128, "conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 8),
-    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
-    "pad_token_id": 0, "ctc_loss_reduction": "mean",
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "conv_dim": (32, 32),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 8),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "pad_token_id": 0,
+    "ctc_loss_reduction": "mean",
+}
 _PLAIN = {"apply_spec_augment": False, "layerdrop": 0.0}
 
 
@@ -48,11 +57,24 @@ def hf_whisper() -> Built:
     import transformers
 
     config = transformers.WhisperConfig(
-        vocab_size=256, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, num_mel_bins=16,
-        max_source_positions=64, max_target_positions=32, decoder_start_token_id=1, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, suppress_tokens=None, begin_suppress_tokens=None,
-    )  # fmt: skip
+        vocab_size=256,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        num_mel_bins=16,
+        max_source_positions=64,
+        max_target_positions=32,
+        decoder_start_token_id=1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
     model = transformers.WhisperForConditionalGeneration(config)
     return model, (), {"input_features": torch.randn(2, 16, 128), "labels": torch.randint(3, 256, (2, 16))}
 
@@ -62,9 +84,17 @@ def hf_audio_spectrogram() -> Built:
     import transformers
 
     config = transformers.ASTConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, patch_size=8,
-        frequency_stride=8, time_stride=8, max_length=64, num_mel_bins=32, num_labels=5,
-    )  # fmt: skip
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        patch_size=8,
+        frequency_stride=8,
+        time_stride=8,
+        max_length=64,
+        num_mel_bins=32,
+        num_labels=5,
+    )
     model = transformers.ASTForAudioClassification(config)
     return model, (), {"input_values": torch.randn(4, 64, 32), "labels": torch.randint(0, 5, (4,))}
 
@@ -74,9 +104,17 @@ def hf_patchtst() -> Built:
     import transformers
 
     config = transformers.PatchTSTConfig(
-        num_input_channels=4, context_length=64, patch_length=4, patch_stride=4, d_model=32, num_hidden_layers=2,
-        num_attention_heads=4, ffn_dim=64, prediction_length=16, loss="mse",
-    )  # fmt: skip
+        num_input_channels=4,
+        context_length=64,
+        patch_length=4,
+        patch_stride=4,
+        d_model=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=64,
+        prediction_length=16,
+        loss="mse",
+    )
     model = transformers.PatchTSTForPrediction(config)
     return model, (), {"past_values": torch.randn(8, 64, 4), "future_values": torch.randn(8, 16, 4)}
 
@@ -86,9 +124,14 @@ def hf_patchtsmixer() -> Built:
     import transformers
 
     config = transformers.PatchTSMixerConfig(
-        num_input_channels=4, context_length=64, patch_length=4, patch_stride=4, d_model=32, num_layers=2,
+        num_input_channels=4,
+        context_length=64,
+        patch_length=4,
+        patch_stride=4,
+        d_model=32,
+        num_layers=2,
         prediction_length=16,
-    )  # fmt: skip
+    )
     model = transformers.PatchTSMixerForPrediction(config)
     return model, (), {"past_values": torch.randn(8, 64, 4), "future_values": torch.randn(8, 16, 4)}
 
@@ -98,10 +141,20 @@ def hf_time_series_transformer() -> Built:
     import transformers
 
     config = transformers.TimeSeriesTransformerConfig(
-        prediction_length=8, context_length=24, input_size=1, lags_sequence=[1, 2, 3], num_time_features=2,
-        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=64, decoder_ffn_dim=64, scaling="mean",
-    )  # fmt: skip
+        prediction_length=8,
+        context_length=24,
+        input_size=1,
+        lags_sequence=[1, 2, 3],
+        num_time_features=2,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        scaling="mean",
+    )
     model = transformers.TimeSeriesTransformerForPrediction(config)
     past, future = 27, 8
     inputs = {

@@ -52,11 +52,16 @@ class InvertedResidual(nn.Module):
     def __init__(self, wide: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(wide, 4 * wide, 1, bias=False), nn.BatchNorm2d(4 * wide), nn.Hardswish(inplace=True),
-            nn.Conv2d(4 * wide, 4 * wide, 3, 1, 1, groups=4 * wide, bias=False), nn.BatchNorm2d(4 * wide),
-            nn.Hardswish(inplace=True), SqueezeExcite(4 * wide), nn.Conv2d(4 * wide, wide, 1, bias=False),
+            nn.Conv2d(wide, 4 * wide, 1, bias=False),
+            nn.BatchNorm2d(4 * wide),
+            nn.Hardswish(inplace=True),
+            nn.Conv2d(4 * wide, 4 * wide, 3, 1, 1, groups=4 * wide, bias=False),
+            nn.BatchNorm2d(4 * wide),
+            nn.Hardswish(inplace=True),
+            SqueezeExcite(4 * wide),
+            nn.Conv2d(4 * wide, wide, 1, bias=False),
             nn.BatchNorm2d(wide),
-        )  # fmt: skip
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.body(x)
@@ -112,10 +117,19 @@ def nn_inception() -> Built:
 @in_zoo
 def nn_alexnet() -> Built:
     layers = [
-        nn.Conv2d(3, 32, 5, 2, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), nn.LocalResponseNorm(3),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), nn.Flatten(), nn.Dropout(0.5),
-        nn.Linear(64 * 49, 64), nn.ReLU(inplace=True), nn.Linear(64, 10),
-    ]  # fmt: skip
+        nn.Conv2d(3, 32, 5, 2, 2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        nn.LocalResponseNorm(3),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(64 * 49, 64),
+        nn.ReLU(inplace=True),
+        nn.Linear(64, 10),
+    ]
     return _classified(nn.Sequential(*layers), 64)
 
 

@@ -17,16 +17,43 @@ _decoder("hf_gpt2", "GPT2", "LMHeadModel", **_OLD)
 _decoder("hf_gpt2_without_cache", "GPT2", "LMHeadModel", use_cache=False, **_OLD)
 _decoder("hf_gptj", "GPTJ", **_OLD, rotary_dim=8)
 _decoder("hf_codegen", "CodeGen", **_OLD, rotary_dim=8)
-_decoder("hf_gpt_neo", "GPTNeo", vocab_size=256, hidden_size=64, num_layers=2, num_heads=4,
-         attention_types=[[["global", "local"], 1]], max_position_embeddings=64, window_size=8)  # fmt: skip
+_decoder(
+    "hf_gpt_neo",
+    "GPTNeo",
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    attention_types=[[["global", "local"], 1]],
+    max_position_embeddings=64,
+    window_size=8,
+)
 _decoder("hf_gpt_neox", "GPTNeoX", **_SHAPE)
 _decoder("hf_gpt_bigcode", "GPTBigCode", **_OLD)
 _decoder("hf_bloom", "Bloom", vocab_size=256, hidden_size=64, n_layer=3, n_head=4)
 _decoder("hf_falcon", "Falcon", vocab_size=256, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
-_decoder("hf_opt", "OPT", vocab_size=256, hidden_size=64, num_hidden_layers=3, ffn_dim=128, num_attention_heads=4,
-         max_position_embeddings=64, word_embed_proj_dim=64, layerdrop=0.1)  # fmt: skip
-_decoder("hf_xglm", "XGLM", vocab_size=256, d_model=64, num_layers=3, ffn_dim=128, attention_heads=4,
-         max_position_embeddings=64)  # fmt: skip
+_decoder(
+    "hf_opt",
+    "OPT",
+    vocab_size=256,
+    hidden_size=64,
+    num_hidden_layers=3,
+    ffn_dim=128,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    word_embed_proj_dim=64,
+    layerdrop=0.1,
+)
+_decoder(
+    "hf_xglm",
+    "XGLM",
+    vocab_size=256,
+    d_model=64,
+    num_layers=3,
+    ffn_dim=128,
+    attention_heads=4,
+    max_position_embeddings=64,
+)
 _decoder("hf_mpt", "Mpt", vocab_size=256, d_model=64, n_layers=3, n_heads=4, max_seq_len=64)
 _decoder("hf_phi", "Phi", **_GROUPED)
 _decoder("hf_phi3", "Phi3", **_GROUPED)
@@ -39,8 +66,15 @@ _decoder(
 )
 _decoder("hf_qwen2", "Qwen2", **_GROUPED, tie_word_embeddings=True)
 _decoder("hf_qwen3", "Qwen3", **_GROUPED, head_dim=16)
-_decoder("hf_qwen2_moe", "Qwen2Moe", **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-         shared_expert_intermediate_size=64)  # fmt: skip
+_decoder(
+    "hf_qwen2_moe",
+    "Qwen2Moe",
+    **_GROUPED,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
 _decoder("hf_gemma", "Gemma", **_GROUPED, head_dim=16)
 _decoder("hf_gemma2", "Gemma2", **_GROUPED, head_dim=16, sliding_window=8, query_pre_attn_scalar=16)
 _decoder(
@@ -61,10 +95,28 @@ _decoder("hf_nemotron", "Nemotron", **_GROUPED)
 _decoder("hf_biogpt", "BioGpt", **_SHAPE)
 _decoder("hf_persimmon", "Persimmon", **_SHAPE)
 _decoder("hf_mamba", "Mamba", vocab_size=256, hidden_size=64, num_hidden_layers=2, state_size=8)
-_decoder("hf_mamba2", "Mamba2", vocab_size=256, hidden_size=64, num_hidden_layers=2, state_size=8, num_heads=8,
-         head_dim=16, n_groups=1, chunk_size=8)  # fmt: skip
-_decoder("hf_rwkv", "Rwkv", vocab_size=256, hidden_size=64, num_hidden_layers=2, attention_hidden_size=64,
-         intermediate_size=128, context_length=64)  # fmt: skip
+_decoder(
+    "hf_mamba2",
+    "Mamba2",
+    vocab_size=256,
+    hidden_size=64,
+    num_hidden_layers=2,
+    state_size=8,
+    num_heads=8,
+    head_dim=16,
+    n_groups=1,
+    chunk_size=8,
+)
+_decoder(
+    "hf_rwkv",
+    "Rwkv",
+    vocab_size=256,
+    hidden_size=64,
+    num_hidden_layers=2,
+    attention_hidden_size=64,
+    intermediate_size=128,
+    context_length=64,
+)
 
 
 @in_zoo

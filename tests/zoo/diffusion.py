@@ -10,10 +10,16 @@ def diffusers_unet() -> Built:
     import diffusers
 
     model = diffusers.UNet2DModel(
-        sample_size=16, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(16, 32),
-        norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=8,
-    )  # fmt: skip
+        sample_size=16,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+    )
     return model, (torch.randn(4, 3, 16, 16), torch.randint(0, 1000, (4,))), {}
 
 
@@ -22,10 +28,15 @@ def diffusers_conditioned_unet() -> Built:
     import diffusers
 
     model = diffusers.UNet2DConditionModel(
-        sample_size=16, layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8, cross_attention_dim=32,
-        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
+    )
     return model, (torch.randn(4, 4, 16, 16), torch.randint(0, 1000, (4,)), torch.randn(4, 7, 32)), {}
 
 
@@ -34,14 +45,20 @@ def diffusers_controlnet() -> Built:
     import diffusers
 
     model = diffusers.ControlNetModel(
-        layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8, cross_attention_dim=32,
-        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         conditioning_embedding_out_channels=(8, 16),
-    )  # fmt: skip
+    )
     inputs = {
-        "sample": torch.randn(2, 4, 16, 16), "timestep": torch.randint(0, 1000, (2,)),
-        "encoder_hidden_states": torch.randn(2, 7, 32), "controlnet_cond": torch.randn(2, 3, 32, 32),
-    }  # fmt: skip
+        "sample": torch.randn(2, 4, 16, 16),
+        "timestep": torch.randint(0, 1000, (2,)),
+        "encoder_hidden_states": torch.randn(2, 7, 32),
+        "controlnet_cond": torch.randn(2, 3, 32, 32),
+    }
     return model, (), inputs
 
 
@@ -50,9 +67,15 @@ def diffusers_dit() -> Built:
     import diffusers
 
     model = diffusers.DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=16, patch_size=2,
-        num_embeds_ada_norm=10, norm_num_groups=8,
-    )  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        num_layers=2,
+        sample_size=16,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+        norm_num_groups=8,
+    )
     return model, (torch.randn(4, 4, 16, 16), torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,))), {}
 
 
@@ -61,14 +84,24 @@ def diffusers_flux() -> Built:
     import diffusers
 
     model = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=4, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
     inputs = {
-        "hidden_states": torch.randn(4, 64, 4), "encoder_hidden_states": torch.randn(4, 16, 32),
-        "pooled_projections": torch.randn(4, 32), "timestep": torch.rand(4),
-        "img_ids": torch.randint(0, 8, (64, 3)).float(), "txt_ids": torch.zeros(16, 3),
-    }  # fmt: skip
+        "hidden_states": torch.randn(4, 64, 4),
+        "encoder_hidden_states": torch.randn(4, 16, 32),
+        "pooled_projections": torch.randn(4, 32),
+        "timestep": torch.rand(4),
+        "img_ids": torch.randint(0, 8, (64, 3)).float(),
+        "txt_ids": torch.zeros(16, 3),
+    }
     return model, (), inputs
 
 
@@ -77,14 +110,24 @@ def diffusers_sd3() -> Built:
     import diffusers
 
     model = diffusers.SD3Transformer2DModel(
-        sample_size=16, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4,
-        joint_attention_dim=32, caption_projection_dim=64, pooled_projection_dim=32, out_channels=4,
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=64,
+        pooled_projection_dim=32,
+        out_channels=4,
         pos_embed_max_size=16,
-    )  # fmt: skip
+    )
     inputs = {
-        "hidden_states": torch.randn(4, 4, 16, 16), "encoder_hidden_states": torch.randn(4, 16, 32),
-        "pooled_projections": torch.randn(4, 32), "timestep": torch.randint(0, 1000, (4,)),
-    }  # fmt: skip
+        "hidden_states": torch.randn(4, 4, 16, 16),
+        "encoder_hidden_states": torch.randn(4, 16, 32),
+        "pooled_projections": torch.randn(4, 32),
+        "timestep": torch.randint(0, 1000, (4,)),
+    }
     return model, (), inputs
 
 
@@ -93,9 +136,14 @@ def diffusers_autoencoder() -> Built:
     import diffusers
 
     model = diffusers.AutoencoderKL(
-        in_channels=3, out_channels=3, block_out_channels=(16, 32), norm_num_groups=8, layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-    )  # fmt: skip
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
     return model, (torch.randn(2, 3, 32, 32),), {"sample_posterior": True}
 
 
@@ -104,7 +152,13 @@ def diffusers_vq_model() -> Built:
     import diffusers
 
     model = diffusers.VQModel(
-        in_channels=3, out_channels=3, block_out_channels=(16, 32), norm_num_groups=8, layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, num_vq_embeddings=32,
-    )  # fmt: skip
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        num_vq_embeddings=32,
+    )
     return model, (torch.randn(2, 3, 32, 32),), {}

@@ -1,5 +1,7 @@
 """Recurrent nets: kernels of torch.nn and cells in Python loops."""
 
+import itertools
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -112,7 +114,7 @@ class ConvLSTM(nn.Module):
     def forward(self, film: torch.Tensor) -> torch.Tensor:
         state = torch.zeros(film.shape[1], self.wide, *film.shape[3:])
         cell, loss = torch.zeros_like(state), torch.zeros(())
-        for frame, following in zip(film[:-1], film[1:], strict=True):
+        for frame, following in itertools.pairwise(film):
             i, f, o, g = self.gates(torch.cat([frame, state], 1)).chunk(4, 1)
             cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
             state = o.sigmoid() * cell.tanh()

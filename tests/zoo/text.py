@@ -50,19 +50,40 @@ _encoder("hf_albert", "AlbertForMaskedLM", "AlbertConfig", embedding_size=32)
 _encoder("hf_camembert", "CamembertForMaskedLM", "CamembertConfig")
 _encoder("hf_mpnet", "MPNetForMaskedLM", "MPNetConfig")
 _encoder("hf_convbert", "ConvBertForMaskedLM", "ConvBertConfig", embedding_size=32)
-_encoder("hf_squeezebert", "SqueezeBertForMaskedLM", "SqueezeBertConfig", embedding_size=64,
-         q_groups=2, k_groups=2, v_groups=2, post_attention_groups=1, intermediate_groups=2, output_groups=2)  # fmt: skip
+_encoder(
+    "hf_squeezebert",
+    "SqueezeBertForMaskedLM",
+    "SqueezeBertConfig",
+    embedding_size=64,
+    q_groups=2,
+    k_groups=2,
+    v_groups=2,
+    post_attention_groups=1,
+    intermediate_groups=2,
+    output_groups=2,
+)
 _encoder("hf_megatron_bert", "MegatronBertForMaskedLM", "MegatronBertConfig")
-_encoder("hf_nystromformer", "NystromformerForMaskedLM", "NystromformerConfig", num_landmarks=8,
-         segment_means_seq_len=32)  # fmt: skip
+_encoder(
+    "hf_nystromformer",
+    "NystromformerForMaskedLM",
+    "NystromformerConfig",
+    num_landmarks=8,
+    segment_means_seq_len=32,
+)
 _encoder("hf_fnet", "FNetForMaskedLM", "FNetConfig")
 _encoder("hf_roformer", "RoFormerForMaskedLM", "RoFormerConfig", embedding_size=64)
 _encoder("hf_layoutlm", "LayoutLMForMaskedLM", "LayoutLMConfig")
 _encoder(
     "hf_deberta", "DebertaForMaskedLM", "DebertaConfig", relative_attention=True, pos_att_type=["c2p", "p2c"]
 )
-_encoder("hf_deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config", relative_attention=True,
-         pos_att_type=["c2p", "p2c"], position_buckets=16)  # fmt: skip
+_encoder(
+    "hf_deberta_v2",
+    "DebertaV2ForMaskedLM",
+    "DebertaV2Config",
+    relative_attention=True,
+    pos_att_type=["c2p", "p2c"],
+    position_buckets=16,
+)
 _encoder(
     "hf_modernbert", "ModernBertForMaskedLM", "ModernBertConfig", cls_token_id=1, sep_token_id=2, **_SPECIAL
 )
@@ -81,17 +102,30 @@ def hf_bert_checkpointed() -> Built:
 @in_zoo
 def hf_distilbert() -> Built:
     return hugging_face(
-        "DistilBertForMaskedLM", "DistilBertConfig", vocab_size=_VOCABULARY, dim=_WIDTH, n_layers=3, n_heads=4,
-        hidden_dim=128, max_position_embeddings=64,
-    )  # fmt: skip
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        vocab_size=_VOCABULARY,
+        dim=_WIDTH,
+        n_layers=3,
+        n_heads=4,
+        hidden_dim=128,
+        max_position_embeddings=64,
+    )
 
 
 @in_zoo
 def hf_funnel() -> Built:
     return hugging_face(
-        "FunnelForMaskedLM", "FunnelConfig", vocab_size=_VOCABULARY, d_model=_WIDTH, block_sizes=[1, 1],
-        n_head=4, d_head=16, d_inner=128, num_decoder_layers=1,
-    )  # fmt: skip
+        "FunnelForMaskedLM",
+        "FunnelConfig",
+        vocab_size=_VOCABULARY,
+        d_model=_WIDTH,
+        block_sizes=[1, 1],
+        n_head=4,
+        d_head=16,
+        d_inner=128,
+        num_decoder_layers=1,
+    )
 
 
 @in_zoo
@@ -110,11 +144,22 @@ def hf_xlnet() -> Built:
 @in_zoo
 def hf_reformer() -> Built:
     return hugging_face(
-        "ReformerModelWithLMHead", "ReformerConfig", vocab_size=_VOCABULARY, hidden_size=_WIDTH,
-        num_attention_heads=2, attention_head_size=32, attn_layers=["local", "lsh"], feed_forward_size=128,
-        axial_pos_shape=(4, 8), axial_pos_embds_dim=(32, 32), max_position_embeddings=32,
-        lsh_attn_chunk_length=8, local_attn_chunk_length=8, num_buckets=4, is_decoder=True,
-    )  # fmt: skip
+        "ReformerModelWithLMHead",
+        "ReformerConfig",
+        vocab_size=_VOCABULARY,
+        hidden_size=_WIDTH,
+        num_attention_heads=2,
+        attention_head_size=32,
+        attn_layers=["local", "lsh"],
+        feed_forward_size=128,
+        axial_pos_shape=(4, 8),
+        axial_pos_embds_dim=(32, 32),
+        max_position_embeddings=32,
+        lsh_attn_chunk_length=8,
+        local_attn_chunk_length=8,
+        num_buckets=4,
+        is_decoder=True,
+    )
 
 
 # ---- encoder and decoder -----------------------------------------------------------------------------
@@ -128,14 +173,27 @@ def _translator(model: str, config: str, **settings: Any) -> Built:
 
 
 _T5 = {
-    "vocab_size": _VOCABULARY, "d_model": _WIDTH, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+    "vocab_size": _VOCABULARY,
+    "d_model": _WIDTH,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 _BART = {
-    "vocab_size": _VOCABULARY, "d_model": _WIDTH, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
-    "max_position_embeddings": 64, "decoder_start_token_id": 2, **_SPECIAL,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "d_model": _WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 2,
+    **_SPECIAL,
+}
 
 
 def _translators() -> None:
@@ -154,14 +212,34 @@ def _translators() -> None:
         {**_BART, "decoder_start_token_id": 0, "forced_eos_token_id": 2},
     )
     add("hf_blenderbot", "BlenderbotForConditionalGeneration", "BlenderbotConfig", _BART)
-    add("hf_prophetnet", "ProphetNetForConditionalGeneration", "ProphetNetConfig", {
-        "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_encoder_layers": 2, "num_decoder_layers": 2,
-        "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "encoder_ffn_dim": 128,
-        "decoder_ffn_dim": 128, "decoder_start_token_id": 0, **_SPECIAL,
-    })  # fmt: skip
-    add("hf_switch_transformers", "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", {
-        **_T5, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
-    })  # fmt: skip
+    add(
+        "hf_prophetnet",
+        "ProphetNetForConditionalGeneration",
+        "ProphetNetConfig",
+        {
+            "vocab_size": _VOCABULARY,
+            "hidden_size": _WIDTH,
+            "num_encoder_layers": 2,
+            "num_decoder_layers": 2,
+            "num_encoder_attention_heads": 4,
+            "num_decoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "decoder_start_token_id": 0,
+            **_SPECIAL,
+        },
+    )
+    add(
+        "hf_switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        {
+            **_T5,
+            "num_experts": 4,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+        },
+    )
 
 
 _translators()

@@ -26,7 +26,7 @@ def install() -> None:
     if _declared or importlib.util.find_spec("torchvision") is None:
         return
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError as error:
         if "torchvision::nms does not exist" not in str(error):
             raise

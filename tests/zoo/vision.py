@@ -7,13 +7,21 @@ import torch
 from tests.zoo import Built, images, in_zoo, in_zoo_as, words
 
 _PATCHES = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
-    "image_size": 32, "patch_size": 4,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "image_size": 32,
+    "patch_size": 4,
+}
 _TEXT = {
-    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 128, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+}
 
 
 def _model(model: str, config: str, **settings: Any) -> torch.nn.Module:
@@ -35,10 +43,28 @@ _classifier("hf_vit", "ViT", **_PATCHES, hidden_dropout_prob=0.1, attention_prob
 _classifier("hf_deit", "DeiT", **_PATCHES)
 _classifier("hf_beit", "Beit", **_PATCHES)
 _classifier("hf_dinov2", "Dinov2", **_PATCHES, drop_path_rate=0.1)
-_classifier("hf_swin", "Swin", image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4],
-            window_size=4, drop_path_rate=0.1)  # fmt: skip
-_classifier("hf_swinv2", "Swinv2", image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4],
-            window_size=4, drop_path_rate=0.1)  # fmt: skip
+_classifier(
+    "hf_swin",
+    "Swin",
+    image_size=32,
+    patch_size=2,
+    embed_dim=16,
+    depths=[2, 2],
+    num_heads=[2, 4],
+    window_size=4,
+    drop_path_rate=0.1,
+)
+_classifier(
+    "hf_swinv2",
+    "Swinv2",
+    image_size=32,
+    patch_size=2,
+    embed_dim=16,
+    depths=[2, 2],
+    num_heads=[2, 4],
+    window_size=4,
+    drop_path_rate=0.1,
+)
 _classifier("hf_convnext", "ConvNext", hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, drop_path_rate=0.1)
 _classifier(
     "hf_convnextv2", "ConvNextV2", hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, drop_path_rate=0.1
@@ -50,27 +76,73 @@ _classifier(
     "hf_regnet", "RegNet", 64, embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], groups_width=8
 )
 _classifier("hf_mobilenet_v2", "MobileNetV2", 64, depth_multiplier=0.35)
-_classifier("hf_segformer", "Segformer", 64, hidden_sizes=[16, 32, 32, 32], depths=[1, 1, 1, 1],
-            num_attention_heads=[1, 2, 2, 2], decoder_hidden_size=32)  # fmt: skip
+_classifier(
+    "hf_segformer",
+    "Segformer",
+    64,
+    hidden_sizes=[16, 32, 32, 32],
+    depths=[1, 1, 1, 1],
+    num_attention_heads=[1, 2, 2, 2],
+    decoder_hidden_size=32,
+)
 _classifier("hf_poolformer", "PoolFormer", 64, hidden_sizes=[16, 32, 32, 32], depths=[1, 1, 1, 1])
-_classifier("hf_pvt", "Pvt", 64, image_size=64, hidden_sizes=[16, 32, 32, 32], depths=[1, 1, 1, 1],
-            num_attention_heads=[1, 2, 2, 4])  # fmt: skip
-_classifier("hf_levit", "Levit", 64, image_size=64, hidden_sizes=[32, 48, 64], depths=[1, 1, 1],
-            num_attention_heads=[2, 3, 4], key_dim=[8, 8, 8])  # fmt: skip
-_classifier("hf_mobilevit", "MobileViT", 64, image_size=64, hidden_sizes=[32, 48, 64],
-            neck_hidden_sizes=[8, 16, 24, 32, 32, 32, 64], num_attention_heads=2)  # fmt: skip
-_classifier("hf_efficientnet", "EfficientNet", 64, image_size=64, width_coefficient=0.25,
-            depth_coefficient=0.25, hidden_dim=320)  # fmt: skip
-_classifier("hf_focalnet", "FocalNet", image_size=32, patch_size=2, embed_dim=16, depths=[1, 1],
-            focal_levels=[2, 2], focal_windows=[3, 3])  # fmt: skip
+_classifier(
+    "hf_pvt",
+    "Pvt",
+    64,
+    image_size=64,
+    hidden_sizes=[16, 32, 32, 32],
+    depths=[1, 1, 1, 1],
+    num_attention_heads=[1, 2, 2, 4],
+)
+_classifier(
+    "hf_levit",
+    "Levit",
+    64,
+    image_size=64,
+    hidden_sizes=[32, 48, 64],
+    depths=[1, 1, 1],
+    num_attention_heads=[2, 3, 4],
+    key_dim=[8, 8, 8],
+)
+_classifier(
+    "hf_mobilevit",
+    "MobileViT",
+    64,
+    image_size=64,
+    hidden_sizes=[32, 48, 64],
+    neck_hidden_sizes=[8, 16, 24, 32, 32, 32, 64],
+    num_attention_heads=2,
+)
+_classifier(
+    "hf_efficientnet",
+    "EfficientNet",
+    64,
+    image_size=64,
+    width_coefficient=0.25,
+    depth_coefficient=0.25,
+    hidden_dim=320,
+)
+_classifier(
+    "hf_focalnet",
+    "FocalNet",
+    image_size=32,
+    patch_size=2,
+    embed_dim=16,
+    depths=[1, 1],
+    focal_levels=[2, 2],
+    focal_windows=[3, 3],
+)
 
 
 @in_zoo
 def hf_vit_mae() -> Built:
     decoder = {
-        "decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
+        "decoder_hidden_size": 32,
+        "decoder_num_hidden_layers": 1,
+        "decoder_num_attention_heads": 2,
         "decoder_intermediate_size": 64,
-    }  # fmt: skip
+    }
     module = _model("ViTMAEForPreTraining", "ViTMAEConfig", **_PATCHES, **decoder)
     return module, (), {"pixel_values": images()}
 
@@ -78,9 +150,14 @@ def hf_vit_mae() -> Built:
 @in_zoo
 def hf_segformer_segmentation() -> Built:
     module = _model(
-        "SegformerForSemanticSegmentation", "SegformerConfig", num_labels=5, hidden_sizes=[16, 32, 32, 32],
-        depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2], decoder_hidden_size=32,
-    )  # fmt: skip
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        num_labels=5,
+        hidden_sizes=[16, 32, 32, 32],
+        depths=[1, 1, 1, 1],
+        num_attention_heads=[1, 2, 2, 2],
+        decoder_hidden_size=32,
+    )
     return module, (), {"pixel_values": images(side=64), "labels": torch.randint(0, 5, (4, 64, 64))}
 
 
@@ -94,9 +171,14 @@ def hf_yolos() -> Built:
 @in_zoo
 def hf_dpt() -> Built:
     settings = {
-        **_PATCHES, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 16,
-        "neck_hidden_sizes": [16, 16, 16, 16], "is_hybrid": False, "readout_type": "project",
-    }  # fmt: skip
+        **_PATCHES,
+        "num_hidden_layers": 4,
+        "backbone_out_indices": [0, 1, 2, 3],
+        "fusion_hidden_size": 16,
+        "neck_hidden_sizes": [16, 16, 16, 16],
+        "is_hybrid": False,
+        "readout_type": "project",
+    }
     return _model("DPTForDepthEstimation", "DPTConfig", **settings), (), {"pixel_values": images()}
 
 
@@ -149,9 +231,20 @@ def hf_detr() -> Built:
         embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", out_features=["stage2"]
     )
     module = _model(
-        "DetrForObjectDetection", "DetrConfig", use_timm_backbone=False, use_pretrained_backbone=False,
-        backbone=None, backbone_config=backbone, d_model=64, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128,
-        num_queries=8, num_labels=5,
-    )  # fmt: skip
+        "DetrForObjectDetection",
+        "DetrConfig",
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        num_queries=8,
+        num_labels=5,
+    )
     return module, (), {"pixel_values": images(2, 64)}
