@@ -55,9 +55,11 @@ class Footprint:
         """The dynamic peak that a budget for the whole step leaves to forward and backward."""
         most = budget_bytes - self.device.context_bytes - self.device.library_bytes
         allocated = int(most / (1 + self.device.fragmentation)) if most > 0 else 0
-        # Rounding of the division may be off by a byte or two.
+        # Rounding may put the quotient a byte or two off.
         while allocated > 0 and allocated + self._fragmentation(allocated) > most:
             allocated -= 1
+        while allocated + 1 + self._fragmentation(allocated + 1) <= most:
+            allocated += 1
         return max(allocated - self.resident.total, 0)
 
     def around(self, allocated: int) -> int:
