@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from planner._torch_kernels import Attention
-from planner.assembly import Prepared, make_plan, prepare
+from planner.assembly import CostSource, Prepared, make_plan, prepare
 from planner.budget import Budget, format_bytes, parse_budget
 from planner.devices import Device
 from planner.errors import InfeasibleBudget, PlannerError
@@ -39,6 +39,7 @@ def plan(
     device: str | torch.device | Device | None = None,
     attention: Attention | None = None,
     accumulate: bool | None = None,
+    costs: CostSource = "roofline",
     time_limit: float = 60,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -62,6 +63,8 @@ def plan(
             "efficient" or "math"; None for what PyTorch would choose there.
         accumulate: Whether gradients are there already when the step begins and are added to, as with
             several micro-batches a step; None: as the parameters' are now.
+        costs: Where the seconds of operations come from: "roofline", from the device's figures, or
+            "measured", which times each distinct one on the device at hand and remembers it.
         time_limit: Wall seconds for the solver.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
             ("aten.native_layer_norm") or patterns of either ("encoder.layer.*.attention").
@@ -89,6 +92,7 @@ def plan(
         device=device,
         attention=attention,
         accumulate=accumulate,
+        costs=costs,
         progress=lambda text, fraction: report(text, 0.7 * fraction),
     )
     wanted = prepared.budget(budget)
@@ -120,6 +124,7 @@ def sweep(
     device: str | torch.device | Device | None = None,
     attention: Attention | None = None,
     accumulate: bool | None = None,
+    costs: CostSource = "roofline",
     time_limit: float = 300,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -151,6 +156,7 @@ def sweep(
         device=device,
         attention=attention,
         accumulate=accumulate,
+        costs=costs,
         progress=lambda text, fraction: report(text, 0.4 * fraction),
     )
     graph = prepared.problem.graph

@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ import planner
 from planner._torch_kernels import Attention
 from planner.budget import Budget, parse_budget
 from planner.capture import CapturedStep, CudaKernels, capture
+from planner.costs import Costs, roofline
 from planner.devices import Device, find_device, round_bytes
+from planner.errors import PlannerError
 from planner.fingerprint import state_digest
 from planner.footprint import Footprint as StepFootprint
 from planner.install import class_name
@@ -36,13 +38,19 @@ from planner.plan_file import (
 from planner.problem import Problem, build_problem
 from planner.ranks import refuse_wrappers
 from planner.step import Step, autocast_regions, tensors_in, unique_storages
+from planner.timing import MeasuredCosts
 from planner.workspace import WorkspaceMeter
 from solvers.schedule import alive_at, lifetimes, simulate
 from solvers.solution import Solution
 
 Progress = Callable[[str, float], None]
+CostSource = Literal["roofline", "measured"]
 NEWEST = (9, 0)
 """Compute capability of devices that do not tell theirs."""
+
+
+class CostsError(PlannerError, ValueError):
+    """Costs cannot be had from where they are asked of."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Prepared:
     problem: Problem
     footprint: StepFootprint
     meter: WorkspaceMeter | None
+    costs: Costs
     seconds: float
 
     @property
@@ -94,11 +103,20 @@ def prepare(
     progress: Progress,
     attention: Attention | None = None,
     accumulate: bool | None = None,
+    costs: CostSource = "roofline",
 ) -> Prepared:
     """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
     refuse_wrappers(model, "plan")
     here = _device_of(model, step)
     target = find_device(device, here)
+    at_hand = here.type in ("cpu", "cuda") and target.name == find_device(None, here).name
+    if costs not in get_args(CostSource):
+        raise CostsError(f"costs={costs!r}: expected {' or '.join(map(repr, get_args(CostSource)))}")
+    if costs == "measured" and not at_hand:
+        raise CostsError(
+            f"costs='measured' times operations where the model is, on {here.type}, not on {target.name}: "
+            "plan with costs='roofline', or on that device"
+        )
     started = time.perf_counter()
     elsewhere = target.kind == "cuda" and here.type != "cuda"
     captured = capture(
@@ -109,12 +127,20 @@ def prepare(
         accumulate=accumulate,
     )
     progress("measuring what kernels allocate inside", 0.8)
-    at_hand = here.type in ("cpu", "cuda") and target.name == find_device(None, here).name
     meter = WorkspaceMeter(here) if at_hand else None
-    problem = build_problem(captured, target, meter)
-    update = optimizer_step(optimizer, model, target, meter)
+    source: Costs = roofline(target)
+    if costs == "measured" and meter is not None:
+        source = MeasuredCosts(
+            meter,
+            roofline(target),
+            progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
+        )
+    problem = build_problem(captured, target, meter, source)
+    update = optimizer_step(optimizer, model, target, meter, source)
+    if isinstance(source, MeasuredCosts):
+        source.save()
     footprint = StepFootprint(target, _resident(captured, update, target), update)
-    return Prepared(model, step, captured, problem, footprint, meter, time.perf_counter() - started)
+    return Prepared(model, step, captured, problem, footprint, meter, source, time.perf_counter() - started)
 
 
 def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
@@ -140,6 +166,10 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
     notes = list(captured.notes)
     if meter is not None and meter.failures:
         notes.append(f"workspace of {len(meter.failures)} operations could not be measured and counts as 0")
+    if isinstance(prepared.costs, MeasuredCosts) and prepared.costs.failures:
+        notes.append(
+            f"{len(prepared.costs.failures)} operations could not be timed; their seconds are the roofline's"
+        )
     return Plan(
         created_with={
             "planner": planner.__version__,
@@ -160,7 +190,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
             budget_bytes=budget.bytes,
             budget_text=budget.text,
             device=prepared.device.name,
-            costs="roofline",
+            costs=prepared.costs.name,
             workspace="measured" if meter is not None else "none",
         ),
         solver=SolverRecord(

@@ -2,25 +2,29 @@
 
 import numpy as np
 
-from planner.costs import op_seconds
+from planner.costs import Costs, roofline
 from planner.devices import Device, round_bytes
 from planner.tracking import Event, Recording
 from planner.workspace import NOT_RUN, OpMemory, WorkspaceMeter
 from solvers.schedule import Timeline
 
 
-def eager_timeline(recording: Recording, device: Device, meter: WorkspaceMeter | None) -> Timeline:
+def eager_timeline(
+    recording: Recording, device: Device, meter: WorkspaceMeter | None, costs: Costs | None = None
+) -> Timeline:
     """The timeline of a step that was recorded operation by operation.
 
     Args:
         recording: The events and storages of the step.
         device: For seconds and rounding.
         meter: Measures what kernels allocate inside; None counts nothing.
+        costs: Seconds of operations; None for the device's roofline.
     """
+    costs = costs or roofline(device)
     calls = recording.calls
     memories = meter.measure(calls) if meter is not None else [NOT_RUN] * len(calls)
     seconds = [
-        op_seconds(call.func, call.args, call.kwargs, output, device)
+        costs.seconds(call.func, call.args, call.kwargs, output)
         for call, output in zip(calls, recording.outputs, strict=True)
     ]
     length = len(recording.events)

@@ -15,7 +15,7 @@ import torch
 
 from planner._torch_kernels import Attention
 from planner.api import find_solver
-from planner.assembly import Prepared, make_plan, prepare
+from planner.assembly import CostSource, Prepared, make_plan, prepare
 from planner.budget import Budget, format_bytes, parse_budget
 from planner.devices import Device
 from planner.errors import BudgetError, CaptureError, InfeasibleBudget
@@ -111,6 +111,7 @@ def max_batch(
     device: str | torch.device | Device | None = None,
     attention: Attention | None = None,
     accumulate: bool | None = None,
+    costs: CostSource = "roofline",
     start: int = 4,
     most: int = 1 << 20,
     time_limit: float = 60,
@@ -126,7 +127,7 @@ def max_batch(
             the device.
         max_overhead: The most that time per sample may rise over that of the largest unplanned batch:
             0.29 allows 29 %. None: whatever it takes.
-        solver, loss, optimizer, device, attention, accumulate: As for :func:`planner.plan`.
+        solver, loss, optimizer, device, attention, accumulate, costs: As for :func:`planner.plan`.
         start: The first batch that is captured.
         most: No batch larger than this is tried.
         time_limit: Wall seconds for the plan of each captured answer.
@@ -156,6 +157,7 @@ def max_batch(
             device=device,
             attention=attention,
             accumulate=accumulate,
+            costs=costs,
             progress=lambda text, _: search.tell(f"batch {size}: {text}"),
         )
 

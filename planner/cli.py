@@ -64,6 +64,13 @@ FigurePath = Annotated[
 ]
 
 
+class CostSource(StrEnum):
+    """Where the seconds of operations come from."""
+
+    roofline = "roofline"
+    measured = "measured"
+
+
 class Attention(StrEnum):
     """Kernels of scaled dot product attention."""
 
@@ -81,6 +88,10 @@ OptimizerName = Annotated[str | None, typer.Option(help="An optimizer whose stat
 AttentionName = Annotated[
     Attention | None,
     typer.Option(help="Planning for a GPU without one: its attention kernel, if not PyTorch's choice."),
+]
+CostName = Annotated[
+    CostSource,
+    typer.Option(help="Seconds of operations: by the device's figures, or timed on the device at hand."),
 ]
 Accumulate = Annotated[
     bool | None,
@@ -124,6 +135,7 @@ def plan_command(
     optimizer: OptimizerName = None,
     attention: AttentionName = None,
     accumulate: Accumulate = None,
+    costs: CostName = CostSource.roofline,
     loss: Loss = None,
     keep: Keep = None,
     recompute: Again = None,
@@ -156,6 +168,7 @@ def plan_command(
                     device=device,
                     attention=None if attention is None else attention.value,
                     accumulate=accumulate,
+                    costs=costs.value,
                     time_limit=time_limit,
                     keep=keep or (),
                     recompute=recompute or (),
@@ -189,6 +202,7 @@ def sweep_command(
     optimizer: OptimizerName = None,
     attention: AttentionName = None,
     accumulate: Accumulate = None,
+    costs: CostName = CostSource.roofline,
     loss: Loss = None,
     keep: Keep = None,
     recompute: Again = None,
@@ -218,6 +232,7 @@ def sweep_command(
                     device=device,
                     attention=None if attention is None else attention.value,
                     accumulate=accumulate,
+                    costs=costs.value,
                     time_limit=time_limit,
                     keep=keep or (),
                     recompute=recompute or (),
@@ -258,6 +273,7 @@ def max_batch_command(
     optimizer: OptimizerName = None,
     attention: AttentionName = None,
     accumulate: Accumulate = None,
+    costs: CostName = CostSource.roofline,
     loss: Loss = None,
     start: Annotated[int, typer.Option(min=1, help="The first batch that is captured.")] = 4,
     most: Annotated[int, typer.Option(min=1, help="No larger batch is tried.")] = 1 << 20,
@@ -286,6 +302,7 @@ def max_batch_command(
                     device=device,
                     attention=None if attention is None else attention.value,
                     accumulate=accumulate,
+                    costs=costs.value,
                     start=start,
                     most=most,
                     time_limit=time_limit,

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -39,22 +39,35 @@ def op_seconds(
 
     The answer is remembered by operator, shapes, strides, dtypes and other arguments.
     """
-    return _roofline(device).seconds(func, args, kwargs, outputs)
+    return roofline(device).seconds(func, args, kwargs, outputs)
 
 
 @functools.lru_cache(maxsize=32)
-def _roofline(device: Device) -> "Roofline":
+def roofline(device: Device) -> "Roofline":
+    """The roofline of a device, always the same one."""
     return Roofline(device)
+
+
+class Costs(Protocol):
+    """Where the seconds of operations come from; `name` is what a plan says it used."""
+
+    name: str
+
+    def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
+        """Seconds of one operation, as :func:`op_seconds` describes it."""
+        ...
 
 
 class Roofline:
     """The roofline of one device, with a memory of what it was asked before."""
 
+    name = "roofline"
+
     def __init__(self, device: Device) -> None:
         self.device = device
         self._seconds: dict[object, float] = {}
 
-    def seconds(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
+    def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
         """As :func:`op_seconds`."""
         if not isinstance(func, OpOverload) or func in _ALWAYS_FREE:
             return 0.0

@@ -9,6 +9,7 @@ import torch
 
 from planner import _torch
 from planner.baseline import eager_timeline
+from planner.costs import Costs
 from planner.devices import Device, round_bytes
 from planner.errors import PlannerError
 from planner.step import tensors_in, unique_storages
@@ -42,6 +43,7 @@ def optimizer_step(
     module: torch.nn.Module,
     device: Device,
     meter: WorkspaceMeter | None = None,
+    costs: Costs | None = None,
 ) -> OptimizerStep:
     """Memory and time of an optimizer's step on a device.
 
@@ -55,6 +57,7 @@ def optimizer_step(
         module: Whose parameters it trains.
         device: Where the step will run.
         meter: Measures what kernels allocate inside; None counts nothing.
+        costs: Seconds of operations; None for the device's roofline.
 
     Raises:
         OptimizerError: If there is no such optimizer, or its step fails.
@@ -98,7 +101,7 @@ def optimizer_step(
     finally:
         for copy in fakes.values():
             copy.grad = None
-    making, steady = (eager_timeline(r, device, meter) for r in (first, second))
+    making, steady = (eager_timeline(r, device, meter, costs) for r in (first, second))
     return OptimizerStep(
         state_bytes=sum(round_bytes(device, int(t.untyped_storage().nbytes())) for t in state),
         transient_bytes=max(making.peak_bytes - making.final_bytes, steady.peak_bytes, 0),

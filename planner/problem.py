@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from planner import replay
 from planner.baseline import eager_timeline, real_sizes
 from planner.capture import CapturedStep
-from planner.costs import op_seconds
+from planner.costs import Costs, roofline
 from planner.devices import Device, round_bytes
 from planner.graph_runner import GraphCall
 from planner.joint import JointGraph, JointOp
@@ -74,7 +74,9 @@ class Problem:
         ]
 
 
-def build_problem(captured: CapturedStep, device: Device, meter: WorkspaceMeter | None) -> Problem:
+def build_problem(
+    captured: CapturedStep, device: Device, meter: WorkspaceMeter | None, costs: Costs | None = None
+) -> Problem:
     """Turn a captured step into the problem that solvers see.
 
     Operations of a graph that runs more than once in the step are not recomputable: all its
@@ -84,12 +86,14 @@ def build_problem(captured: CapturedStep, device: Device, meter: WorkspaceMeter 
         captured: The step.
         device: For seconds and rounding.
         meter: Measures the workspace of every distinct operation by running it; None counts none.
+        costs: Seconds of operations; None for the device's roofline.
     """
+    costs = costs or roofline(device)
     builder = _Builder(captured)
     builder.run()
-    graph = builder.graph(device, meter)
+    graph = builder.graph(device, meter, costs)
     sources = [row.source for row in builder.rows]
-    return Problem(graph, sources, eager_timeline(captured.eager, device, meter))
+    return Problem(graph, sources, eager_timeline(captured.eager, device, meter, costs))
 
 
 @dataclass
@@ -144,7 +148,7 @@ class _Builder:
                 if storage in self._value_of:
                     self._hold(self._value_of[storage], self._let_go_after(storage), index)
 
-    def graph(self, device: Device, meter: WorkspaceMeter | None) -> Graph:
+    def graph(self, device: Device, meter: WorkspaceMeter | None, costs: Costs) -> Graph:
         """The solvers' graph, with seconds and bytes for a device."""
         memories, replayed = self._measure(meter)
         values = list(self.values)
@@ -156,7 +160,7 @@ class _Builder:
                 values[value] = replace(values[value], bytes=size)
             seconds = 0.0
             if row.call is not None:
-                seconds = op_seconds(row.call.func, row.call.args, row.call.kwargs, row.output, device)
+                seconds = costs.seconds(row.call.func, row.call.args, row.call.kwargs, row.output)
             ops.append(replace(row.op, seconds=seconds, workspace_bytes=memory.workspace_bytes))
         for base, row in enumerate(self.rows):
             if row.again is None:

@@ -237,6 +237,17 @@ class WorkspaceMeter:
 
     # ---- inputs -------------------------------------------------------------------------------
 
+    @contextmanager
+    def arguments(self, call: Call) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+        """Real arguments for a call, which live, and under which it may be run, within the context.
+
+        Raises:
+            Exception: it must not be run, or no such tensors can be made.
+        """
+        args, kwargs, _ = self._real_arguments(call, masks=False)
+        with _grad_mode(call.func):
+            yield args, kwargs
+
     def _real_arguments(
         self, call: Call, masks: bool
     ) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:

@@ -1,0 +1,75 @@
+"""Measured costs: each operation timed once, remembered, and told in the plan."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import planner
+from planner.assembly import CostsError
+from planner.costs import roofline
+from planner.devices import find_device
+from planner.timing import MeasuredCosts
+from planner.workspace import WorkspaceMeter
+from tests.small import small_gpt
+
+aten = torch.ops.aten
+
+
+def costs(path: Path | None, told: list[str] | None = None) -> MeasuredCosts:
+    progress = None if told is None else lambda number, name: told.append(name)
+    return MeasuredCosts(WorkspaceMeter("cpu", None), roofline(find_device("cpu")), path, progress)
+
+
+def square(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty(size, size), torch.empty(size, size), torch.empty(size, size)
+
+
+def test_more_work_takes_longer_and_views_nothing() -> None:
+    timer = costs(None)
+    small, large = (timer.seconds(aten.mm.default, (a, b), {}, c) for a, b, c in (square(32), square(512)))
+    assert large > 100 * small > 0
+    a = torch.empty(8, 8)
+    assert timer.seconds(aten.t.default, (a,), {}, a.t()) == 0.0
+
+
+def test_each_operation_is_timed_once_and_remembered_on_disk(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "seconds.json"
+    a, b, c = square(64)
+    first = costs(path, told)
+    seconds = first.seconds(aten.mm.default, (a, b), {}, c)
+    assert first.seconds(aten.mm.default, (a, b), {}, c) == seconds
+    assert told == ["aten.mm.default"]
+    first.save()
+    again = costs(path, told)
+    assert again.seconds(aten.mm.default, (a, b), {}, c) == pytest.approx(seconds, abs=1e-9)
+    assert len(told) == 1
+
+
+def test_what_cannot_be_run_costs_what_the_roofline_says() -> None:
+    timer = costs(None)
+    huge = torch.empty(1 << 24, 1 << 24, device="meta")
+    seconds = timer.seconds(aten.mm.default, (huge, huge), {}, huge)
+    assert seconds == roofline(find_device("cpu")).seconds(aten.mm.default, (huge, huge), {}, huge)
+    assert "MemoryError" in next(iter(timer.failures.values()))
+
+
+def test_a_plan_says_what_it_used_and_changes_nothing() -> None:
+    model, args, _ = small_gpt()
+    state = torch.get_rng_state()
+    before = [p.detach().clone() for p in model.parameters()]
+    measured = planner.plan(model, args, budget="60%", costs="measured", solver="sqrt_n")
+    predicted = planner.plan(model, args, budget="60%", solver="sqrt_n")
+    assert (measured.target.costs, predicted.target.costs) == ("measured", "roofline")
+    assert measured.predicted.seconds != predicted.predicted.seconds
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_costs_of_a_device_that_is_not_here_cannot_be_measured() -> None:
+    model, args, _ = small_gpt()
+    with pytest.raises(CostsError, match=r"not on T4.*costs='roofline'"):
+        planner.plan(model, args, budget="60%", device="T4", costs="measured")
+    with pytest.raises(CostsError, match="'roofline' or 'measured'"):
+        planner.plan(model, args, budget="60%", costs="guessed")  # type: ignore[arg-type]
