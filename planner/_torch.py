@@ -19,7 +19,11 @@ import torch
 import torch._dynamo as dynamo
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -353,6 +357,18 @@ def mutated_inputs(joint: torch.fx.GraphModule) -> frozenset[int]:
         if isinstance(d, InputMutationAOTOutput)
     }
     return frozenset(i for i, n in enumerate(inputs) if n.meta.get("desc") in written)
+
+
+def input_position(placeholder: torch.fx.Node) -> int | None:
+    """Which of the forward's inputs an input of the joint graph is; None for what is no plain input."""
+    description = placeholder.meta.get("desc")
+    return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def origin(node: torch.fx.Node) -> str | None:
+    """Name of the forward's node that a node of the joint graph was traced from."""
+    sources = node.meta.get("from_node")
+    return sources[0].name if sources else None
 
 
 def tangent_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_tracing
+from planner.autocast import inside_region, share_casts
 from planner.codegen import compile_graph
 from planner.joint import JointGraph, read_joint
 from planner.rewrite import Halves, emit, no_recomputation
@@ -115,6 +116,7 @@ class GraphRunner:
         self._known: list[list[torch.Tensor | None]] = []  # by execution: values of outputs without data
         self._halves: Halves | None = None
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
+        self._inside_autocast = False
 
     @property
     def unused_outputs(self) -> tuple[int, ...]:
@@ -142,6 +144,7 @@ class GraphRunner:
 
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
+        self._inside_autocast = inside_region()
         self._compiled = _torch.compile_joint(
             detach_outputs(self.graph, self.unused_outputs),
             self.example_inputs,
@@ -151,6 +154,7 @@ class GraphRunner:
         )
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
+        share_casts(joint, self.graph, self.example_inputs, inside=self._inside_autocast)
         self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
         if self._data:
             self._halves = emit(self.joint, no_recomputation(self.joint))

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from planner import _torch
 from planner.adapt import adapt
+from planner.autocast import inside_region, share_casts
 from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.errors import PlanFileError, PlanMismatch, PlanWarning
@@ -172,11 +173,17 @@ class PlanBackend:
                 "output: another model? It runs as it is, without the plan"
             )
             return graph.forward
+        inside = inside_region()
+
+        def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
+            share_casts(joint, graph, example_inputs, inside=inside)
+            return self._partition(record, backward, joint, outputs)
+
         backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
         compiled = _torch.compile_joint(
             detach_outputs(graph, unused),
             example_inputs,
-            partition=lambda joint, outputs: self._partition(record, backward, joint, outputs),
+            partition=partition,
             forward_compiler=_compile_forward,
             backward_compiler=backward.compile,
         )

@@ -81,6 +81,57 @@ def test_autocast_inside_the_model() -> None:
     assert_trains_alike(model, args, steps(args), expected_runs=2)
 
 
+class Shared(Layers):
+    """Weights that are used several times: by autocast, which casts once a region, and by explicit casts."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.layers[2][0].weight = self.layers[0][0].weight
+        self.extra = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.run(self.extra(torch.tanh(self.extra(x))))
+        for _ in range(2):
+            x = x.bfloat16() @ self.extra.weight.to(torch.bfloat16)
+        return x.square().mean()
+
+
+class SharedInside(Shared):
+    """The same in two regions of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.extra(torch.tanh(self.extra(x)))
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_weights_that_are_used_twice_under_autocast() -> None:
+    model, args, _ = layers(Shared)
+
+    def step(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = model(*args)
+        loss.backward()
+        return loss
+
+    plan = assert_trains_alike(
+        model, args, lambda m: [step(m), step(m)], expected_runs=2, autocast=torch.bfloat16
+    )
+    model.zero_grad()
+    assert measure_peak(lambda: step(model), "cpu").peak_bytes == plan.predicted.dynamic_peak_bytes
+    casts = [op for op in plan.graphs[0].ops if op.name == "aten._to_copy.default" and op.phase == "forward"]
+    # A weight and a bias of the shared layer, and two explicit casts of its weight.
+    assert sum(op.module == "extra" for op in casts) == 3  # and its input
+
+
+@pytest.mark.heavy
+def test_weights_that_are_used_twice_in_regions_of_the_model() -> None:
+    model, args, _ = layers(SharedInside)
+    assert_trains_alike(model, args, steps(args), expected_runs=2)
+
+
 def test_autocast_that_the_plan_does_not_know_is_said_and_right() -> None:
     model, args, _ = layers()
     twin = copy.deepcopy(model)

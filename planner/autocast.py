@@ -1,0 +1,127 @@
+"""Under autocast, one cast of a parameter for all of its uses, as eager has it.
+
+Eager keeps the cast of a parameter for as long as a region of autocast lasts; where the parameter is used
+again, the gradients of its uses meet in half precision and are cast back once. AOTAutograd casts at every use
+and adds up what has been cast back, which rounds differently and takes more memory.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from planner import _torch
+
+aten = torch.ops.aten
+
+_EXPLICIT = {"to", "type", "type_as", "half", "bfloat16", "float", "_to_copy"}
+
+
+def share_casts(joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], *, inside: bool) -> None:
+    """Change a joint graph, in place, so that every region of autocast casts a parameter once.
+
+    Args:
+        joint: The joint graph.
+        graph: The forward that it was traced from.
+        inputs: Example inputs of that forward.
+        inside: Whether the forward as a whole runs :func:`inside_region`.
+    """
+    regions = _regions(graph, inside)
+    groups: dict[tuple[Node, Any, int], list[Node]] = {}
+    for node in joint.graph.nodes:
+        if node.target is not aten._to_copy.default or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        source = node.args[0]
+        if list(node.kwargs) != ["dtype"] or not isinstance(source, Node) or not _is_kept(source, inputs):
+            continue
+        origin = _torch.origin(node)
+        if origin in regions and not _is_explicit(node):
+            groups.setdefault((source, node.kwargs["dtype"], regions[origin]), []).append(node)
+    for casts in groups.values():
+        _share(joint, casts)
+    joint.recompile()
+
+
+def inside_region() -> bool:
+    """Whether this code is inside of ``with torch.autocast``, be it switched off: casts are kept until the
+    outermost of these ends."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+def _regions(graph: GraphModule, inside: bool) -> dict[str, int]:
+    """The outermost region of autocast that each node of a forward is in, by name."""
+    found, depth, region = {}, int(inside), 0
+    for node in graph.graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            region += depth == 0
+            depth += 1
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            depth -= 1
+        elif depth:
+            found[node.name] = region
+    return found
+
+
+def _is_kept(source: Node, inputs: Sequence[Any]) -> bool:
+    """Whether eager keeps casts of an input: leaves in single precision that need a gradient."""
+    position = _torch.input_position(source)
+    tensor = inputs[position] if position is not None and position < len(inputs) else None
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype is torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+    )
+
+
+def _is_explicit(cast: Node) -> bool:
+    stack = cast.meta.get("source_fn_stack")
+    if not stack:
+        return True
+    function = stack[-1][1]
+    return (function if isinstance(function, str) else getattr(function, "__name__", "")) in _EXPLICIT
+
+
+def _share(joint: GraphModule, casts: list[Node]) -> None:
+    if len(casts) < 2:
+        return
+    numbers = {cast.meta.get("seq_nr") for cast in casts}
+    shape = casts[0].meta["val"].shape
+    back = [
+        node
+        for node in joint.graph.nodes
+        if node.target is aten._to_copy.default
+        and node.meta.get("partitioner_tag") == "is_backward"
+        and node.meta.get("seq_nr") in numbers
+        and node.meta["val"].shape == shape
+        and node.meta["val"].dtype is torch.float32
+    ]
+    if len(back) > len(casts) or len({_sum_of(node) for node in back}) > 1:
+        return
+    for cast in casts[1:]:
+        cast.replace_all_uses_with(casts[0])
+        joint.graph.erase_node(cast)
+    for earlier, later in itertools.pairwise(back):
+        with joint.graph.inserting_before(later):
+            total = joint.graph.call_function(aten.add.Tensor, (earlier.args[0], later.args[0]))
+        total.meta = {**later.meta, "val": _torch.same_shape(later.args[0].meta["val"])}
+        later.args = (total,)
+        (meeting,) = earlier.users
+        (other,) = (n for n in meeting.all_input_nodes if n is not earlier)
+        meeting.replace_all_uses_with(other)
+        joint.graph.erase_node(meeting)
+        joint.graph.erase_node(earlier)
+
+
+def _sum_of(node: Node) -> Node:
+    """The end of the sums that a gradient goes into."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is not aten.add.Tensor or user.kwargs or len(user.all_input_nodes) != 2:
+            break
+        node = user
+    return node
