@@ -161,6 +161,13 @@ def dynamo_compile(
     return context(fresh)  # type: ignore[no-any-return]
 
 
+def checkpoint_calls(graph: torch.fx.GraphModule) -> int:
+    """How many calls of ``torch.utils.checkpoint`` a graph that Dynamo made covers."""
+    target = torch.ops.higher_order.tag_activation_checkpoint
+    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    return sum(node.target is target for part in parts for node in part.graph.nodes)
+
+
 def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """What ``module(*args, **kwargs)`` does when nothing is installed: hooks and forward."""
     return module._call_impl(*args, **kwargs)

@@ -24,8 +24,9 @@ from planner import _torch, _torch_tracing
 from planner._torch_kernels import Attention, dispatched_in_python, kernels_of_cuda
 from planner.errors import CaptureError
 from planner.generators import GeneratorStates
-from planner.graph_runner import GraphRunner, collector
+from planner.graph_runner import GraphRunner, collector, notes_on
 from planner.joint import JointGraph
+from planner.python_state import remember
 from planner.step import Step, map_tensors, tensors_in, unique_storages
 from planner.tracking import Recording, StepRecorder
 
@@ -193,7 +194,8 @@ class _Capture:
             if self._cuda is None
             else kernels_of_cuda(self._cuda.capability, self._cuda.attention)
         )
-        with _torch.dynamo_settings(), kernels:
+        with _torch.dynamo_settings(), kernels, contextlib.ExitStack() as stack:
+            stack.callback(remember(module))  # hooks of the copy write where those of the original do
             report("running the eager step", 0.1)
             eager, _ = self._record(module, "running the step")
 
@@ -208,10 +210,13 @@ class _Capture:
                     "nothing of the module's forward could be captured; torch.compile skips it too (see "
                     "TORCH_LOGS=graph_breaks for the reason)"
                 )
-            traced = 0
-            for _ in range(_MOST_PASSES):
+            traced, put_back = 0, remember(module)
+            for attempt in range(_MOST_PASSES):
                 self._trace(runners[traced:], len(runners))
                 traced = len(runners)
+                if attempt == _MOST_PASSES - 1:
+                    put_back()  # counters and histories change each time: as the last pass found them
+                put_back = remember(module)
                 report("recording the compiled step", 0.8)
                 recording, forward_events = self._record(target, "running the compiled step", runners)
                 if len(runners) == traced:
@@ -240,6 +245,7 @@ class _Capture:
                 e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
             ),
             with_data=self.copied.data,
+            notes=notes_on(runners),
         )
 
     def _trace(self, runners: Sequence[GraphRunner], total: int) -> None:
@@ -396,4 +402,6 @@ def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:
 
 def _described(doing: str, error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{doing} failed: {type(error).__name__}: {lines[0] if lines else ''}"
+    # Dynamo's errors start with their kind and explain themselves further down.
+    explained = [line.strip() for line in lines[1:] if line.strip().startswith("Explanation: ")]
+    return f"{doing} failed: {type(error).__name__}: {'. '.join(lines[:1] + explained[:1])}"

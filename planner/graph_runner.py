@@ -258,6 +258,17 @@ class GraphRunner:
         recording.events[-1] = replace(recording.events[-1], graph=call)
 
 
+def notes_on(runners: Sequence[GraphRunner]) -> list[str]:
+    """What the user should know of the captured graphs."""
+    calls = sum(_torch.checkpoint_calls(runner.graph) for runner in runners)
+    if not calls:
+        return []
+    return [
+        f"{calls} calls of torch.utils.checkpoint in the model are seen through: what they would recompute "
+        "is the plan's to decide"
+    ]
+
+
 def collector(runners: list[GraphRunner], *, cuda: bool = False, data: bool = False) -> Callable[..., Any]:
     """A Dynamo backend that puts a runner in the place of every graph, and into ``runners``.
 

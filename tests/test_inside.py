@@ -1,0 +1,496 @@
+"""What models already have inside when they are planned: it keeps working, and is said where it matters."""
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import planner
+from planner.errors import PlanWarning
+from planner.measure import measure_peak
+from planner.plan_file import Plan
+from tests.side_by_side import Layers, assert_same, assert_trains_alike, layers, left_by, plan_of
+from tests.test_loops import steps
+
+
+def _trains(build: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Plan]:
+    model, args, _ = layers(build)
+    runs = options.pop("expected_runs", 2)
+    return model, assert_trains_alike(model, args, steps(args), expected_runs=runs, **options)
+
+
+def _peak(model: nn.Module, args: Sequence[Any]) -> int:
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(*args)
+        loss.backward()
+        return loss
+
+    model.zero_grad(set_to_none=True)
+    return measure_peak(step, "cpu").peak_bytes
+
+
+# ---- the user's own checkpoints ---------------------------------------------------------------------
+
+
+class Checkpointed(Layers):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedSequence(Layers):
+    def __init__(self) -> None:
+        super().__init__(10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(list(self.layers), 2, 2 * x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Checkpointed,
+        *(pytest.param(b, marks=pytest.mark.heavy) for b in (CheckpointedReentrant, CheckpointedSequence)),
+    ],
+)
+def test_checkpoints_of_the_user_are_seen_through(build: type[Layers]) -> None:
+    model, plan = _trains(build)
+    (note,) = [n for n in plan.notes if "checkpoint" in n]
+    assert "seen through" in note
+    assert _peak(model, layers()[1]) == plan.predicted.dynamic_peak_bytes
+    # The plan may also keep what the user recomputes.
+    free = plan_of(layers(build)[0], layers()[1], budget="500%", solver="none")
+    assert not free.graphs[0].recomputed
+    assert free.predicted.seconds < plan.predicted.seconds
+
+
+@pytest.mark.heavy
+def test_gradient_checkpointing_of_hugging_face_is_seen_through() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 60, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).train()
+    model.gradient_checkpointing_enable()
+    words = torch.randint(0, 60, (8, 32))
+    kwargs = {"input_ids": words, "labels": words, "use_cache": False}
+
+    def loop(model: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**kwargs).loss
+        loss.backward()
+        return loss
+
+    graphs = len(plan_of(copy.deepcopy(model), (), kwargs=kwargs).graphs)
+    plan = assert_trains_alike(model, (), loop, expected_runs=graphs, kwargs=kwargs)
+    assert any("4 calls of torch.utils.checkpoint" in note for note in plan.notes)
+
+
+@pytest.mark.heavy
+def test_a_planned_module_inside_a_checkpoint_of_the_user() -> None:
+    model, args, _ = layers()
+    before = nn.Linear(32, 32)
+
+    def loop(model: nn.Module) -> list[Any]:
+        before.zero_grad()
+        loss = checkpoint(model, before(*args), use_reentrant=False)
+        loss.backward()
+        return [loss, before.weight.grad]
+
+    x = args[0].requires_grad_()
+    assert_trains_alike(model, (x,), loop, expected_runs=1)
+
+
+# ---- hooks ------------------------------------------------------------------------------------------
+
+
+def test_forward_hooks_on_submodules_change_what_is_computed() -> None:
+    def hooked() -> nn.Module:
+        model = Layers()
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda _module, args: (args[0] + 0.1,))
+            layer.register_forward_hook(lambda _module, _args, output: output * 1.5)
+        return model
+
+    _trains(hooked)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["after", "before"])
+def test_backward_hooks_on_submodules_change_gradients(kind: str) -> None:
+    def hooked() -> nn.Module:
+        model = Layers()
+        for layer in model.layers[1:]:
+            if kind == "after":
+                layer.register_full_backward_hook(lambda _module, gradients, _: (gradients[0] * 2,))
+            else:
+                layer.register_full_backward_pre_hook(lambda _module, gradients: (gradients[0] * 2,))
+        return model
+
+    model, args, _ = layers(hooked)
+    graphs = len(plan_of(copy.deepcopy(model), args).graphs)
+    plan = assert_trains_alike(model, args, steps(args), expected_runs=2 * graphs)
+    assert _peak(model, args) <= 1.1 * plan.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.heavy
+def test_hooks_on_tensors_inside_the_forward_change_gradients() -> None:
+    class Hooked(Layers):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+                x.register_hook(lambda gradient: gradient * 2)
+            return x
+
+    _trains(Hooked)
+
+
+@pytest.mark.heavy
+def test_planning_leaves_alone_what_hooks_write_to() -> None:
+    model, args, _ = layers()
+    seen: list[torch.Tensor] = []
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.register_forward_hook(lambda _module, _args, output: seen.append(output.detach().mean()))
+    plan = plan_of(model, args)
+    assert not seen
+    twin = copy.deepcopy(model)
+    plan.apply(model)
+    ours = left_by(model, steps(args))
+    logged = list(seen)
+    assert len(logged) == 8
+    seen.clear()
+    assert_same(ours, left_by(twin, steps(args)))
+    assert [float(x) for x in logged] == [float(x) for x in seen]
+
+
+# ---- functions and operators of the user's ----------------------------------------------------------
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds forward, and lets half the gradient pass where the input was not negative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (x >= 0) / 2
+
+
+def test_a_custom_autograd_function() -> None:
+    class Rounded(Layers):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + StraightThrough.apply(layer(x))
+            return x
+
+    _trains(Rounded)
+
+
+@torch.library.custom_op("planner_tests::scaled_tanh", mutates_args=())
+def scaled_tanh(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.from_numpy(np.tanh(x.detach().numpy() * scale))
+
+
+@scaled_tanh.register_fake
+def _(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.scale = inputs[1]
+
+
+def _scaled_tanh_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    (output,) = ctx.saved_tensors
+    return gradient * (1 - output * output) * ctx.scale, None
+
+
+scaled_tanh.register_autograd(_scaled_tanh_backward, setup_context=_save)
+
+
+@torch.library.custom_op("planner_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Registered without a shape function."""
+    return 2 * x
+
+
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+@torch.library.custom_op("planner_tests::rank", mutates_args=())
+def rank(x: torch.Tensor) -> torch.Tensor:
+    """Registered without a gradient."""
+    return x.argsort(-1).argsort(-1).to(x.dtype)
+
+
+@rank.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _with(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    class WithFunction(Layers):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + function(layer(x))
+            return x
+
+    return WithFunction
+
+
+def test_an_operator_of_the_users() -> None:
+    _, plan = _trains(_with(lambda x: scaled_tanh(x, 0.5)))
+    names = [plan.graphs[0].ops[i].name for i in plan.graphs[0].recomputed]
+    assert "planner_tests.scaled_tanh.default" in names or any(
+        "scaled_tanh" in op.name for op in plan.graphs[0].ops
+    )
+    assert any("could not be measured" in note for note in plan.notes)
+
+
+@pytest.mark.heavy
+def test_an_operator_without_a_gradient() -> None:
+    _trains(_with(lambda x: x * rank(x.detach())))
+
+
+@pytest.mark.heavy
+def test_an_operator_without_a_shape_function_is_named() -> None:
+    model, args, _ = layers(_with(doubled))
+    with pytest.raises(planner.CaptureError, match=r"doubled.*no fake impl"):
+        plan_of(model, args)
+
+
+# ---- changes in place -------------------------------------------------------------------------------
+
+
+def test_operations_in_place() -> None:
+    class InPlace(Layers):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                y = layer(x)
+                y.mul_(0.5).add_(x)
+                y[:, :4] = 0
+                x = F.relu(y, inplace=True)
+            return x
+
+    _trains(InPlace)
+
+
+@pytest.mark.heavy
+def test_an_input_that_the_forward_changes() -> None:
+    class Changing(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.mul_(0.9)
+            return super().forward(x)
+
+    model, args, _ = layers(Changing)
+
+    def loop(model: nn.Module) -> list[torch.Tensor]:
+        x = args[0].clone()
+        losses = []
+        for _ in range(2):
+            losses.append(model(x))
+            losses[-1].backward()
+        return [*losses, x]
+
+    before = args[0].clone()
+    assert_trains_alike(model, args, loop, expected_runs=2)
+    assert torch.equal(args[0], before)
+
+
+@pytest.mark.heavy
+def test_a_buffer_that_the_forward_changes() -> None:
+    class Averaging(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(32))
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+                with torch.no_grad():
+                    self.average.lerp_(x.mean(0), 0.1)
+                x = x + self.average.clone()
+            return x
+
+    model, _ = _trains(Averaging)
+    assert model.average.any()  # type: ignore[operator, union-attr]
+
+
+# ---- Python state and Python randomness -------------------------------------------------------------
+
+
+class Dropped(Layers):
+    """Leaves out layers by chance."""
+
+    def draw(self) -> bool:
+        raise NotImplementedError
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.draw():
+                x = x + layer(x)
+        return x + sum(layer[0].bias.sum() for layer in self.layers)
+
+
+class DroppedByPython(Dropped):
+    def draw(self) -> bool:
+        return random.random() < 0.5
+
+
+class DroppedByNumPy(Dropped):
+    def draw(self) -> bool:
+        return bool(np.random.rand() < 0.5)
+
+
+class DroppedByTorch(Dropped):
+    def draw(self) -> bool:
+        return bool(torch.rand(()) < 0.5)
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore::planner.PlanWarning")
+@pytest.mark.parametrize("build", [DroppedByPython, DroppedByNumPy, DroppedByTorch])
+def test_layers_that_are_left_out_by_chance(build: type[Dropped]) -> None:
+    model, args, _ = layers(build)
+    twin = copy.deepcopy(model)
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    plan = plan_of(model, args)
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert (random.getstate(), np.random.get_state()[2]) == generators[1:]
+    plan.apply(model)
+    ours, theirs = left_by(model, steps(args, 6, lr=0.01)), left_by(twin, steps(args, 6, lr=0.01))
+    assert_same(ours, theirs)
+    drawn = {sum(g is None for n, g in theirs.items() if ".gradient." in n)}
+    assert drawn
+
+
+@pytest.mark.heavy
+def test_numbers_that_the_forward_draws_are_drawn_anew() -> None:
+    class Scaled(Layers):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x) * random.uniform(0.5, 1.0)
+            return x
+
+    _trains(Scaled)
+
+
+@pytest.mark.parametrize("used", [False, pytest.param(True, marks=pytest.mark.heavy)])
+def test_a_counter_in_the_forward(used: bool) -> None:
+    class Counting(Layers):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            loss = super().forward(x)
+            return loss / self.calls if used else loss
+
+    model, args, _ = layers(Counting)
+    model.calls = 3  # type: ignore[assignment]
+    twin = copy.deepcopy(model)
+    plan = plan_of(model, args)
+    assert model.calls == 3
+    plan.apply(model)
+    assert_same(left_by(model, steps(args, 3)), left_by(twin, steps(args, 3)))
+    assert model.calls == twin.calls == 6
+
+
+@pytest.mark.heavy
+def test_a_history_that_the_forward_keeps() -> None:
+    class Remembering(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x)
+            self.history.append(loss.detach())
+            return loss
+
+    model, args, _ = layers(Remembering)
+    twin = copy.deepcopy(model)
+    plan_of(model, args).apply(model)
+    assert not model.history
+    assert_same(left_by(model, steps(args)), left_by(twin, steps(args)))
+    assert [float(x) for x in model.history] == [float(x) for x in twin.history]  # type: ignore[union-attr]
+
+
+@pytest.mark.heavy
+def test_a_cache_that_the_first_forward_fills() -> None:
+    class Caching(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[int, torch.Tensor] = {}
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) not in self.cache:
+                self.cache[len(x)] = torch.linspace(0, 1, len(x)).unsqueeze(1)
+            for layer in self.layers:
+                x = x + layer(x) * self.cache[len(x)]
+            return x
+
+    model, args, _ = layers(Caching)
+    twin = copy.deepcopy(model)
+    plan = plan_of(model, args)
+    assert not model.cache
+    plan.apply(model)
+    with pytest.warns(PlanWarning, match=f"re-runs the {len(plan.graphs[0].recomputed)} that are there"):
+        ours = left_by(model, steps(args))
+    assert_same(ours, left_by(twin, steps(args)))
+    # From the second step on it is what was planned.
+    assert _peak(model, args) == plan.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.heavy
+def test_a_value_that_the_forward_prints_and_one_that_it_branches_on() -> None:
+    class Branching(Layers):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for i, layer in enumerate(self.layers):
+                x = x + layer(x)
+                if i == 1:
+                    self.seen = float(x.mean())
+            return 2 * x if x.square().mean().item() < 100 else x
+
+    model, args, _ = layers(Branching)
+    graphs = len(plan_of(copy.deepcopy(model), args).graphs)
+    assert_trains_alike(model, args, steps(args), expected_runs=2 * graphs)
+
+
+@pytest.mark.heavy
+def test_function_transforms_run_the_original() -> None:
+    model, args, _ = layers()
+    model.eval()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    twin = copy.deepcopy(model)
+    plan_of(model, args).apply(model)
+
+    def loop(model: nn.Module) -> dict[str, torch.Tensor]:
+        parameters = {n: p.detach() for n, p in model.named_parameters()}
+        found: dict[str, torch.Tensor] = torch.func.grad(
+            lambda p: torch.func.functional_call(model, p, args)
+        )(parameters)
+        return found
+
+    assert_same(left_by(model, loop), left_by(twin, loop))
+    planner.remove(model)
