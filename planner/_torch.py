@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo as dynamo
 import torch._functorch.config as functorch_config
+from torch._C._dynamo.eval_frame import _FrameAction
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -109,19 +110,27 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
 _DYNAMO_CONFIG: dict[str, Any] = {
     # nn.LSTM and its kin are otherwise skipped without a word.
     "allow_rnn": True,
-    # Past the limit Dynamo runs the original without a word; every new shape is one entry.
+    # Past the limit Dynamo runs the original without a word.
     "recompile_limit": 64,
     "accumulated_recompile_limit": 4096,
     # Inside DistributedDataParallel graphs are otherwise split at its buckets, after which no plan fits them.
     "optimize_ddp": False,
     "assume_static_by_default": True,
-    "automatic_dynamic_shapes": False,
+    # Symbolic floats become tensors, which round differently.
+    "specialize_float": True,
+    # What other processes found to vary says nothing about this one.
+    "automatic_dynamic_local_pgo": False,
+    "automatic_dynamic_remote_pgo": False,
 }
 
 
-def dynamo_settings() -> contextlib.AbstractContextManager[None]:
-    """Settings of Dynamo that our captures need; the user's own come back on exit."""
-    return dynamo.config.patch(**_DYNAMO_CONFIG)  # type: ignore[no-any-return]
+def dynamo_settings(*, symbolic: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Settings of Dynamo that our captures need; the user's own come back on exit.
+
+    Args:
+        symbolic: Sizes that are found to vary become symbols; a first capture is of plain numbers anyway.
+    """
+    return dynamo.config.patch(**_DYNAMO_CONFIG, automatic_dynamic_shapes=symbolic)  # type: ignore[no-any-return]
 
 
 class _WithSettings:
@@ -130,22 +139,37 @@ class _WithSettings:
     Calls that find their code do not come here, and pay nothing for the settings.
     """
 
-    def __init__(self, callback: Any) -> None:
+    def __init__(self, callback: Any, symbolic: bool, given_up: Callable[[], None] | None) -> None:
         # Under this name Dynamo looks for the backend that a callback ends in.
         self._torchdynamo_orig_backend = callback
+        self._symbolic, self._given_up = symbolic, given_up
 
     def __call__(self, *frame: Any) -> Any:
-        with dynamo_settings():
-            return self._torchdynamo_orig_backend(*frame)
+        with dynamo_settings(symbolic=self._symbolic):
+            result = self._torchdynamo_orig_backend(*frame)
+        strategy = result.frame_exec_strategy
+        if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
+            self._given_up()
+        return result
 
 
 def dynamo_compile(
-    function: FunctionType | Callable[..., Any], backend: Callable[..., Any]
+    function: FunctionType | Callable[..., Any],
+    backend: Callable[..., Any],
+    *,
+    symbolic: bool = False,
+    given_up: Callable[[], None] | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile`` with static shapes and our settings, of a function that has a cache of its own.
+    """``torch.compile`` with our settings, of a function that has a cache of its own.
 
     Dynamo caches per code object. Every call gets a fresh one, so that no two planned modules
     share (and exhaust) a cache.
+
+    Args:
+        function: What to compile.
+        backend: Called with every graph that is captured.
+        symbolic: Capture sizes as symbols once they vary; False captures anew for all sizes.
+        given_up: Called when a function has been captured so often that it never will be again.
     """
     answer_like_eager(backend)
     widen_grouped_products()
@@ -157,7 +181,7 @@ def dynamo_compile(
         function.__closure__,
     )
     context: Any = dynamo.optimize(backend)
-    context.callback = _WithSettings(context.callback)
+    context.callback = _WithSettings(context.callback, symbolic, given_up)
     return context(fresh)  # type: ignore[no-any-return]
 
 
@@ -286,8 +310,8 @@ def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
     # at run time the list of donated tensors is then None, which is not the empty list either.)
     results: Any = forward.graph.output_node().args[0]
     for node in results[outputs:]:
-        if node.op != "placeholder":
-            node.meta.pop("val", None)
+        if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+            node.meta.pop("val")
 
 
 # Decompositions that tracing may keep: of batch normalisations, which must not update statistics
@@ -530,6 +554,16 @@ def plain_execution(device_type: str) -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
+
+
+def is_size(value: object) -> bool:
+    """Whether a value of a captured graph is a symbolic number: a size, or computed from sizes."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage, of a symbolic one at the sizes that it was captured with."""
+    return concrete_size(tensor.untyped_storage().nbytes())
 
 
 def concrete_size(size: int | torch.SymInt) -> int:

@@ -1,6 +1,7 @@
 """The public functions: plan, sweep, auto_checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from planner.budget import Budget, format_bytes, parse_budget
 from planner.devices import Device
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.install import apply
+from planner.new_shapes import OnNewShape, checked
 from planner.optimizer import Optimizer
+from planner.origin import Origin
 from planner.plan_file import Plan, WholeStep
 from planner.selection import select
 from planner.step import Loss, Step
@@ -83,7 +86,7 @@ def plan(
         InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would.
     """
     report = progress or _no_report
-    solve = find_solver(solver)
+    find_solver(solver)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
     prepared = prepare(
         model,
@@ -95,19 +98,45 @@ def plan(
         costs=costs,
         progress=lambda text, fraction: report(text, 0.7 * fraction),
     )
+    return plan_prepared(
+        prepared,
+        budget,
+        replace(
+            prepared.origin,
+            solver=solver,
+            time_limit=time_limit,
+            keep=keep,
+            recompute=recompute,
+            checkpoints=checkpoints,
+        ),
+        progress=lambda text, fraction: report(text, 0.7 + 0.3 * fraction),
+    )
+
+
+def plan_prepared(
+    prepared: Prepared, budget: int | str, origin: Origin, *, progress: Progress | None = None
+) -> Plan:
+    """Plan a step that has been captured, with the solver and the selections of ``origin``.
+
+    Raises:
+        BudgetError, SelectionError, InfeasibleBudget: As :func:`plan` does.
+    """
+    report = progress or _no_report
     wanted = prepared.budget(budget)
     graph = prepared.problem.graph
-    report(f"solving ({solver})", 0.7)
-    solution = solve(
+    report(f"solving ({origin.solver})", 0.0)
+    solution = find_solver(origin.solver)(
         graph,
         room_bytes(wanted, prepared),
-        time_limit=time_limit,
-        progress=lambda text, fraction: report(text, 0.7 + 0.28 * fraction),
-        constraints=select(graph, keep=keep, recompute=recompute, checkpoints=checkpoints),
+        time_limit=origin.time_limit,
+        progress=lambda text, fraction: report(text, 0.93 * fraction),
+        constraints=select(
+            graph, keep=origin.keep, recompute=origin.recompute, checkpoints=origin.checkpoints
+        ),
     )
     if not solution.feasible:
         raise _infeasible(prepared, solution, wanted)
-    made = make_plan(prepared, solution, wanted)
+    made = make_plan(prepared, solution, wanted).made_with(origin)
     report("planned", 1.0)
     return made
 
@@ -199,14 +228,22 @@ def auto_checkpoint(
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: int | str,
+    on_new_shape: OnNewShape = "reapply",
     **options: Any,
 ) -> torch.nn.Module:
     """Plan and install in one call: ``plan(model, args, kwargs, budget=budget, ...).apply(model)``.
 
+    Args:
+        on_new_shape: What to do with inputs of other shapes, see :meth:`Plan.apply`.
+
+    All other arguments and errors are those of :func:`plan`.
+
     Returns:
         The same module, training within the budget.
     """
-    return apply(plan(model, args, kwargs, budget=budget, **options), model)
+    checked(on_new_shape)
+    made = plan(model, args, kwargs, budget=budget, **options)
+    return apply(made, model, on_new_shape=on_new_shape)
 
 
 def find_solver(name: str) -> Solve:

@@ -17,10 +17,10 @@ from planner.capture import CapturedStep, CudaKernels, capture
 from planner.costs import Costs, roofline
 from planner.devices import Device, find_device, round_bytes
 from planner.errors import PlannerError
-from planner.fingerprint import state_digest
+from planner.fingerprint import class_name, state_digest
 from planner.footprint import Footprint as StepFootprint
-from planner.install import class_name
 from planner.optimizer import Optimizer, OptimizerStep, optimizer_step
+from planner.origin import Origin
 from planner.plan_file import (
     Footprint,
     GraphRecord,
@@ -65,6 +65,7 @@ class Prepared:
     meter: WorkspaceMeter | None
     costs: Costs
     seconds: float
+    origin: Origin
 
     @property
     def resident(self) -> Resident:
@@ -140,7 +141,9 @@ def prepare(
     if isinstance(source, MeasuredCosts):
         source.save()
     footprint = StepFootprint(target, _resident(captured, update, target), update)
-    return Prepared(model, step, captured, problem, footprint, meter, source, time.perf_counter() - started)
+    origin = Origin(step.loss, optimizer, device, attention, accumulate, costs)
+    seconds = time.perf_counter() - started
+    return Prepared(model, step, captured, problem, footprint, meter, source, seconds, origin)
 
 
 def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
@@ -180,7 +183,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         model=ModelRecord(
             class_name=class_name(model),
             training=model.training,
-            inputs=_input_records(prepared.step),
+            inputs=input_records(prepared.step),
             parameter_count=sum(p.numel() for p in model.parameters()),
             state_digest=state_digest(model),
             autocast=autocast_regions(),
@@ -212,7 +215,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
         peak_holders=_holders(problem, solution, timeline.peak_step),
         notes=notes,
-    )
+    ).made_with(prepared.origin)
 
 
 def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution) -> list[GraphRecord]:
@@ -292,7 +295,8 @@ def _resident(captured: CapturedStep, update: OptimizerStep, device: Device) -> 
     )
 
 
-def _input_records(step: Step) -> list[TensorRecord]:
+def input_records(step: Step) -> list[TensorRecord]:
+    """The tensors among a step's arguments."""
     leaves, _ = pytree.tree_flatten_with_path((step.args, dict(step.kwargs)))
     records = []
     for path, leaf in leaves:

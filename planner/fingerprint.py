@@ -25,3 +25,8 @@ def state_digest(model: "nn.Module") -> str:
             shape, dtype = [], type(entry).__qualname__
         lines.append(json.dumps([name, shape, dtype]))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def class_name(model: "nn.Module") -> str:
+    """Qualified name of a module's class."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"

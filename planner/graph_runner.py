@@ -46,15 +46,23 @@ class GraphCall:
 
 
 def structure_of(graph: GraphModule) -> str:
-    """Digest of a Dynamo graph's operations and their wiring, without shapes and constants."""
-    numbers = {n: i for i, n in enumerate(graph.graph.nodes)}
+    """Digest of a Dynamo graph's operations and their wiring, without shapes and constants.
+
+    Symbolic sizes are left out, so that it does not matter whether the graph was captured with some.
+    """
+    nodes = [n for n in graph.graph.nodes if not _is_size(n.meta.get("example_value"))]
+    numbers = {n: i for i, n in enumerate(nodes)}
     digest = hashlib.sha256()
-    for node in graph.graph.nodes:
+    for node in nodes:
         target = node.target if node.op != "placeholder" else ""
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        wiring = ",".join(str(numbers[n]) for n in node.all_input_nodes)
+        wiring = ",".join(str(numbers[n]) for n in node.all_input_nodes if n in numbers)
         digest.update(f"{node.op} {name} {wiring}\n".encode())
     return digest.hexdigest()
+
+
+def _is_size(value: Any) -> bool:
+    return _torch.is_size(value) or (isinstance(value, torch.Size) and any(map(_torch.is_size, value)))
 
 
 def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:

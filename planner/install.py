@@ -6,6 +6,7 @@ hooks stay. Only its call goes, while it trains, through the graphs that the pla
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,31 +19,41 @@ from planner.autocast import inside_region, share_casts
 from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.errors import PlanFileError, PlanMismatch, PlanWarning
-from planner.fingerprint import state_digest
+from planner.fingerprint import class_name, state_digest
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
+from planner.new_shapes import NewShapes, OnNewShape, checked, shape_key
 from planner.partial_backward import PartialBackward
 from planner.plan_file import GraphRecord, Plan
 from planner.ranks import RankCheck, refuse_wrappers
 from planner.rewrite import emit, no_recomputation, user_outputs
-from planner.step import autocast_regions
+from planner.step import Loss, autocast_regions
 
 logger = logging.getLogger(__name__)
 
 
-def apply(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
+def apply(
+    plan: Plan,
+    model: torch.nn.Module,
+    *,
+    on_new_shape: OnNewShape = "reapply",
+    loss: Loss | None = None,
+) -> torch.nn.Module:
     """Make a module train by a plan, in place.
 
     Args:
         plan: A plan that was made for a module of the same class and state.
         model: The module. A plan that is installed already is replaced.
+        on_new_shape, loss: See :meth:`Plan.apply`.
 
     Returns:
         The same module.
 
     Raises:
         PlanMismatch: If the plan was made for another model; the module is as it was.
+        ValueError: If ``on_new_shape`` is not one of its three.
     """
+    checked(on_new_shape)
     if not isinstance(model, torch.nn.Module):
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
     refuse_wrappers(model, "apply the plan to")
@@ -57,7 +68,7 @@ def apply(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
     previous = _torch.installed_call(model)
     if isinstance(previous, PlannedCall):
         previous = previous.previous
-    _install(model, plan, previous)
+    _install(model, plan, previous, on_new_shape, loss)
     return model
 
 
@@ -74,8 +85,14 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _install(model: torch.nn.Module, plan: Plan, previous: Callable[..., Any] | None = None) -> None:
-    _torch.install_call(model, PlannedCall(model, plan, previous))
+def _install(
+    model: torch.nn.Module,
+    plan: Plan,
+    previous: Callable[..., Any] | None = None,
+    on_new_shape: OnNewShape = "reapply",
+    loss: Loss | None = None,
+) -> None:
+    _torch.install_call(model, PlannedCall(model, plan, previous, on_new_shape, loss))
     vars(model)[_Companion.NAME] = _Companion(model)
 
 
@@ -83,11 +100,6 @@ def installed_plan(model: torch.nn.Module) -> Plan | None:
     """The plan that a module trains by, or None."""
     installed = _torch.installed_call(model)
     return installed.plan if isinstance(installed, PlannedCall) else None
-
-
-def class_name(model: torch.nn.Module) -> str:
-    """Qualified name of a module's class."""
-    return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 class _Companion:
@@ -104,20 +116,25 @@ class _Companion:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Companion":
         copied = memo.get(id(self._model))
-        plan = None if self._model is None else installed_plan(self._model)
-        if isinstance(copied, torch.nn.Module) and plan is not None:
-            _install(copied, plan)
+        call = None if self._model is None else _torch.installed_call(self._model)
+        if isinstance(copied, torch.nn.Module) and isinstance(call, PlannedCall):
+            _install(copied, call.plan, None, call.on_new_shape, call.loss)
         return _Companion(copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        plan = None if self._model is None else installed_plan(self._model)
-        return _companion_from_pickle, (self._model, None if plan is None else plan.dumps())
+        call = None if self._model is None else _torch.installed_call(self._model)
+        if not isinstance(call, PlannedCall):
+            return _companion_from_pickle, (self._model, None)
+        return _companion_from_pickle, (self._model, call.plan.dumps(), call.on_new_shape)
 
 
-def _companion_from_pickle(model: torch.nn.Module | None, text: str | None) -> _Companion:
+def _companion_from_pickle(
+    model: torch.nn.Module | None, text: str | None, on_new_shape: OnNewShape = "reapply"
+) -> _Companion:
     if model is not None and text is not None:
         try:
-            _install(model, Plan.loads(text, source="the plan of the pickled model"))
+            plan = Plan.loads(text, source="the plan of the pickled model")
+            _install(model, plan, None, checked(on_new_shape))
         except PlanFileError as error:
             _warn(f"the model is unpickled without its plan: {error}")
     return _Companion(model)
@@ -129,13 +146,23 @@ class PlannedCall:
     Attributes:
         plan: The plan.
         previous: What was installed before, by ``module.compile()`` for instance.
+        on_new_shape, loss: As they were given to :func:`apply`.
     """
 
-    def __init__(self, model: torch.nn.Module, plan: Plan, previous: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        previous: Callable[..., Any] | None,
+        on_new_shape: OnNewShape = "reapply",
+        loss: Loss | None = None,
+    ) -> None:
         self.plan, self.previous = plan, previous
         self._model = model
         self._training = plan.model.training
-        self._compiled = _torch.dynamo_compile(run_forward, PlanBackend(plan))
+        self.on_new_shape, self.loss = on_new_shape, loss
+        self._shapes = NewShapes(model, plan, on_new_shape, _compiled, loss)
+        self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,15 +174,38 @@ class PlannedCall:
         return _torch.call_with_forward(model, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(self._model, args, kwargs)
+        key = shape_key(args, kwargs)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._shapes.program(args, kwargs)
+        return program(self._model, args, kwargs)
+
+
+def _compiled(plan: Plan, told_of_shapes: Callable[[], bool]) -> Callable[..., Any]:
+    return _torch.dynamo_compile(
+        run_forward, PlanBackend(plan, told_of_shapes), symbolic=True, given_up=_not_captured_any_more
+    )
+
+
+def _not_captured_any_more() -> None:
+    _warn(
+        "the forward was captured so often that PyTorch gives up: what it does changes with every call "
+        "(Python state, not shapes: these become symbols). It runs as it is, without the plan, where it "
+        "does something new"
+    )
 
 
 class PlanBackend:
-    """A ``torch.compile`` backend that runs the graphs of a plan by their schedules."""
+    """A ``torch.compile`` backend that runs the graphs of a plan by their schedules.
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._unclaimed = list(plan.graphs)
+    Args:
+        plan: The plan.
+        told_of_shapes: Whether the inputs had other shapes than planned, about which the user was told.
+    """
+
+    def __init__(self, plan: Plan, told_of_shapes: Callable[[], bool]) -> None:
+        self._plan, self._told_of_shapes = plan, told_of_shapes
+        self._captured: Counter[str] = Counter()
         self._autocast: list[str] = []
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -190,11 +240,11 @@ class PlanBackend:
         return _with_tripwires(backward.watched(compiled), unused)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
-        matching = [g for g in self._unclaimed if g.structure == structure]
-        if matching:
-            self._unclaimed.remove(matching[0])
-            return matching[0]
-        return next((g for g in self._plan.graphs if g.structure == structure), None)
+        """The plan's graph of a structure; of several the next, as layers of the same code come in turn,
+        once for the shapes that were planned and again for others."""
+        matching = [g for g in self._plan.graphs if g.structure == structure]
+        self._captured[structure] += 1
+        return matching[(self._captured[structure] - 1) % len(matching)] if matching else None
 
     def _partition(
         self, record: GraphRecord | None, backward: PartialBackward, module: GraphModule, outputs: int
@@ -218,18 +268,20 @@ class PlanBackend:
                 _warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
                 return no_recomputation(joint)
             adapted = adapt(record, joint)
-            if not adapted.only_less or _grown(record, joint):
+            # Where all that the operations produce fits into the planned peak, any order of them does.
+            fits = total_bytes(joint) <= self._plan.predicted.dynamic_peak_bytes
+            if not fits and (not adapted.only_less or _grown(record, joint)):
                 _warn(
                     f"PyTorch traces this model into other operations than when the plan was made "
                     f"({self._what_differs()}); of the {adapted.planned} operations that the plan re-runs it "
                     f"re-runs the {adapted.followed} that are there, and may exceed the budget. Plan it again"
                 )
             return adapted.backward
-        if joint.fingerprint != record.fingerprint and _grown(record, joint):
+        if _grown(record, joint) and not self._told_of_shapes():
             _warn(
-                f"the inputs are larger than those that were planned: the operations produce "
-                f"{total_bytes(joint):,} bytes instead of {sum(op.bytes for op in record.ops):,}, and may "
-                "exceed the budget. Plan for the largest"
+                f"the operations produce {total_bytes(joint):,} bytes instead of {_planned_bytes(record):,}, "
+                "although the inputs have the planned shapes: something else in the model sets sizes. The "
+                "step may exceed the budget"
             )
         return record.backward
 
@@ -241,7 +293,11 @@ class PlanBackend:
 
 
 def _grown(record: GraphRecord, joint: JointGraph) -> bool:
-    return total_bytes(joint) > sum(op.bytes for op in record.ops)
+    return total_bytes(joint) > _planned_bytes(record)
+
+
+def _planned_bytes(record: GraphRecord) -> int:
+    return sum(op.bytes for op in record.ops)
 
 
 def _compile_forward(module: GraphModule) -> _torch.BoxedFunction:

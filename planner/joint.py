@@ -131,7 +131,11 @@ class JointGraph:
 
     def is_view(self, node: Node) -> bool:
         """Whether a node only looks at storages that other nodes brought into being."""
-        return node.op == "call_function" and node not in self.op_of
+        return node.op == "call_function" and node not in self.op_of and not self.is_size(node)
+
+    def is_size(self, node: Node) -> bool:
+        """Whether a node is a symbolic number, which takes no memory: a size, or computed from sizes."""
+        return _torch.is_size(node.meta.get("val"))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -167,7 +171,7 @@ class JointGraph:
                 if isinstance(value, torch.Tensor):
                     self.storage_of[node] = RESIDENT
                 continue
-            if node.op != "call_function":
+            if node.op != "call_function" or self.is_size(node):
                 continue
             backward = backward or node.meta.get("partitioner_tag") == "is_backward"
             if node.target is operator.getitem:
@@ -211,7 +215,7 @@ class JointGraph:
         number = self._keys.get(key)
         if number is None:
             number = self._keys[key] = len(self.storage_bytes)
-            self.storage_bytes.append(int(tensor.untyped_storage().nbytes()))
+            self.storage_bytes.append(_torch.storage_bytes(tensor))
         return number
 
     def storages_of(self, node: Node) -> list[int]:

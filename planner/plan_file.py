@@ -8,11 +8,12 @@ generated from the models.
 import os
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import from_json
 
 from planner.errors import PlanFileError
 from planner.files import laid_out, reason, write_atomically
+from planner.origin import Origin
 from planner.plan_records import (
     Footprint,
     GraphRecord,
@@ -33,6 +34,9 @@ from planner.plan_records import (
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from planner.new_shapes import OnNewShape
+    from planner.step import Loss
 
 __all__ = [
     "Footprint",
@@ -56,6 +60,8 @@ LARGEST_FILE_BYTES = 512 * 2**20
 
 class Plan(Record):
     """A training step within a memory budget: its schedule, and what that schedule promises."""
+
+    _origin: Origin | None = PrivateAttr(default=None)
 
     schema_version: Literal[1] = 1
     created_with: dict[Label, Label] = Field(max_length=100, description="versions of what made the plan")
@@ -111,18 +117,51 @@ class Plan(Record):
             raise InconsistentError(f"there are {len(self.graphs)} where the rung is one-graph", "graphs")
         return self
 
-    def apply(self, model: "nn.Module") -> "nn.Module":
+    @property
+    def origin(self) -> Origin:
+        """What the plan was made with besides the model; a plan that was read from a file knows little."""
+        from solvers.registry import SOLVERS
+
+        if self._origin is not None:
+            return self._origin
+        name = self.solver.name if self.solver.name in SOLVERS else "auto"
+        return Origin(solver=name, accumulate=self.resident.gradient_bytes > 0)
+
+    def made_with(self, origin: Origin) -> Self:
+        """The same plan, which remembers what it was made with."""
+        self._origin = origin
+        return self
+
+    def apply(
+        self,
+        model: "nn.Module",
+        *,
+        on_new_shape: "OnNewShape" = "reapply",
+        loss: "Loss | None" = None,
+    ) -> "nn.Module":
         """Make the module train by this plan, in place.
+
+        Inputs of other shapes run by the same plan. Where no size is larger than planned they take no more
+        memory; where one is, `on_new_shape` says what happens.
+
+        Args:
+            model: the module.
+            on_new_shape: "reapply" warns with the peak that the same plan has at the new shape; "replan"
+                makes another plan for it, within the same budget, where the same plan does not fit; "error"
+                refuses every shape but the planned one, before anything is computed.
+            loss: as for `planner.plan`, to predict peaks; None for the one that the plan was made with,
+                which a plan that was read from a file does not know.
 
         Returns:
             the same module; `planner.remove(model)` undoes it.
 
         Raises:
             PlanMismatch: the plan is of another model.
+            ValueError: `on_new_shape` is none of the three.
         """
         from planner.install import apply
 
-        return apply(self, model)
+        return apply(self, model, on_new_shape=on_new_shape, loss=loss)
 
     def dumps(self) -> str:
         """Write the plan as JSON text, laid out for people: one operation a line."""

@@ -3,11 +3,12 @@
 Every operation of the backward sequence becomes a node of its own; an operation that is re-run
 becomes a fresh node each time. What the backward needs of the forward's own results is *saved*:
 an output of the forward graph and an input of the backward graph. Views are saved as they are
-where their base is, and taken again where it is computed again.
+where their base is, and taken again where it is computed again. Symbolic sizes are saved as the
+numbers they are.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,8 @@ _USER_OUTPUTS = "user_outputs"
 class Halves:
     """The two graphs of one captured graph, and the forward's nodes that are saved in between.
 
-    ``forward`` takes the primals and returns the forward outputs followed by what is saved;
-    ``backward`` takes what is saved followed by the tangents and returns the gradients.
+    ``forward`` takes the primals and returns the forward outputs followed by what is saved, tensors before
+    sizes; ``backward`` takes saved sizes, saved tensors and the tangents, and returns the gradients.
     """
 
     forward: GraphModule
@@ -78,9 +79,11 @@ class _Backward:
         self.graph = FxGraph()
         self.saved: dict[Node, Node] = {}
         self.states: dict[JointOp, Node] = {}
+        self.sizes: dict[Node, Node] = {}
         self._version = [0] * len(joint.storage_bytes)
         self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
-        self._backward_nodes = _backward_nodes(joint)
+        self.backward_nodes = _backward_nodes(joint)
+        self._early_sizes = _sizes_of_forward(joint, self.backward_nodes)
         self._mutated = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
         self._inputs = set(joint.primals)
         self._tangents = {n: self._placeholder(n.name, n) for n in joint.tangents}
@@ -89,6 +92,10 @@ class _Backward:
         """Append an operation: a backward one, or a forward one again."""
         if op.backward:
             self._current[op.node] = (self._versions(op.node), self.graph.node_copy(op.node, self.node))
+            for user in op.node.users:
+                # Asked for at its first use, a size would hold the tensor up to there.
+                if self.joint.is_size(user) and user.all_input_nodes == [op.node]:
+                    self._size(user)
             return
         node = self._again(op)
         node.meta = dict(op.node.meta)
@@ -119,8 +126,10 @@ class _Backward:
             return self._tangents[original]
         if original.op == "get_attr":
             return self.graph.node_copy(original)
+        if self.joint.is_size(original):
+            return self._size(original)
         versions = self._versions(original)
-        if original not in self._backward_nodes and not any(versions) and not self._of_input(original):
+        if original not in self.backward_nodes and not any(versions) and not self._of_input(original):
             return self._save(original)
         current = self._current.get(original)
         if current is not None and current[0] == versions:
@@ -134,6 +143,16 @@ class _Backward:
     def finish(self) -> None:
         """Emit the outputs."""
         self.graph.output(map_arg(list(self.joint.outputs[1]), self.node))
+
+    def _size(self, original: Node) -> Node:
+        node = self.sizes.get(original)
+        if node is None and original in self._early_sizes:
+            node = self.sizes[original] = self._placeholder(original.name, original)
+        if node is not None:
+            return node
+        if original not in self._current:
+            self._current[original] = ((), self.graph.node_copy(original, self.node))
+        return self._current[original][1]
 
     def _save(self, original: Node) -> Node:
         node = self.saved.get(original)
@@ -152,7 +171,8 @@ class _Backward:
             return False
         sources = node.all_input_nodes
         return bool(sources) and all(
-            (n in self._inputs and n not in self._mutated) or self._of_input(n) for n in sources
+            (n in self._inputs and n not in self._mutated) or self.joint.is_size(n) or self._of_input(n)
+            for n in sources
         )
 
     def _placeholder(self, name: str, original: Node | None) -> Node:
@@ -182,19 +202,25 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
             env[original] = _copy(graph, original, node)
         return env[original]
 
+    sizes = _sizes_after(joint, body.backward_nodes, body.sizes)
+    for size in sizes.get(-1, ()):
+        node(size)
     for op in joint.ops[: joint.forward_length]:
         if op in body.states:
             device = replay.generator_device(op.node)
             state_of[op] = graph.call_function(replay.generator_state, device)
             state_of[op].meta["val"] = torch.empty(0, dtype=torch.uint8)
         node(op.node)
-    wanted = [*outputs, *saved]
+        for size in sizes.get(op.index, ()):
+            node(size)
+    wanted = [*outputs, *saved, *body.sizes]
     results = map_arg(wanted, node)
     states = [state_of[op] for op in body.states]
     graph.output([*results[: len(outputs)], *states, *results[len(outputs) :]])
     graph.output_node().meta[_USER_OUTPUTS] = len(outputs)
 
-    _order_placeholders(body, [*(body.states[op] for op in body.states), *(body.saved[n] for n in saved)])
+    tensors = [*(body.states[op] for op in body.states), *(body.saved[n] for n in saved)]
+    _order_placeholders(body, [*body.sizes.values(), *tensors])
     return GraphModule(joint.module, graph), tuple(saved)
 
 
@@ -213,6 +239,37 @@ def _order_placeholders(body: _Backward, saved: list[Node]) -> None:
         first_other.prepend(placeholder)
     for state in body.states.values():
         state.meta["val"] = torch.empty(0, dtype=torch.uint8)
+
+
+def _sizes_of_forward(joint: JointGraph, backward_nodes: set[Node]) -> set[Node]:
+    """Symbolic numbers that the forward can compute: of its inputs and of the tensors it makes."""
+    found: set[Node] = set()
+    for node in joint.graph.nodes:
+        if not joint.is_size(node) or node in joint.tangents:
+            continue
+        sources = node.all_input_nodes
+        if all(n in found if joint.is_size(n) else n not in backward_nodes for n in sources):
+            found.add(node)
+    return found
+
+
+def _sizes_after(
+    joint: JointGraph, backward_nodes: set[Node], wanted: Iterable[Node]
+) -> dict[int, list[Node]]:
+    """After which operation of the forward (-1: before all) each symbolic number can be computed.
+
+    Computed when it is asked for, a size would hold the tensor that it is read from up to there.
+    """
+    after: dict[Node, int] = {}
+    found: dict[int, list[Node]] = {}
+    wanted = set(wanted)
+    for node in joint.graph.nodes:
+        sources = [after[n] for n in node.all_input_nodes if n in after]
+        after[node] = joint.op_of.get(node, max(sources, default=-1))
+        forward = node in wanted or any(u not in backward_nodes for u in node.users)
+        if joint.is_size(node) and node.op != "placeholder" and forward:
+            found.setdefault(after[node], []).append(node)
+    return found
 
 
 def _backward_nodes(joint: JointGraph) -> set[Node]:

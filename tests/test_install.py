@@ -88,7 +88,7 @@ def test_a_compiled_call_of_the_users_comes_back() -> None:
 def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, _ = _planned()
     compiled: list[int] = []
-    monkeypatch.setattr(model._compiled_call_impl, "_compiled", lambda *_: compiled.append(1))
+    monkeypatch.setattr(model._compiled_call_impl, "_forward", lambda *_: compiled.append(1))
     with torch.no_grad():
         assert isinstance(model(*args), torch.Tensor)
     with torch.inference_mode():

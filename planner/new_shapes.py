@@ -1,0 +1,279 @@
+"""Inputs of other shapes than those that were planned.
+
+A planned module runs any shape by the plan's schedule. What it looks at here is memory: sizes that are
+nowhere larger than planned ones take no more, for others the step is captured again at their sizes and the
+plan's schedule simulated there. Then the user is told the peak, gets another plan, or an error.
+"""
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.adapt import adapt
+from planner.assembly import Prepared, input_records, prepare
+from planner.budget import format_bytes
+from planner.capture import CapturedStep
+from planner.errors import CaptureError, PlanMismatch, PlanWarning
+from planner.joint import JointGraph
+from planner.plan_file import GraphRecord, Plan
+from planner.problem import Problem
+from planner.step import Loss, Step
+from solvers.schedule import simulate
+
+logger = logging.getLogger(__name__)
+
+OnNewShape = Literal["reapply", "replan", "error"]
+"""What a planned module does with inputs that are larger than planned (for "error": that differ at all)."""
+
+MOST_PREDICTIONS = 8
+"""How often a peak is predicted for one module; each takes about as long as planning without solving."""
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of the tensors among the arguments, by the name of the argument and the path inside it."""
+
+
+def checked(policy: str) -> OnNewShape:
+    """A policy that was given by name.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if policy not in get_args(OnNewShape):
+        raise ValueError(f"on_new_shape is {policy!r}; expected one of {', '.join(get_args(OnNewShape))}")
+    return policy  # type: ignore[return-value]
+
+
+def shape_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Shapes of all tensors among arguments, to look up at every call; 1 or 2 microseconds."""
+    key = [a.shape if isinstance(a, torch.Tensor) else _nested(a) for a in args]
+    if kwargs:
+        key += [(k, a.shape if isinstance(a, torch.Tensor) else _nested(a)) for k, a in kwargs.items()]
+    return tuple(key)
+
+
+def _nested(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return None
+    return tuple(x.shape for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+
+
+@dataclass
+class Program:
+    """A way to run the module: a plan, and what has been found to fit its memory.
+
+    Attributes:
+        plan: The plan.
+        run: The compiled forward: called with the module, arguments and keyword arguments.
+        covered: Shapes that are known to run as the user was told; what is nowhere larger than one of
+            them does so too.
+    """
+
+    plan: Plan
+    run: Callable[..., Any]
+    covered: list[Shapes] = field(default_factory=list)
+
+
+class NewShapes:
+    """Decides which program runs a shape that has not been seen before, and tells the user.
+
+    Args:
+        model: The module.
+        plan: The plan that was applied.
+        policy: What to do, see :data:`OnNewShape`.
+        compile_: Makes the compiled forward of a plan; it may ask whether other shapes have come.
+        loss: As for :func:`planner.plan`; None for the one that the plan was made with.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        policy: OnNewShape,
+        compile_: Callable[[Plan, Callable[[], bool]], Callable[..., Any]],
+        loss: Loss | None = None,
+    ) -> None:
+        self._model, self._policy, self._compile = model, policy, compile_
+        self._origin = plan.origin if loss is None else replace(plan.origin, loss=loss)
+        self._parameters = _names(model.forward)
+        self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
+        self._others = False
+        self._programs = [self._program(plan, self._planned)]
+        self._predictions = 0
+
+    def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """The compiled forward that runs arguments of a shape that has not been seen before.
+
+        Raises:
+            PlanMismatch: The policy is "error" and the shape is not the planned one.
+            InfeasibleBudget: The policy is "replan" and no plan for this shape fits the budget.
+        """
+        records = input_records(Step(args, kwargs))
+        shapes = dict(self._named((r.path, tuple(r.shape)) for r in records))
+        if self._policy == "error" and shapes != self._planned:
+            raise PlanMismatch(
+                f"{self._differences(shapes)}; the plan was applied with on_new_shape='error'. Plan for this "
+                "shape, or apply with 'reapply' or 'replan'"
+            )
+        self._others = self._others or shapes != self._planned
+        for program in self._programs:
+            if any(_covers(known, shapes) for known in program.covered):
+                return program.run
+        return self._larger(args, kwargs, shapes).run
+
+    def _larger(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Program:
+        first = self._programs[0]
+        what = f"the inputs are larger than those that were planned: {self._differences(shapes)}"
+        if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
+            self._warn(f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more")
+            return first
+        self._predictions += 1
+        try:
+            prepared = self._prepare(args, kwargs)
+            peak_bytes = predicted_peak(first.plan, prepared)
+        except (CaptureError, PlanMismatch) as error:
+            self._warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
+            first.covered.append(shapes)
+            return first
+        whole = prepared.footprint.whole_step(peak_bytes, prepared.problem.final_bytes)
+        total = whole.total_bytes + self._unknown_optimizer_bytes()
+        budget = first.plan.target.budget_bytes
+        then = first.plan.predicted
+        within = peak_bytes <= then.dynamic_peak_bytes if budget is None else total <= budget
+        if self._policy == "replan" and not within:
+            self._programs.append(self._program(self._replanned(prepared), shapes))
+            return self._programs[-1]
+        first.covered.append(shapes)
+        if self._policy == "reapply" and peak_bytes > then.dynamic_peak_bytes:
+            limit = (
+                ""
+                if budget is None
+                else f", {'within' if within else 'over'} the budget of {format_bytes(budget)}"
+            )
+            self._warn(
+                f"{what}. By the same plan the step is predicted to peak at {format_bytes(total)}{limit}; "
+                f"{peak_bytes:,} bytes of that are its own, where {then.dynamic_peak_bytes:,} were planned. "
+                "Plan for the largest shape, or apply with on_new_shape='replan'"
+            )
+        return first
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        origin = self._origin
+        return prepare(
+            self._model,
+            Step(args, kwargs, origin.loss),
+            optimizer=origin.optimizer,
+            device=origin.device,
+            attention=origin.attention,
+            accumulate=origin.accumulate,
+            costs=origin.costs if self._policy == "replan" else "roofline",  # else only bytes are wanted
+            progress=lambda _text, _fraction: None,
+        )
+
+    def _program(self, plan: Plan, shapes: Shapes) -> Program:
+        return Program(plan, self._compile(plan, lambda: self._others), [shapes])
+
+    def _replanned(self, prepared: Prepared) -> Plan:
+        from planner.api import plan_prepared  # imports what imports this
+
+        plan = self._programs[0].plan
+        budget = plan.target.budget_bytes
+        left = "min" if budget is None else budget - self._unknown_optimizer_bytes()
+        made = plan_prepared(prepared, left, self._origin)
+        logger.info("planned again, for a peak of %s", format_bytes(made.predicted.peak_bytes))
+        return made
+
+    def _unknown_optimizer_bytes(self) -> int:
+        """Optimizer state that the plan counts, where the optimizer itself is not known any more."""
+        resident = self._programs[0].plan.resident
+        return resident.optimizer_bytes if self._origin.optimizer is None else 0
+
+    def _named(self, shapes: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Paths by the names of parameters, whether these were given by position or by name."""
+        for path, shape in shapes:
+            kind, _, rest = path.partition("[")
+            inside, _, deeper = rest.partition("]")
+            if kind == "args" and inside.isdigit() and int(inside) < len(self._parameters):
+                inside = repr(self._parameters[int(inside)])
+            yield f"{inside.strip(chr(39))}{deeper}", shape
+
+    def _differences(self, shapes: Shapes) -> str:
+        texts = [
+            f"{name} is {_text(shape)}"
+            + (f", planned was {_text(self._planned[name])}" if name in self._planned else ", not planned")
+            for name, shape in shapes.items()
+            if self._planned.get(name) != shape
+        ]
+        texts += [f"{name} was planned and is not there" for name in self._planned if name not in shapes]
+        return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+    def _warn(self, text: str) -> None:
+        logger.warning(text)
+        warnings.warn(text, PlanWarning, stacklevel=2)
+
+
+def predicted_peak(plan: Plan, prepared: Prepared) -> int:
+    """Bytes that a step allocates over entry when it runs at other shapes by a plan's schedule.
+
+    Raises:
+        PlanMismatch: The step is made of other graphs than the plan.
+    """
+    captured = prepared.captured
+    joints = [g.joint for g in captured.graphs]
+    there = [joint for joint in joints if joint is not None]
+    if len(there) != len(plan.graphs):
+        raise PlanMismatch(f"it is captured as {len(there)} graphs, the plan has {len(plan.graphs)}")
+    found = iter([_sequence(record, joint) for record, joint in zip(plan.graphs, there, strict=True)])
+    sequences = [next(found) if joint is not None else [] for joint in joints]
+    schedule = schedule_of(prepared.problem, captured, sequences)
+    return simulate(prepared.problem.graph, schedule).peak_bytes
+
+
+def schedule_of(problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """The schedule in which every captured graph's backward runs a sequence of its operations."""
+    rows = {(s.graph, s.instance, s.op): row for row, s in enumerate(problem.sources) if s.graph >= 0}
+    begun: set[tuple[int, int]] = set()
+    schedule: list[int] = []
+    for row, source in enumerate(problem.sources):
+        joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
+        if joint is None or source.op < joint.forward_length:
+            schedule.append(row)
+        elif (source.graph, source.instance) not in begun:
+            begun.add((source.graph, source.instance))
+            for op in sequences[source.graph]:
+                base = rows[source.graph, source.instance, op]
+                schedule.append(base if op >= joint.forward_length else problem.graph.rerun(base))
+    return np.array(schedule, dtype=np.int64)
+
+
+def _sequence(record: GraphRecord, joint: JointGraph) -> Sequence[int]:
+    same = len(joint.ops) == len(record.ops) and all(
+        op.name == known.name for op, known in zip(joint.ops, record.ops, strict=True)
+    )
+    return record.backward if same else adapt(record, joint).backward
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    """The parameters that may be given by position or by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def _covers(known: Mapping[str, tuple[int, ...]], shapes: Shapes) -> bool:
+    return known.keys() >= shapes.keys() and all(
+        len(shape) == len(known[name]) and all(a <= b for a, b in zip(shape, known[name], strict=True))
+        for name, shape in shapes.items()
+    )
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
