@@ -83,10 +83,17 @@ def lower_bound(
             return best
     remaining = left()
     most = integer_seconds if remaining is None else min(integer_seconds, remaining)
-    if best.moment >= 0 and most > 0:
-        seconds = bound_at(graph, uses, budget, best.moment, most, integer=True)
-        best = Bound(max(best.seconds, seconds), best.moment)
-    return best
+    return tightened(graph, budget, best, most, uses)
+
+
+def tightened(
+    graph: Graph, budget: int, bound: Bound, seconds: float, uses: ForwardUses | None = None
+) -> Bound:
+    """The better of a bound and what the integer program of its moment proves in so many wall seconds."""
+    if bound.moment < 0 or seconds <= 0 or np.isinf(bound.seconds):
+        return bound
+    proven = bound_at(graph, uses or forward_uses(graph), budget, bound.moment, seconds, integer=True)
+    return Bound(max(bound.seconds, proven), bound.moment)
 
 
 def highest(profile: np.ndarray, forward_length: int, count: int) -> list[int]:

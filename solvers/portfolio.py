@@ -13,12 +13,12 @@ Not optimal in general; the solution's ``gap`` says how far it can be from the o
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solvers import chain, exact_ilp, ilp, lower_sets, sqrt_n
-from solvers.bound import INTEGER_SECONDS, Bound, lower_bound
+from solvers import chain, exact_ilp, ilp, lazy_rows, lower_sets, sqrt_n
+from solvers.bound import INTEGER_SECONDS, Bound, lower_bound, tightened
 from solvers.constraints import NO_CONSTRAINTS, Constraints
 from solvers.exchange import exchange
 from solvers.graph import Graph
@@ -73,10 +73,24 @@ def solve(
         The fastest schedule found, with a bound that holds for every schedule, optimal where the two
         meet; infeasible with the least peak found, at however much recomputation.
     """
-    programs = ilp.Programs(graph, constraints or NO_CONSTRAINTS)
-    return _solve(
-        programs, budget, TIME_LIMIT if time_limit is None else time_limit, progress, known, chain.Tables()
-    )
+    shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
+    return _solve(shared, budget, TIME_LIMIT if time_limit is None else time_limit, progress, known)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the budgets of one graph share."""
+
+    programs: ilp.Programs
+    lazy: lazy_rows.LazyRows
+    tables: chain.Tables
+
+    @staticmethod
+    def of(graph: Graph, constraints: Constraints) -> "Shared":
+        """Nothing solved so far."""
+        return Shared(
+            ilp.Programs(graph, constraints), lazy_rows.LazyRows(graph, constraints), chain.Tables()
+        )
 
 
 def sweep(
@@ -101,14 +115,13 @@ def sweep(
     """
     wanted = list(budgets)
     ascending = sorted(set(wanted))
-    programs = ilp.Programs(graph, constraints or NO_CONSTRAINTS)
-    tables = chain.Tables()
+    shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
     found: dict[int, Solution] = {}
     left = EACH * len(ascending) if time_limit is None else time_limit
     for n, budget in enumerate(ascending):
         known = [s.schedule for s in list(found.values())[-1:]]
         share = min(EACH, left / (len(ascending) - n))
-        solution = _solve(programs, budget, share, None, known, tables)
+        solution = _solve(shared, budget, share, None, known)
         left = max(0.0, left - solution.solve_seconds)
         found[budget] = solution
         if progress is not None:
@@ -117,13 +130,13 @@ def sweep(
 
 
 def _solve(
-    programs: ilp.Programs,
+    shared: Shared,
     budget: int | None,
     time_limit: float,
     progress: Progress | None,
     known: Sequence[np.ndarray],
-    tables: chain.Tables,
 ) -> Solution:
+    programs = shared.programs
     graph = programs.graph
     search = Search(NAME, graph, budget, time_limit, progress, programs.constraints)
     everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
@@ -137,27 +150,30 @@ def _solve(
         return search.solution()
     if search.fits(everything):
         return _judge(search, Bound(graph.base_seconds, -1))
-    patience = time_limit * (PATIENCE if graph.forward_length > ilp.FINE else 1.0)
+    large = graph.forward_length > ilp.FINE
+    patience = time_limit * (PATIENCE if large else 1.0)
     bound = lower_bound(
-        graph,
-        budget,
-        moments=1 if graph.forward_length > ilp.FINE else 4,
-        time_limit=time_limit / 4,
-        integer_seconds=min(INTEGER_SECONDS, patience / 4),
+        graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0
     )
-    search.begin_stage((0.0, 0.1), 0.4)
-    sqrt_n.improve(search)
-    search.begin_stage((0.1, 0.3))
+    search.begin_stage((0.0, 0.2), 0.4)
+    lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
+    if not _done(search, bound):
+        bound = tightened(graph, budget, bound, min(INTEGER_SECONDS, patience / 4))
+    far = _distance(search, bound) > NEAR
+    if not _done(search, bound) and far:
+        search.begin_stage((0.2, 0.3), 0.4)
+        sqrt_n.improve(search)
+    search.begin_stage((0.3, 0.4))
     sizes = programs.sizes()
     enough = bound.seconds + ENOUGH * graph.base_seconds
-    if not _done(search, bound):
+    if not _done(search, bound) and far:
         ilp.improve(search, budget, programs, sizes=sizes[:1])
-    if not _done(search, bound) and _distance(search, bound) > NEAR:
-        search.begin_stage((0.3, 0.5), 0.3)
-        chain.improve(search, budget, everything.peak_bytes, tables)
+    if not _done(search, bound) and (far or not large):
+        search.begin_stage((0.4, 0.6), 0.3)
+        chain.improve(search, budget, everything.peak_bytes, shared.tables)
     if not _done(search, bound):
         near = _distance(search, bound) <= NEAR
-        search.begin_stage((0.5, 0.9), patience / time_limit / (4 if near else 1) if time_limit else 1.0)
+        search.begin_stage((0.6, 0.9), patience / time_limit / (4 if near else 1) if time_limit else 1.0)
         ilp.improve(search, budget, programs, sizes=sizes[1:], enough=enough)
     search.begin_stage((0.9, 1.0), TRADING)
     if not _done(search, bound) and _distance(search, bound) > FAR:

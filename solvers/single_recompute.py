@@ -66,12 +66,7 @@ def find_stages(
         segment = segment + np.concatenate(([0], np.cumsum(regions[1:] != regions[:-1])))
     kept = constraints.apply(pinned.copy())
     decided = (graph.recompute_row >= 0) & ~kept
-    readers: list[list[int]] = [[] for _ in graph.values]
-    for i in range(graph.forward_length):
-        if graph.ops[i].recomputable:
-            for v in graph.walk_table.inputs[graph.rerun(i)]:
-                if decided[v] and graph.walk_table.recompute_region[v] == graph.ops[i].region:
-                    readers[v].append(i)
+    readers = find_readers(graph, decided)
     grid: dict[int, list[int]] = {}
     for v in np.flatnonzero(decided & (uses.first_backward >= 0)).tolist():
         grid.setdefault(int(segment[graph.producer[v]]), []).append(int(uses.first_backward[v]))
@@ -97,6 +92,25 @@ def find_stages(
             free[v] = direct[v] >= 0 or end[v] >= 0
         times[i] = sorted(own)
     return Stages(free, segment, times, direct, readers, end)
+
+
+def find_readers(graph: Graph, decided: np.ndarray) -> list[list[int]]:
+    """For each of the decided values the forward operations whose re-run reads it."""
+    readers: list[list[int]] = [[] for _ in graph.values]
+    for i in range(graph.forward_length):
+        if graph.ops[i].recomputable:
+            for v in graph.walk_table.inputs[graph.rerun(i)]:
+                if decided[v] and graph.walk_table.recompute_region[v] == graph.ops[i].region:
+                    readers[v].append(i)
+    return readers
+
+
+def last_forward_use(graph: Graph) -> np.ndarray:
+    """For each value the last forward operation that reads it; its producer when none does."""
+    last = graph.producer.copy()
+    for i in range(graph.forward_length):
+        last[list(graph.walk_table.inputs[i])] = i
+    return last
 
 
 def thin(times: list[int], most: int) -> list[int]:
@@ -190,7 +204,7 @@ def write_program(graph: Graph, uses: ForwardUses, stages: Stages, *, memory: bo
             for time, variable in zip(stages.times[reader], rerun[reader], strict=True):
                 own = rerun[i][times.index(time)]
                 program.row({own: 1.0, int(keep[v]): 1.0, variable: -1.0}, low=0.0)
-    fixed = fixed_bytes(graph, uses, stages)
+    fixed = fixed_bytes(graph, uses, stages.free, stages.end)
     moments = find_moments(graph, stages, fixed)
     unit = max(1.0, float(graph.bytes.sum()) / 1e4)
     model = SingleRecompute(program, keep, moments, 0, fixed[moments], np.zeros(len(moments)), unit)
@@ -199,12 +213,10 @@ def write_program(graph: Graph, uses: ForwardUses, stages: Stages, *, memory: bo
     return model
 
 
-def fixed_bytes(graph: Graph, uses: ForwardUses, stages: Stages) -> np.ndarray:
-    """For each base operation the bytes alive whatever is decided, its workspace included."""
-    last_forward_use = graph.producer.copy()
-    for i in range(graph.forward_length):
-        last_forward_use[list(graph.walk_table.inputs[i])] = i
-    last = np.where(stages.free, last_forward_use, np.maximum(uses.last_any, stages.end))
+def fixed_bytes(graph: Graph, uses: ForwardUses, free: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """For each base operation the bytes alive whatever is decided about the ``free`` values, others
+    living up to ``end`` at least, its workspace included."""
+    last = np.where(free, last_forward_use(graph), np.maximum(uses.last_any, end))
     values, until = graph.held_table
     np.maximum.at(last, values, until)
     exists = (graph.producer >= 0) & ~(graph.on_demand & (uses.last_any == graph.producer))
@@ -245,9 +257,7 @@ def write_memory(
     longer read; segments that backward has not come to enter as one variable all together."""
     program = model.program
     size = (graph.bytes / model.unit).tolist()
-    last_use = graph.producer.copy()
-    for i in range(graph.forward_length):
-        last_use[list(graph.walk_table.inputs[i])] = i
+    last_use = last_forward_use(graph)
     lives = [_Life(*life) for life in segment_lives(graph, uses, stages, last_use)]
     own: list[int] = []
     prefix: list[int] = []
