@@ -38,7 +38,7 @@ SLOTS = 400
 """Into how many slots the memory is cut."""
 MOST_BLOCKS = 64
 """More blocks than this are merged: the table grows with the cube of their number."""
-COUNTS = (64, 24, 10)
+COUNTS = (64, 48, 32, 24, 10)
 """Numbers of blocks tried."""
 
 
@@ -150,50 +150,48 @@ def fill(blocks: Blocks, most: int, slots: int = SLOTS) -> Table:
     """Fill the table for up to ``most`` bytes."""
     n = blocks.count
     slot = max(1.0, most / slots)
-    nothing = np.full(slots + 1, np.inf)
-    seconds = [[nothing] * n for _ in range(n)]
+    every = np.arange(slots + 1)
+    # Row [t, s] of ``padded`` is T[s, t, .] behind as many infinite entries: a slice of it is a shift.
+    padded = np.full((n, n, 2 * (slots + 1)), np.inf)
+    flat = padded.reshape(-1)
+    left = np.full((n, n, slots + 1), np.inf)
     choice = [[np.zeros(0, dtype=np.int64)] * n for _ in range(n)]
     total = np.concatenate(([0.0], np.cumsum(blocks.forward_seconds)))
     taken = np.rint(blocks.option_bytes / slot).astype(np.int64)
     peak = np.ceil(blocks.option_peak / slot).astype(np.int64)
-    boundary = np.rint(blocks.boundary / slot).astype(np.int64)
-    running = blocks.forward_bytes
+    boundary = np.minimum(np.rint(blocks.boundary / slot).astype(np.int64), slots + 1)
     for length in range(n):
         for s in range(n - length):
             t = s + length
-            best = nothing.copy()
+            best = np.full(slots + 1, np.inf)
             chosen = np.full(slots + 1, -2, dtype=np.int64)
             if s == t:
-                _offer(
-                    best,
-                    chosen,
-                    np.where(np.arange(slots + 1) >= peak[0, s], blocks.option_seconds[0, s], np.inf),
-                    -1,
-                )
+                _offer(best, chosen, np.where(every >= peak[0, s], blocks.option_seconds[0, s], np.inf), -1)
             for o in range(len(blocks.options)):
                 cost = blocks.forward_seconds[s] + blocks.option_seconds[o, s]
                 if s == t:
-                    value = np.where(np.arange(slots + 1) >= peak[o, s], cost, np.inf)
+                    value = np.where(every >= peak[o, s], cost, np.inf)
                 else:
-                    value = _shifted(seconds[s + 1][t], boundary[s, s + 1] + taken[o, s]) + cost
+                    begin = slots + 1 - min(slots + 1, boundary[s, s + 1] + taken[o, s])
+                    value = padded[t, s + 1, begin : begin + slots + 1] + cost
                     value[: min(slots + 1, peak[o, s])] = np.inf
                 _offer(best, chosen, value, n + o)
-            transient = 0.0
-            for cut in range(s + 1, t + 1):
-                transient = max(transient, running[cut - 1] + blocks.boundary[s, cut - 1])
-                value = _shifted(seconds[cut][t], boundary[s, cut]) + seconds[s][cut - 1]
-                value += total[cut] - total[s]
-                value[: min(slots + 1, int((transient + blocks.start_bytes[t]) / slot))] = np.inf
-                _offer(best, chosen, value, cut)
-            seconds[s][t], choice[s][t] = best, chosen
-    return Table(seconds, choice, slot)
-
-
-def _shifted(values: np.ndarray, by: int) -> np.ndarray:
-    result = np.full(len(values), np.inf)
-    if by < len(values):
-        result[by:] = values[: len(values) - by]
-    return result
+            if length:
+                cuts = np.arange(s + 1, t + 1)
+                begin = (t * n + cuts) * 2 * (slots + 1) + slots + 1 - boundary[s, cuts]
+                values = flat[begin[:, None] + every]
+                values += left[s, s:t]
+                values += (total[cuts] - total[s])[:, None]
+                running = np.maximum.accumulate(blocks.forward_bytes[s:t] + blocks.boundary[s, s:t])
+                least = ((running + blocks.start_bytes[t]) / slot).astype(np.int64)
+                values[every < least[:, None]] = np.inf
+                which = values.argmin(axis=0)
+                value = values[which, every]
+                better = value < best
+                best[better], chosen[better] = value[better], cuts[which[better]]
+            padded[t, s, slots + 1 :] = left[s, t] = best
+            choice[s][t] = chosen
+    return Table([[left[s, t] for t in range(n)] for s in range(n)], choice, slot)
 
 
 def _offer(best: np.ndarray, chosen: np.ndarray, value: np.ndarray, choice: int) -> None:

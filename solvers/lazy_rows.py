@@ -51,10 +51,11 @@ MOST_INTEGER = 8_000
 """Programs of more variables are rounded only."""
 MOST_VARIABLES = 15_000
 """Larger programs are left alone: even the relaxed ones take minutes."""
-GAP = 0.001
-"""Relative gap of the recomputed seconds at which the program counts as solved."""
-ABSOLUTE_GAP = 5e-5
-"""The same as a fraction of the seconds of the step; reaching either is enough."""
+GAPS = (0.005, 0.001)
+"""Relative gaps of the recomputed seconds at which the program counts as solved, while moments are looked
+for and then; a twentieth of them, as a fraction of the step, is enough as well."""
+HOPEFUL, HOPELESS = 3, 1.5
+"""After so many rounds an answer still above the budget by this factor is given up."""
 
 
 @dataclass
@@ -83,45 +84,49 @@ class LazyRows:
         return self._written[key]
 
 
-def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, seconds: float = np.inf) -> None:
+def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, seconds: float = np.inf) -> bool:
     """Offer ``search`` the program's answers to a budget, the programs taking at most ``seconds`` wall
-    seconds in all."""
+    seconds in all. True when the program was solved to its gap and its answer fits."""
     graph = search.graph
     lazy = lazy or LazyRows(graph, search.constraints)
     end = search.elapsed + min(seconds, search.seconds_left)
-    moments, correction, level, rounds = lazy.first, dict[int, float](), 0, 0
+    moments, correction, level, rounds, fine = lazy.first, dict[int, float](), 0, 0, False
     for n in range(ROUNDS):
         left = end - search.elapsed
-        if search.out_of_time() or left <= 0:
-            return
         model = lazy.program(moments, REACH[level] * graph.forward_length)
+        if search.out_of_time() or left <= 0 or len(model.program.cost) > MOST_VARIABLES:
+            return False
         model.correction[:] = [correction.get(m, 0.0) for m in moments]
         model.set_budget(budget)
-        if len(model.program.cost) > MOST_VARIABLES:
-            return
         answer = model.program.solve(relax=True, time_limit=None if np.isinf(left) else left)
         if answer.values is None:
-            return
+            return False
         candidate = round_off(search, model, answer.values, lazy.pinned, budget)
         search.tell("rows", (n + 1) / ROUNDS)
         least = graph.base_seconds * (1 + answer.objective / SECONDS + ROUNDED)
         if search.fastest is not None and search.fastest.seconds <= least:
-            return
+            return True
         left = end - search.elapsed
+        solved = False
         if len(answer.values) <= MOST_INTEGER and left > 0:
             best = model.program.solve(
                 time_limit=None if np.isinf(left) else left / 2,
-                gap=GAP,
-                absolute_gap=ABSOLUTE_GAP * SECONDS,
+                gap=GAPS[fine],
+                absolute_gap=GAPS[fine] * SECONDS / 20,
                 start=model.start(search.fastest),
             )
             if best.outcome is Outcome.INFEASIBLE:
-                return
+                return False
             if best.values is not None:
-                answer = best
+                answer, solved = best, best.outcome is Outcome.OPTIMAL
                 candidate = search.try_kept(chosen(model, answer.values, lazy.pinned, 0.5))
         if candidate.peak_bytes <= budget:
-            return
+            if fine or not solved:
+                return solved
+            fine = True
+            continue
+        if n >= HOPEFUL and candidate.peak_bytes > HOPELESS * budget:
+            return False
         highest = profile_by_base(graph, candidate.schedule, candidate.timeline.step_bytes)
         over = highest_over(highest, budget, moments)
         rounds += 1
@@ -134,6 +139,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
                 if most > budget:
                     correction[moment] = max(correction.get(moment, 0.0) + 1, float(more))
         moments = tuple(sorted({*moments, *over}))
+    return False
 
 
 def chosen(model: SingleRecompute, values: np.ndarray, pinned: np.ndarray, least: float) -> np.ndarray:

@@ -41,9 +41,9 @@ FAR = 1e-2
 """Farther from the bound than this, lower sets are tried as well."""
 EACH = 12.0
 """Wall seconds for each budget of a sweep at most."""
-PATIENCE = 1 / 30
-"""On large graphs, the share of the time limit that the programs get once there is an answer; a quarter
-of it when that is near the bound."""
+PATIENCE = (1 / 8, 1.0, 1 / 40)
+"""On large graphs the wall seconds that each kind of program gets: the first as a share of the time limit,
+but no more than the second, unless the third as a share is more."""
 TRADING = 1 / 100
 """The share of the time left that local improvement gets."""
 
@@ -151,30 +151,28 @@ def _solve(
     if search.fits(everything):
         return _judge(search, Bound(graph.base_seconds, -1))
     large = graph.forward_length > ilp.FINE
-    patience = time_limit * (PATIENCE if large else 1.0)
+    few, most, many = PATIENCE
+    patience = max(min(few * time_limit, most), many * time_limit) if large else time_limit
     bound = lower_bound(
         graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0
     )
     search.begin_stage((0.0, 0.2), 0.4)
-    lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
+    solved = lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
     if not _done(search, bound):
         bound = tightened(graph, budget, bound, min(INTEGER_SECONDS, patience / 4))
+    enough = bound.seconds + ENOUGH * graph.base_seconds
+    sizes = programs.sizes()
     far = _distance(search, bound) > NEAR
     if not _done(search, bound) and far:
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
-    search.begin_stage((0.3, 0.4))
-    sizes = programs.sizes()
-    enough = bound.seconds + ENOUGH * graph.base_seconds
-    if not _done(search, bound) and far:
-        ilp.improve(search, budget, programs, sizes=sizes[:1])
     if not _done(search, bound) and (far or not large):
-        search.begin_stage((0.4, 0.6), 0.3)
+        search.begin_stage((0.3, 0.5), 0.3)
         chain.improve(search, budget, everything.peak_bytes, shared.tables)
-    if not _done(search, bound):
-        near = _distance(search, bound) <= NEAR
-        search.begin_stage((0.6, 0.9), patience / time_limit / (4 if near else 1) if time_limit else 1.0)
-        ilp.improve(search, budget, programs, sizes=sizes[1:], enough=enough)
+    share = min(1.0, patience / time_limit) if time_limit else 1.0
+    if not _done(search, bound) and not (solved and large):
+        search.begin_stage((0.5, 0.9), share)
+        ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
     search.begin_stage((0.9, 1.0), TRADING)
     if not _done(search, bound) and _distance(search, bound) > FAR:
         lower_sets.improve(search, budget, everything.peak_bytes)
