@@ -1,7 +1,8 @@
 """Frontiers of memory and time: model x budget x solver, beside what other methods reach.
 
     python benchmarks/frontier.py [--models gpt,unet] [--quick] [--solvers auto,ilp] [--budgets 20]
-                                  [--time-limit 20] [--peer-seconds 300] [--out DIR] [--json]
+                                  [--time-limit 20] [--auto-seconds 60] [--solver-seconds 120]
+                                  [--peer-seconds 300] [--out DIR] [--json]
 
 Every model is captured once; every method is judged on that graph by the same simulator: dynamic
 peak of one step with workspace zero, and *overhead*, the extra seconds over the schedule that
@@ -65,6 +66,7 @@ class Settings:
     solvers: Sequence[str] = DEFAULT_SOLVERS
     budgets: int = 20
     time_limit: float = 20.0
+    auto_seconds: float | None = None
     solver_seconds: float = 120.0
     peer_seconds: float = 300.0
     ratios: Sequence[float] = peers.RATIOS
@@ -134,7 +136,7 @@ class Run:
 
     def auto(self) -> None:
         """The portfolio: least peak, one budget by itself, and a sweep."""
-        graph, limit = self.graph, self.settings.time_limit
+        graph, limit = self.graph, self.settings.auto_seconds
         tell(f"{self.result.model}: least peak")
         least, process = timed(lambda: portfolio.solve(graph, None, time_limit=limit))
         self.solved(least, "least", None)
@@ -167,7 +169,8 @@ class Run:
         }
 
     def _sweep(self, budgets: Sequence[int], setting: str) -> tuple[list[float], float]:
-        limit = self.settings.time_limit * len(budgets)
+        each = self.settings.auto_seconds
+        limit = None if each is None else each * len(budgets)
         solutions, process = timed(lambda: portfolio.sweep(self.graph, budgets, time_limit=limit))
         for budget, solution in zip(budgets, solutions, strict=True):
             self.solved(solution, setting, budget)
@@ -337,6 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--solvers", default=",".join(DEFAULT_SOLVERS), help="comma-separated")
     parser.add_argument("--budgets", type=int, default=20, help="budgets of the sweep")
     parser.add_argument("--time-limit", type=float, default=20.0, help="wall seconds a budget and solver")
+    parser.add_argument("--auto-seconds", type=float, help="the same for auto; its own limits when not given")
     parser.add_argument(
         "--solver-seconds", type=float, default=120.0, help="wall seconds a solver, all budgets"
     )
@@ -355,7 +359,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # PyTorch compiles a line of code that nests as deep as a graph has inputs.
     sys.setrecursionlimit(10_000)
     settings = Settings(
-        solvers_, options.budgets, options.time_limit, options.solver_seconds, options.peer_seconds
+        solvers_,
+        options.budgets,
+        options.time_limit,
+        options.auto_seconds,
+        options.solver_seconds,
+        options.peer_seconds,
     )
     if options.quick:
         settings.small, settings.budgets, settings.ratios = True, min(5, options.budgets), (1.0, 0.5, 0.0)

@@ -135,7 +135,7 @@ def gpt2_xl(small: bool) -> Built:
     return model, (), {"input_ids": words, "labels": words, "use_cache": False}
 
 
-@_model("llama-7b", "Llama of 7 billion parameters, 32 layers, batch 1, 2048 tokens")
+@_model("llama-7b", "Llama of 7 billion parameters, 32 layers, batch 4, 2048 tokens")
 def llama_7b(small: bool) -> Built:
     import transformers
 
@@ -146,7 +146,7 @@ def llama_7b(small: bool) -> Built:
         else {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
               "intermediate_size": 11008, "vocab_size": 32000}
     )  # fmt: skip
-    words = _words(1, 16) if small else _words(1, 2048)
+    words = _words(1, 16) if small else _words(4, 2048)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, use_cache=False))
     return model, (), {"input_ids": words, "labels": words, "use_cache": False}
 

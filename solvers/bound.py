@@ -29,6 +29,8 @@ from solvers.milp import Outcome, Program
 from solvers.schedule import simulate
 
 SECONDS = 1000.0
+MOST_VARIABLES = 15_000
+"""Larger programs are not solved: they take minutes, whatever the time limit."""
 INTEGER_SECONDS = 2.0
 """Wall seconds that the integer program gets."""
 
@@ -153,6 +155,8 @@ def bound_at(
                     terms[rerun[int(graph.producer[v])]] = 1.0
                 program.row(terms, low=0.0)
     program.row(memory, high=(budget - fixed) / unit)
+    if len(program.cost) > MOST_VARIABLES:
+        return graph.base_seconds
     answer = program.solve(relax=not integer, time_limit=time_limit, absolute_gap=1e-5)
     if answer.outcome is Outcome.INFEASIBLE:
         return float("inf")

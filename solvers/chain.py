@@ -19,6 +19,7 @@ Not optimal: the blocks' options come from a few prices, peaks are those of bloc
 memory is counted in slots, and what is kept stays until its backward (persistence).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,8 @@ SLOTS = 400
 """Into how many slots the memory is cut."""
 MOST_BLOCKS = 64
 """More blocks than this are merged: the table grows with the cube of their number."""
+SCANNED = (1.3, 30)
+"""Of tables that are scanned: slots up to this factor of the budget, and about how many of them."""
 COUNTS = (64, 48, 32, 24, 10)
 """Numbers of blocks tried."""
 
@@ -80,7 +83,14 @@ class Tables:
     filled: dict[tuple[tuple[int, ...], int], "Table"] = field(default_factory=dict)
 
 
-def improve(search: Search, budget: int | None, everything: int, tables: Tables | None = None) -> None:
+def improve(
+    search: Search,
+    budget: int | None,
+    everything: int,
+    tables: Tables | None = None,
+    *,
+    counts: Sequence[int] = COUNTS,
+) -> None:
     """Offer ``search`` the schedules of the tables for several numbers of blocks."""
     tables = tables or Tables()
     graph = search.graph
@@ -89,7 +99,7 @@ def improve(search: Search, budget: int | None, everything: int, tables: Tables 
     cuts = find_cuts(graph, uses, pinned)
     needed = (uses.last_backward >= 0) & ~pinned
     tried: set[tuple[int, ...]] = set()
-    for n, count in enumerate(COUNTS):
+    for n, count in enumerate(counts):
         for positions in families(cuts)[:2]:
             walls = choose_walls(weights(graph, needed), positions, count)
             if search.out_of_time() or not walls or tuple(walls) in tried:
@@ -107,7 +117,31 @@ def improve(search: Search, budget: int | None, everything: int, tables: Tables 
             best = read_off(search, blocks, cuts, pinned, tables.filled[key, most], budget)
             if budget is not None and best is not None and not search.out_of_time():
                 polish(search, best, budget)
-        search.tell("chains", (n + 1) / len(COUNTS))
+        search.tell("chains", (n + 1) / len(counts))
+    dear = graph.base_seconds + one_extra_forward(graph)
+    if budget is not None and (search.fastest is None or search.fastest.seconds > dear):
+        scan(search, cuts, pinned, tables, budget, everything)
+
+
+def scan(
+    search: Search, cuts: Cuts, pinned: np.ndarray, tables: Tables, budget: int, everything: int
+) -> None:
+    """Near the least peak schedules of about as much memory differ in what they really take: judge many
+    of them, of tables for everything, and polish the best."""
+    for key, blocks in tables.blocks.items():
+        if search.out_of_time():
+            return
+        if (key, everything) not in tables.filled:
+            tables.filled[key, everything] = fill(blocks, everything)
+        table = tables.filled[key, everything]
+        most = min(len(table.seconds[0][-1]) - 1, int(SCANNED[0] * budget / table.slot))
+        distinct = distinct_slots(table.seconds[0][-1][: most + 1])
+        for slots in distinct[:: max(1, len(distinct) // SCANNED[1])].tolist():
+            retained = plan(blocks, cuts, table, slots)
+            if retained is not None and not search.out_of_time():
+                judge(search, blocks, cuts, pinned, retained)
+    if search.fastest is not None:
+        polish(search, search.fastest, budget)
 
 
 def table_bytes(budget: int | None, everything: int) -> int:
@@ -266,15 +300,17 @@ def forgetting(graph: Graph, blocks: Blocks, cuts: Cuts, retained: Retained) -> 
     return forget
 
 
+def distinct_slots(seconds: np.ndarray) -> np.ndarray:
+    """The slots with which less time is possible than with one fewer."""
+    fine = np.flatnonzero(np.isfinite(seconds))
+    return fine[np.diff(seconds[fine], prepend=np.inf) < 0]
+
+
 def read_off(
     search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, table: Table, budget: int | None
 ) -> Candidate | None:
     """Find the memory in the table whose schedule, simulated, makes the most of the budget."""
-    whole = table.seconds[0][blocks.count - 1]
-    fine = np.flatnonzero(np.isfinite(whole))
-    if not len(fine):
-        return None
-    distinct = fine[np.concatenate(([True], np.diff(whole[fine]) < 0))]
+    distinct = distinct_slots(table.seconds[0][blocks.count - 1])
     best: Candidate | None = None
     low, high = 0, len(distinct) - 1
     tried: set[int] = set()

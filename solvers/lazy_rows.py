@@ -51,9 +51,9 @@ MOST_INTEGER = 8_000
 """Programs of more variables are rounded only."""
 MOST_VARIABLES = 15_000
 """Larger programs are left alone: even the relaxed ones take minutes."""
-GAPS = (0.005, 0.001)
+GAPS = (0.005, 0.001, 0.0001)
 """Relative gaps of the recomputed seconds at which the program counts as solved, while moments are looked
-for and then; a twentieth of them, as a fraction of the step, is enough as well."""
+for, then, and at last with all values free; a twentieth, as a fraction of the step, is enough as well."""
 HOPEFUL, HOPELESS = 3, 1.5
 """After so many rounds an answer still above the budget by this factor is given up."""
 
@@ -70,13 +70,19 @@ class LazyRows:
         self.pinned: np.ndarray = pinned_values(self.graph, self.uses)
         profile = simulate(self.graph, self.graph.base_schedule).step_bytes
         self.first: tuple[int, ...] = (int(profile.argmax()),) if len(profile) else ()
-        self._written: dict[tuple[tuple[int, ...], float], SingleRecompute] = {}
+        self._written: dict[tuple[tuple[int, ...], float, bool], SingleRecompute] = {}
 
-    def program(self, moments: tuple[int, ...], reach: float) -> SingleRecompute:
+    def kept(self, small: bool) -> np.ndarray:
+        """The values that are kept whatever happens, those too small to matter not among them if the
+        program decides about ``small`` values as well."""
+        return self.graph.recompute_row < 0 if small else self.pinned
+
+    def program(self, moments: tuple[int, ...], reach: float, small: bool = False) -> SingleRecompute:
         """The program with rows for these moments."""
-        key = moments, reach
+        key = moments, reach, small
         if key not in self._written:
-            causes = find_causes(self.graph, self.uses, self.pinned, self.constraints, moments, reach)
+            pinned = self.kept(small)
+            causes = find_causes(self.graph, self.uses, pinned, self.constraints, moments, reach)
             program = write(self.graph, self.uses, causes, moments)
             if moments != self.first:
                 return program
@@ -85,48 +91,52 @@ class LazyRows:
 
 
 def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, seconds: float = np.inf) -> bool:
-    """Offer ``search`` the program's answers to a budget, the programs taking at most ``seconds`` wall
+    """Offer ``search`` the program's answers to a budget, the programs taking at most ``seconds`` process
     seconds in all. True when the program was solved to its gap and its answer fits."""
     graph = search.graph
     lazy = lazy or LazyRows(graph, search.constraints)
-    end = search.elapsed + min(seconds, search.seconds_left)
-    moments, correction, level, rounds, fine = lazy.first, dict[int, float](), 0, 0, False
+    end = search.process_elapsed + seconds
+    moments, correction, level, rounds, stage = lazy.first, dict[int, float](), 0, 0, 0
     for n in range(ROUNDS):
-        left = end - search.elapsed
-        model = lazy.program(moments, REACH[level] * graph.forward_length)
+        left = search.wall(end - search.process_elapsed)
+        small = stage == len(GAPS) - 1
+        model = lazy.program(moments, REACH[level] * graph.forward_length, small)
         if search.out_of_time() or left <= 0 or len(model.program.cost) > MOST_VARIABLES:
-            return False
+            return stage > 1
         model.correction[:] = [correction.get(m, 0.0) for m in moments]
         model.set_budget(budget)
         answer = model.program.solve(relax=True, time_limit=None if np.isinf(left) else left)
         if answer.values is None:
-            return False
-        candidate = round_off(search, model, answer.values, lazy.pinned, budget)
+            return stage > 1
+        candidate = round_off(search, model, answer.values, lazy.kept(small), budget)
         search.tell("rows", (n + 1) / ROUNDS)
         least = graph.base_seconds * (1 + answer.objective / SECONDS + ROUNDED)
         if search.fastest is not None and search.fastest.seconds <= least:
-            return True
-        left = end - search.elapsed
+            if small:
+                return True
+            stage = len(GAPS) - 1
+            continue
+        left = search.wall(end - search.process_elapsed)
         solved = False
         if len(answer.values) <= MOST_INTEGER and left > 0:
             best = model.program.solve(
                 time_limit=None if np.isinf(left) else left / 2,
-                gap=GAPS[fine],
-                absolute_gap=GAPS[fine] * SECONDS / 20,
+                gap=GAPS[stage],
+                absolute_gap=GAPS[stage] * SECONDS / 20,
                 start=model.start(search.fastest),
             )
             if best.outcome is Outcome.INFEASIBLE:
-                return False
+                return stage > 1
             if best.values is not None:
                 answer, solved = best, best.outcome is Outcome.OPTIMAL
-                candidate = search.try_kept(chosen(model, answer.values, lazy.pinned, 0.5))
+                candidate = search.try_kept(chosen(model, answer.values, lazy.kept(small), 0.5))
         if candidate.peak_bytes <= budget:
-            if fine or not solved:
-                return solved
-            fine = True
+            if small or not solved:
+                return solved or stage > 1
+            stage += 1
             continue
         if n >= HOPEFUL and candidate.peak_bytes > HOPELESS * budget:
-            return False
+            return stage > 1
         highest = profile_by_base(graph, candidate.schedule, candidate.timeline.step_bytes)
         over = highest_over(highest, budget, moments)
         rounds += 1
@@ -139,7 +149,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
                 if most > budget:
                     correction[moment] = max(correction.get(moment, 0.0) + 1, float(more))
         moments = tuple(sorted({*moments, *over}))
-    return False
+    return stage > 1
 
 
 def chosen(model: SingleRecompute, values: np.ndarray, pinned: np.ndarray, least: float) -> np.ndarray:

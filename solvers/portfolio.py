@@ -31,7 +31,7 @@ SMALL = 500
 """Graphs of so few slots (forward times backward operations) are solved exactly as well."""
 TIME_LIMIT = 60.0
 """Wall seconds for one budget where none are given."""
-ENOUGH = 1e-4
+ENOUGH = 1e-5
 """A schedule this close to the bound, relative to the seconds of the step, ends the search."""
 OPTIMAL_GAP = 1e-6
 """A schedule with no larger a gap is called optimal."""
@@ -41,8 +41,8 @@ FAR = 1e-2
 """Farther from the bound than this, lower sets are tried as well."""
 EACH = 12.0
 """Wall seconds for each budget of a sweep at most."""
-PATIENCE = (1 / 8, 1.0, 1 / 40)
-"""On large graphs the wall seconds that each kind of program gets: the first as a share of the time limit,
+PATIENCE = (1 / 8, 0.5, 1 / 40)
+"""On large graphs the process seconds that each kind of program gets: the first as a share of the time limit,
 but no more than the second, unless the third as a share is more."""
 TRADING = 1 / 100
 """The share of the time left that local improvement gets."""
@@ -159,19 +159,20 @@ def _solve(
     search.begin_stage((0.0, 0.2), 0.4)
     solved = lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
     if not _done(search, bound):
-        bound = tightened(graph, budget, bound, min(INTEGER_SECONDS, patience / 4))
+        bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     enough = bound.seconds + ENOUGH * graph.base_seconds
     sizes = programs.sizes()
     far = _distance(search, bound) > NEAR
     if not _done(search, bound) and far:
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
-    if not _done(search, bound) and (far or not large):
+    if not _done(search, bound):
         search.begin_stage((0.3, 0.5), 0.3)
-        chain.improve(search, budget, everything.peak_bytes, shared.tables)
-    share = min(1.0, patience / time_limit) if time_limit else 1.0
+        counts = chain.COUNTS if far or not large else chain.COUNTS[:1]
+        chain.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts)
     if not _done(search, bound) and not (solved and large):
-        search.begin_stage((0.5, 0.9), share)
+        left = max(time_limit - search.elapsed, 1e-9)
+        search.begin_stage((0.5, 0.9), min(1.0, search.wall(patience) / left))
         ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
     search.begin_stage((0.9, 1.0), TRADING)
     if not _done(search, bound) and _distance(search, bound) > FAR:

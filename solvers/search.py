@@ -61,12 +61,25 @@ class Search:
     fastest: Candidate | None = None
     least: Candidate | None = None
     started: float = field(default_factory=time.perf_counter)
+    process_started: float = field(default_factory=time.process_time)
     _seen: set[bytes] = field(default_factory=set)
 
     @property
     def elapsed(self) -> float:
         """Wall seconds since the search began."""
         return time.perf_counter() - self.started
+
+    @property
+    def process_elapsed(self) -> float:
+        """Process seconds since the search began: effort is measured in these, so that a busy machine
+        changes the time that an answer takes but not the answer, up to the time limit."""
+        return time.process_time() - self.process_started
+
+    def wall(self, process_seconds: float) -> float:
+        """About the wall seconds that so many process seconds take at the present load, no more than
+        are left."""
+        load = max(1.0, self.elapsed / max(1e-3, self.process_elapsed))
+        return min(process_seconds * load, self.seconds_left)
 
     @property
     def seconds_left(self) -> float:

@@ -245,6 +245,7 @@ def document(out: Path, results: Sequence[Record]) -> Iterator[str]:
         better = percent(verdict["median_reduction"], 0)
         possible = percent(verdict.get("most_possible"), 0)
         yield from row(r["model"], str(count), str(count - len(verdict["lost"])), better, possible)
+    yield from _short_of_a_quarter(results)
     lost = [f"- {r['model']}: {lost_line(c)}" for r in results for c in r["verdict"]["lost"]]
     yield "\nWhere a peer is better:\n" if lost else "\nNowhere is a peer better."
     yield from lost
@@ -257,6 +258,23 @@ def document(out: Path, results: Sequence[Record]) -> Iterator[str]:
             yield f"| {model} | {' | '.join(goal_cells(goal))} |"
     for r in results:
         yield from _section(out, r)
+
+
+def _short_of_a_quarter(results: Sequence[Record]) -> Iterator[str]:
+    """Where the median reduction is below 25 %, and how much of that is proven to be unavoidable."""
+    short = [r for r in results if (r["verdict"]["median_reduction"] or 0.0) < 0.25]
+    if not short:
+        return
+    yield "\nWhere the median is below 25 %:\n"
+    for r in short:
+        verdict = r["verdict"]
+        median, possible = verdict["median_reduction"], verdict.get("most_possible")
+        if median is None:
+            yield f"- {r['model']}: no peer saves memory at a cost there."
+        elif possible is not None and possible < 0.25:
+            yield f"- {r['model']}: {percent(median, 0)}; the lower bound proves that {percent(possible, 0)} is the most."
+        else:
+            yield f"- {r['model']}: {percent(median, 0)}; the lower bound leaves room up to {percent(possible, 0)}."
 
 
 def row(*cells: str) -> Iterator[str]:
@@ -279,7 +297,7 @@ def _section(out: Path, result: Record) -> Iterator[str]:
     yield "|---|---|---|---|"
     for method, own in result["verdict"]["by_method"].items():
         yield f"| {method} | {own['points']} | {percent(own['median_reduction'], 0)} | {own['lost']} |"
-    limit = result["settings"]["time_limit"]
-    yield f"\nTime limit {limit:g} s for each budget and solver."
+    limit, own = result["settings"]["time_limit"], result["settings"].get("auto_seconds")
+    yield f"\nTime limit {limit:g} s for each budget and solver; auto: {'its own' if own is None else f'{own:g} s'}."
     if result["missing"]:
         yield f"Not tried for lack of time: {'; '.join(result['missing'])}."
