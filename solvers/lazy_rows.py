@@ -14,7 +14,7 @@ Not optimal: nothing is recomputed twice, corrections are greedy, gaps are those
 """
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -105,12 +105,13 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
             return stage > 1
         model.correction[:] = [correction.get(m, 0.0) for m in moments]
         model.set_budget(budget)
-        answer = model.program.solve(relax=True, time_limit=None if np.isinf(left) else left)
-        if answer.values is None:
+        relaxed = model.program.solve(relax=True, time_limit=None if np.isinf(left) else left)
+        values = relaxed.values
+        if values is None:
             return stage > 1
-        candidate = round_off(search, model, answer.values, lazy.kept(small), budget)
+        candidate = round_off(search, model, values, lazy.kept(small), budget)
         search.tell("rows", (n + 1) / ROUNDS)
-        least = graph.base_seconds * (1 + answer.objective / SECONDS + ROUNDED)
+        least = graph.base_seconds * (1 + relaxed.objective / SECONDS + ROUNDED)
         if search.fastest is not None and search.fastest.seconds <= least:
             if small:
                 return True
@@ -118,7 +119,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
             continue
         left = search.wall(end - search.process_elapsed)
         solved = False
-        if len(answer.values) <= MOST_INTEGER and left > 0:
+        if len(values) <= MOST_INTEGER and left > 0:
             best = model.program.solve(
                 time_limit=None if np.isinf(left) else left / 2,
                 gap=GAPS[stage],
@@ -128,8 +129,8 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
             if best.outcome is Outcome.INFEASIBLE:
                 return stage > 1
             if best.values is not None:
-                answer, solved = best, best.outcome is Outcome.OPTIMAL
-                candidate = search.try_kept(chosen(model, answer.values, lazy.kept(small), 0.5))
+                values, solved = best.values, best.outcome is Outcome.OPTIMAL
+                candidate = search.try_kept(chosen(model, values, lazy.kept(small), 0.5))
         if candidate.peak_bytes <= budget:
             if small or not solved:
                 return solved or stage > 1
@@ -144,7 +145,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
         if level + 1 < len(REACH) and not near and (not over or rounds == 2):
             level, rounds = level + 1, 0
         elif not over or near:
-            excess = highest[model.moments] - model.use(answer.values)
+            excess = highest[model.moments] - model.use(values)
             for moment, most, more in zip(moments, highest[model.moments], excess, strict=True):
                 if most > budget:
                     correction[moment] = max(correction.get(moment, 0.0) + 1, float(more))
@@ -226,7 +227,12 @@ class Causes:
 
 
 def find_causes(
-    graph: Graph, uses: ForwardUses, pinned: np.ndarray, constraints: Constraints, moments: tuple[int, ...], reach: float
+    graph: Graph,
+    uses: ForwardUses,
+    pinned: np.ndarray,
+    constraints: Constraints,
+    moments: tuple[int, ...],
+    reach: float,
 ) -> Causes:
     """By which of the moments every operation may have been re-run, by chains of re-runs that span at
     most ``reach`` forward operations."""

@@ -271,10 +271,10 @@ def _short_of_a_quarter(results: Sequence[Record]) -> Iterator[str]:
         median, possible = verdict["median_reduction"], verdict.get("most_possible")
         if median is None:
             yield f"- {r['model']}: no peer saves memory at a cost there."
-        elif possible is not None and possible < 0.25:
-            yield f"- {r['model']}: {percent(median, 0)}; the lower bound proves that {percent(possible, 0)} is the most."
         else:
-            yield f"- {r['model']}: {percent(median, 0)}; the lower bound leaves room up to {percent(possible, 0)}."
+            proven = possible is not None and possible < 0.25
+            what = "proves that no method has more than" if proven else "leaves room for"
+            yield f"- {r['model']}: {percent(median, 0)}; the lower bound {what} {percent(possible, 0)}."
 
 
 def row(*cells: str) -> Iterator[str]:
@@ -298,6 +298,7 @@ def _section(out: Path, result: Record) -> Iterator[str]:
     for method, own in result["verdict"]["by_method"].items():
         yield f"| {method} | {own['points']} | {percent(own['median_reduction'], 0)} | {own['lost']} |"
     limit, own = result["settings"]["time_limit"], result["settings"].get("auto_seconds")
-    yield f"\nTime limit {limit:g} s for each budget and solver; auto: {'its own' if own is None else f'{own:g} s'}."
+    auto = "its own" if own is None else f"{own:g} s"
+    yield f"\nTime limit {limit:g} s for each budget and solver; auto: {auto}."
     if result["missing"]:
         yield f"Not tried for lack of time: {'; '.join(result['missing'])}."
