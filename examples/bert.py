@@ -9,6 +9,7 @@ unplanned one, then trains the same steps with and without the plan and compares
 import argparse
 import copy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ MASK_TOKEN, IGNORED = 4, -100
 Batch = dict[str, torch.Tensor]
 
 
-def make_batch(generator: torch.Generator) -> Batch:
+def make_batch(generator: torch.Generator, batch: int = BATCH) -> Batch:
     """Random tokens of which 15 % are to be guessed."""
-    tokens = torch.randint(5, VOCABULARY, (BATCH, LENGTH), generator=generator)
-    hidden = torch.rand((BATCH, LENGTH), generator=generator) < 0.15
+    tokens = torch.randint(5, VOCABULARY, (batch, LENGTH), generator=generator)
+    hidden = torch.rand((batch, LENGTH), generator=generator) < 0.15
     return {
         "input_ids": tokens.masked_fill(hidden, MASK_TOKEN),
         "attention_mask": torch.ones_like(tokens),
@@ -48,6 +49,11 @@ def build() -> tuple[torch.nn.Module, tuple[()], Batch]:
     )
     model = BertForMaskedLM(config).train()
     return model, (), make_batch(torch.Generator().manual_seed(1))
+
+
+def build_batches() -> tuple[torch.nn.Module, Callable[[int], Batch]]:
+    """Build the model and what makes a batch of any size, for `python -m planner max-batch`."""
+    return build()[0], lambda batch: make_batch(torch.Generator().manual_seed(1), batch)
 
 
 def train(model: torch.nn.Module, steps: int) -> list[float]:

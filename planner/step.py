@@ -55,10 +55,15 @@ class Step:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Backward passes run outside of autocast, as PyTorch asks of its users."""
+    """Backward passes run outside of autocast, as PyTorch asks of its users.
+
+    A user's backward runs after the region has been left, which lets go of the casts of weights that it
+    keeps; here the region of the caller goes on, so they are let go by hand.
+    """
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
+                torch.clear_autocast_cache()
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

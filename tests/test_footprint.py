@@ -197,3 +197,25 @@ def test_the_sum_on_a_gpu_and_the_room_it_leaves() -> None:
         room = footprint.room_bytes(budget)
         assert footprint.whole_step(room, 100 * MIB).total_bytes <= budget
         assert footprint.whole_step(room + 1, 100 * MIB).total_bytes > budget
+
+
+def test_casts_of_weights_are_held_as_long_as_the_users_step_holds_them() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    x = torch.randn(64, 256)
+
+    def mean_square(output: torch.Tensor) -> torch.Tensor:
+        return output.float().square().mean()
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+            loss = mean_square(output)
+        loss.backward()
+        return output
+
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = planner.plan(model, (x,), budget="200%", loss=mean_square, solver="none")
+    step()
+    model.zero_grad(set_to_none=True)
+    assert plan.baseline.dynamic_peak_bytes == measure_peak(step, "cpu").peak_bytes
