@@ -116,6 +116,8 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     # Inside DistributedDataParallel graphs are otherwise split at its buckets, after which no plan fits them.
     "optimize_ddp": False,
     "assume_static_by_default": True,
+    # A counter among a module's attributes would otherwise mean a capture for each of its values.
+    "allow_unspec_int_on_nn_module": True,
     # Symbolic floats become tensors, which round differently.
     "specialize_float": True,
     # What other processes found to vary says nothing about this one.

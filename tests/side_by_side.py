@@ -50,10 +50,11 @@ def layers(
 
 
 class Runs:
-    """How often planned graphs ran, while :func:`counting_runs` is on."""
+    """How often planned graphs ran, and were made, while :func:`counting_runs` is on."""
 
     forward = 0
     backward = 0
+    captures = 0
 
 
 @contextmanager
@@ -63,6 +64,7 @@ def counting_runs() -> Iterator[Runs]:
 
     def compile_graph(module: Any, name: str, **options: Any) -> Any:
         function = original(module, name, **options)
+        runs.captures += name == "forward"
 
         def run(args: list[Any]) -> Any:
             setattr(runs, name, getattr(runs, name) + 1)

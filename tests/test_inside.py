@@ -16,7 +16,16 @@ import planner
 from planner.errors import PlanWarning
 from planner.measure import measure_peak
 from planner.plan_file import Plan
-from tests.side_by_side import Layers, assert_same, assert_trains_alike, layers, left_by, plan_of
+from tests.side_by_side import (
+    Layers,
+    assert_same,
+    assert_trains_alike,
+    counting_runs,
+    layers,
+    left_by,
+    no_plan_warnings,
+    plan_of,
+)
 from tests.test_loops import steps
 
 
@@ -411,8 +420,12 @@ def test_a_counter_in_the_forward(used: bool) -> None:
     plan = plan_of(model, args)
     assert model.calls == 3
     plan.apply(model)
-    assert_same(left_by(model, steps(args, 3)), left_by(twin, steps(args, 3)))
-    assert model.calls == twin.calls == 6
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(model, steps(args, 6))
+    assert_same(ours, left_by(twin, steps(args, 6)))
+    assert model.calls == twin.calls == 9
+    assert runs.backward == 6
+    assert runs.captures <= 2
 
 
 @pytest.mark.heavy
