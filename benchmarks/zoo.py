@@ -26,25 +26,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import planner
 from planner.api import room_bytes
 from planner.assembly import make_plan, prepare
-from planner.budget import parse_budget
 from planner.install import PlanWarning
 from planner.step import Step
 from solvers.registry import SOLVERS
 from tests import zoo
 
 ROOT = Path(__file__).resolve().parent.parent
-SOLVER_SECONDS = 10.0
-"""How long a solver may take for a model and a budget."""
 
 
-def measure(name: str, budgets: list[str], solver: str) -> dict[str, Any]:
+def measure(name: str, budgets: list[str], solver: str, seconds: float) -> dict[str, Any]:
     """One model: what came of capturing it, and of its plan for each budget."""
     row: dict[str, Any] = {"model": name, "family": zoo.family_of(name)}
     started = time.process_time()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PlanWarning)
-            _measure(name, budgets, solver, row)
+            _measure(name, budgets, solver, seconds, row)
         row["warnings"] = sorted({str(w.message) for w in caught if issubclass(w.category, PlanWarning)})
     except planner.PlannerError as error:
         row["refused"] = f"{type(error).__name__}: {error}"
@@ -54,7 +51,7 @@ def measure(name: str, budgets: list[str], solver: str) -> dict[str, Any]:
     return row
 
 
-def _measure(name: str, budgets: list[str], solver: str, row: dict[str, Any]) -> None:
+def _measure(name: str, budgets: list[str], solver: str, seconds: float, row: dict[str, Any]) -> None:
     model, args, kwargs = zoo.build(name)
     started = time.process_time()
     step = Step(args, kwargs, zoo.scalar_loss)
@@ -62,9 +59,9 @@ def _measure(name: str, budgets: list[str], solver: str, row: dict[str, Any]) ->
     row["capture_seconds"] = round(time.process_time() - started, 2)
     row["budgets"] = {}
     for text in budgets:
-        budget = parse_budget(text, prepared.baseline_peak_bytes)
+        budget = prepared.budget(text)
         room = room_bytes(budget, prepared)
-        solution = SOLVERS[solver](prepared.problem.graph, room, time_limit=SOLVER_SECONDS)
+        solution = SOLVERS[solver](prepared.problem.graph, room, time_limit=seconds)
         if not solution.feasible:
             # Below what any plan reaches: the least that can be reached stands for it.
             row["budgets"][text] = {"infeasible_bytes": prepared.resident.total + solution.peak_bytes}
@@ -109,13 +106,15 @@ def verdict(row: dict[str, Any]) -> str:
     return "ok"
 
 
-def run(names: list[str], budgets: list[str], solver: str, results: Path, timeout: float) -> None:
+def run(
+    names: list[str], budgets: list[str], solver: str, seconds: float, results: Path, timeout: float
+) -> None:
     """Run models in a worker process, and append a line of results for each."""
     results.parent.mkdir(parents=True, exist_ok=True)
     waiting = list(names)
     while waiting:
         command = [sys.executable, "-W", "ignore", __file__, "--worker", ",".join(waiting)]
-        command += ["--budgets", ",".join(budgets), "--solver", solver]
+        command += ["--budgets", ",".join(budgets), "--solver", solver, "--solver-seconds", str(seconds)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT
@@ -162,6 +161,7 @@ def main() -> None:
     parser.add_argument("--families", help=f"of {', '.join(('reference', *zoo.FAMILIES))}")
     parser.add_argument("--budgets", default="70%,min")
     parser.add_argument("--solver", default="auto")
+    parser.add_argument("--solver-seconds", type=float, default=10.0, help="for a model and a budget")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "zoo.jsonl")
     parser.add_argument(
         "--again", choices=("none", "failed", "all"), default="none", help="run again what is there"
@@ -175,7 +175,11 @@ def main() -> None:
     if options.worker:
         results, sys.stdout = sys.stdout, sys.stderr  # a model may print
         for name in options.worker.split(","):
-            print(json.dumps(measure(name, budgets, options.solver)), file=results, flush=True)
+            print(
+                json.dumps(measure(name, budgets, options.solver, options.solver_seconds)),
+                file=results,
+                flush=True,
+            )
         return
     names = options.models.split(",") if options.models else list(every)
     families = options.families.split(",") if options.families else None
@@ -184,7 +188,7 @@ def main() -> None:
     if options.again != "all":
         fine = {n for n, row in known.items() if options.again == "none" or verdict(row) == "ok"}
         names = [n for n in names if n not in fine]
-    run(names, budgets, options.solver, options.results, options.timeout)
+    run(names, budgets, options.solver, options.solver_seconds, options.results, options.timeout)
 
 
 if __name__ == "__main__":

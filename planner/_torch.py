@@ -29,7 +29,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch_tracing import answer_like_eager, widen_grouped_products
+from planner._torch_tracing import answer_like_eager, said_once, widen_grouped_products
 
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""
@@ -132,7 +132,11 @@ def dynamo_settings(*, symbolic: bool = False) -> contextlib.AbstractContextMana
     Args:
         symbolic: Sizes that are found to vary become symbols; a first capture is of plain numbers anyway.
     """
-    return dynamo.config.patch(**_DYNAMO_CONFIG, automatic_dynamic_shapes=symbolic)  # type: ignore[no-any-return]
+    return dynamo.config.patch(  # type: ignore[no-any-return]
+        **_DYNAMO_CONFIG,
+        automatic_dynamic_shapes=symbolic,
+        ignore_logging_functions=dynamo.config.ignore_logging_functions | said_once(),
+    )
 
 
 class _WithSettings:

@@ -6,9 +6,10 @@ Like :mod:`planner._torch`, each function says what it hides. All of it was seen
 import contextlib
 import copy
 import functools
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import _meta_registrations
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.iter import DictViewIterator
 from torch._dynamo.variables.lists import TupleVariable
@@ -26,6 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 # ---- questions that code asks about being traced ----------------------------------------------------
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_BOOKKEEPING = {"transformers.utils.output_capturing"}
+"""Modules that ask for the sake of what Dynamo can follow, not to compute in another way: told the truth."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 
 
@@ -53,12 +57,17 @@ def _answer_questions() -> None:
 
 def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
     def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        asked_by = str(tx.f_globals.get("__name__", ""))
-        if asked_by.partition(".")[0] != "torch" and _innermost(tx.output.compiler_fn) in _backends:
-            return VariableTracker.build(tx, False)
-        return truth(variable, tx, *args, **kwargs)
+        told = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch" or _keeps_books(tx)
+        if told or _innermost(tx.output.compiler_fn) not in _backends:
+            return truth(variable, tx, *args, **kwargs)
+        return VariableTracker.build(tx, False)
 
     return handler
+
+
+def _keeps_books(tx: Any) -> bool:
+    asking = tx.parent if tx.parent is not None and tx.f_globals.get("__name__") in _NOT_FAKE else tx
+    return asking.f_globals.get("__name__") in _BOOKKEEPING
 
 
 def _not_captured(_variable: Any, tx: Any) -> Any:
@@ -101,6 +110,12 @@ def _rest_of_iterator(iterator: Any, codegen: Any) -> None:
     codegen.foreach(left)
     codegen.append_output(create_build_tuple(len(left)))
     codegen.extend_output(create_call_function(1, False))
+
+
+def said_once() -> set[Callable[..., Any]]:
+    """What transformers logs with, once: no graph need end there, it was said when the step first ran."""
+    named = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
+    return {function for function in named if function is not None}
 
 
 # ---- shapes that PyTorch refuses to tell -------------------------------------------------------------
@@ -212,3 +227,23 @@ def break_reason(graph: torch.fx.GraphModule) -> str | None:
         return text.strip()
     last = frames[-1]
     return f"{last.filename}:{last.lineno} ({(last.line or last.name).strip()}): {text.strip()}"
+
+
+def distinct_places(reasons: Iterable[str | None]) -> list[str]:
+    """Of the reasons of :func:`break_reason` the first for each line of code."""
+    first: dict[str, str] = {}
+    for reason in reasons:
+        if reason is not None:
+            first.setdefault(reason.partition(" (")[0], reason)
+    return list(first.values())
+
+
+def counted_breaks() -> dict[str, int]:
+    """How often Dynamo met each reason to end a graph, so far."""
+    return dict(counters["graph_break"])
+
+
+def new_break_reasons(before: dict[str, int]) -> list[str]:
+    """The reasons that it met since, the first line of each."""
+    new = [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+    return [line for reason in new for line in reason.strip().splitlines()[:1]]

@@ -29,6 +29,7 @@ from planner.plan_file import (
     OpRecord,
     Plan,
     Resident,
+    Rung,
     SolverRecord,
     Target,
     TensorRecord,
@@ -153,8 +154,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
     graph = problem.graph
     timeline = simulate(graph, solution.schedule)
     nothing = simulate(graph, graph.base_schedule)
-    planned = [g for g in captured.graphs if g.joint is not None]
-    rung: Literal["one-graph", "several-graphs"] = "one-graph" if len(planned) == 1 else "several-graphs"
+    rung, reached = _rung(captured)
     forward_steps = graph.forward_length
     eager_forward = sum(not e.backward for e in captured.eager.events)
 
@@ -166,7 +166,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
             seconds=seconds,
         )
 
-    notes = list(captured.notes)
+    notes = [*reached, *captured.notes]
     if meter is not None and meter.failures:
         notes.append(f"workspace of {len(meter.failures)} operations could not be measured and counts as 0")
     if isinstance(prepared.costs, MeasuredCosts) and prepared.costs.failures:
@@ -216,6 +216,30 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         peak_holders=_holders(problem, solution, timeline.peak_step),
         notes=notes,
     ).made_with(prepared.origin)
+
+
+def _rung(captured: CapturedStep) -> tuple[Rung, list[str]]:
+    """How much of the forward the graphs cover, and what to know about that."""
+    count = sum(g.joint is not None for g in captured.graphs)
+    notes = []
+    if captured.breaks:
+        more = f"; and at {len(captured.breaks) - 1} other places" if len(captured.breaks) > 1 else ""
+        notes.append(
+            f"the forward is {count} graphs, planned as one step; one ends at {captured.breaks[0]}{more}"
+        )
+    if captured.eager_operations:
+        notes.append(
+            f"{captured.eager_operations} operations between the graphs run as written; their memory "
+            "counts as measured"
+        )
+    if captured.with_data:
+        notes.append(
+            "data decide what runs, so the step was captured by running a copy of it; sizes that depend on "
+            "data are those of the example"
+        )
+    if captured.eager_operations:
+        return "partly-captured", notes
+    return ("one-graph" if count == 1 else "several-graphs"), notes
 
 
 def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution) -> list[GraphRecord]:

@@ -14,6 +14,7 @@ the data decide what runs (``nonzero``, ``item``), the step runs on a copy with 
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +23,13 @@ import torch
 
 from planner import _torch, _torch_tracing
 from planner._torch_kernels import Attention, dispatched_in_python, kernels_of_cuda
-from planner.errors import CaptureError
+from planner.errors import CaptureError, PlanWarning
 from planner.generators import GeneratorStates
 from planner.graph_runner import GraphRunner, collector, notes_on
 from planner.joint import JointGraph
 from planner.python_state import remember
-from planner.step import Step, map_tensors, tensors_in, unique_storages
+from planner.step import Step, tensors_in, unique_storages
+from planner.step_copy import StepCopy, described, lacks_data, with_data, without_data
 from planner.tracking import Recording, StepRecorder
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class CudaKernels:
     attention: Attention | None = None
 
 
+_ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_)
 _MOST_PASSES = 4
 """How often the step may run until it takes the same way twice."""
 
@@ -130,9 +133,9 @@ def capture(
     try:
         report("copying the module without its data", 0.0)
         try:
-            return _Capture(_without_data(module, step), generators, report, cuda, added_to).run()
+            return _Capture(without_data(module, step), generators, report, cuda, added_to).run()
         except _NotWithoutData as error:
-            missing = _lacks_data(module, step)
+            missing = lacks_data(module, step)
             if missing or cuda is not None:
                 why = "have none (they are on the meta device)" if missing else "are on another device"
                 raise CaptureError(
@@ -141,26 +144,9 @@ def capture(
                 ) from error
             logger.info("%s; capturing with data", error)
         report("copying the module with its data: they decide what runs", 0.0)
-        return _Capture(_with_data(module, step), generators, report, None, added_to).run()
+        return _Capture(with_data(module, step), generators, report, None, added_to).run()
     finally:
         generators.restore()
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A copy of a module and of a step's arguments.
-
-    Attributes:
-        running: A context in which the step runs.
-        reset: Puts back what a pass changed.
-        data: Whether the copy has data.
-    """
-
-    module: torch.nn.Module
-    step: Step
-    running: Callable[[], contextlib.AbstractContextManager[Any]]
-    reset: Callable[[], None]
-    data: bool
 
 
 class _Capture:
@@ -168,13 +154,14 @@ class _Capture:
 
     def __init__(
         self,
-        copied: _Copy,
+        copied: StepCopy,
         generators: GeneratorStates,
         report: Progress,
         cuda: CudaKernels | None,
         added_to: Sequence[bool],
     ) -> None:
         self.copied, self.report, self._generators, self._cuda = copied, report, generators, cuda
+        self.notes: list[str] = []
         self.parameters = list(copied.module.parameters())
         self.buffers = list(copied.module.buffers())
         self.inputs = unique_storages(tensors_in((copied.step.args, dict(copied.step.kwargs))))
@@ -201,14 +188,17 @@ class _Capture:
 
             report("capturing the forward", 0.2)
             runners: list[GraphRunner] = []
+            counted = _torch_tracing.counted_breaks()
             backend = collector(runners, cuda=self._cuda is not None, data=self.copied.data)
             target = _Bound(_torch.dynamo_compile(run_forward, backend), module)
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)
             if not runners:
+                reasons = _torch_tracing.new_break_reasons(counted)
                 raise CaptureError(
-                    "nothing of the module's forward could be captured; torch.compile skips it too (see "
-                    "TORCH_LOGS=graph_breaks for the reason)"
+                    "nothing of the module's forward could be captured, and torch.compile skips it too"
+                    f"{': ' + reasons[0] if reasons else ''}. TORCH_LOGS=graph_breaks shows the lines; move "
+                    "what cannot be captured out of the forward, or plan the submodules that can"
                 )
             traced, put_back = 0, remember(module)
             for attempt in range(_MOST_PASSES):
@@ -226,9 +216,12 @@ class _Capture:
                     "the module's forward captures differently every time it runs (Python state that changes "
                     f"with each step?); it cannot be planned as it is{self._where(runners[traced:])}"
                 )
+        self._warn_of_other_order(recording, runners)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
-        reasons = [_torch_tracing.break_reason(runners[i].graph) for i in sorted(ran)]
+        places = _torch_tracing.distinct_places(
+            _torch_tracing.break_reason(runners[i].graph) for i in sorted(ran)
+        )
         return CapturedStep(
             [
                 CapturedGraph(r.structure, r.unused_outputs, r.joint if r.index in ran else None)
@@ -240,12 +233,12 @@ class _Capture:
             self.buffers,
             self.inputs,
             list(self.gradients.values()),
-            breaks=list(dict.fromkeys(reason for reason in reasons if reason is not None)),
+            breaks=places,
             eager_operations=sum(
                 e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
             ),
             with_data=self.copied.data,
-            notes=notes_on(runners),
+            notes=[*self.notes, *notes_on(runners)],
         )
 
     def _trace(self, runners: Sequence[GraphRunner], total: int) -> None:
@@ -254,6 +247,21 @@ class _Capture:
             self.report(f"tracing the backward of graph {runner.index + 1} of {total}", fraction)
             with self._pass("tracing the backward"):
                 runner.trace()
+
+    def _warn_of_other_order(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
+        """Say so where gradients pass between graphs in another order, or layout, than eager's."""
+        sums = _sums_between_graphs(recording, runners)
+        relaid = sum(runner.relaid_gradients for runner in runners)
+        if not sums and not relaid:
+            return
+        text = (
+            f"the forward is {len(runners)} graphs, and {sums + relaid} gradients between them are added up "
+            "in another order, or lie otherwise in memory, than without a plan: gradients may differ in the "
+            "last bits. planner.verify() tells"
+        )
+        self.notes.append(text)
+        logger.warning(text)
+        warnings.warn(text, PlanWarning, stacklevel=2)
 
     def _where(self, runners: Sequence[GraphRunner]) -> str:
         reasons = [r for r in (_torch_tracing.break_reason(runner.graph) for runner in runners) if r]
@@ -288,7 +296,7 @@ class _Capture:
             raise
         except Exception as error:
             kind = CaptureError if self.copied.data else _NotWithoutData
-            raise kind(_described(doing, error)) from error
+            raise kind(described(doing, error)) from error
         finally:
             _drop_gradients(self._resident)
 
@@ -324,84 +332,28 @@ class _Marked(torch.nn.Module):
         return output
 
 
-def _without_data(module: torch.nn.Module, step: Step) -> _Copy:
-    mode = _torch.fake_mode()
-    replaced: dict[int, torch.Tensor] = {}
-    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+def _sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) -> int:
+    """How many gradients from later graphs are added to one that a graph has added up inside already.
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in replaced:
-            made = _torch_tracing.fake_with_values(tensor, mode)
-            if made is not None:
-                known.append((made, tensor))
-            replaced[id(tensor)] = _torch.fake_like(tensor, mode) if made is None else made
-        return replaced[id(tensor)]
-
-    for part in module.modules():
-        for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
-            if isinstance(value, torch.Tensor):
-                fake(value)
-    try:
-        copied = _torch.deep_copy_with(module, replaced)
-    except Exception as error:
-        raise CaptureError(_described("copying the module (copy.deepcopy)", error)) from error
-    for part in copied.modules():
-        _torch.install_call(part, None)  # a plan travels with copies
-    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
-
-    @contextlib.contextmanager
-    def running() -> Iterator[None]:
-        with mode, _torch_tracing.values_count():
-            yield
-
-    def reset() -> None:
-        for made, original in known:
-            _torch_tracing.forget_changes(made, original)
-
-    return _Copy(copied, Step(tuple(args), kwargs, step.loss), running, reset, data=False)
-
-
-def _with_data(module: torch.nn.Module, step: Step) -> _Copy:
-    try:
-        copied = _torch.deep_copy_with(module, {})
-    except Exception as error:
-        raise CaptureError(_described("copying the module (copy.deepcopy)", error)) from error
-    for part in copied.modules():
-        _torch.install_call(part, None)  # a plan travels with copies
-    made: dict[int, torch.Tensor] = {}
-
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return made[id(tensor)]
-
-    args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
-    originals = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
-    copies = [*copied.parameters(), *copied.buffers(), *tensors_in((args, kwargs))]
-
-    def reset() -> None:
-        with torch.no_grad():
-            for mine, original in zip(copies, originals, strict=True):
-                if mine._version != versions[id(mine)]:
-                    mine.copy_(original)
-                    versions[id(mine)] = mine._version
-
-    versions = {id(mine): mine._version for mine in copies}
-    return _Copy(copied, Step(tuple(args), kwargs, step.loss), contextlib.nullcontext, reset, data=True)
-
-
-def _lacks_data(module: torch.nn.Module, step: Step) -> bool:
-    tensors = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
-    return any(t.device.type == "meta" or _torch.is_fake(t) for t in tensors)
+    Without a plan the uses of a tensor are added one by one, the last first.
+    """
+    added_up: set[int] = set()
+    count = 0
+    for event in recording.events:
+        call = event.graph
+        if call is not None and call.backward:
+            joint = runners[call.graph].joint
+            assert joint is not None
+            for node, storage in zip(joint.outputs[1], call.outputs, strict=True):
+                if getattr(node, "target", None) is torch.ops.aten.add.Tensor and storage >= 0:
+                    added_up.add(storage)
+        elif call is None and event.backward and event.call is not None:
+            name = recording.calls[event.call].func.overloadpacket
+            if name in _ADDITIONS and len(event.reads) == 2 and event.reads[0] >= 0:
+                count += event.reads[1] in added_up
+    return count
 
 
 def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         tensor.grad = None
-
-
-def _described(doing: str, error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    # Dynamo's errors start with their kind and explain themselves further down.
-    explained = [line.strip() for line in lines[1:] if line.strip().startswith("Explanation: ")]
-    return f"{doing} failed: {type(error).__name__}: {'. '.join(lines[:1] + explained[:1])}"

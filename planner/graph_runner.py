@@ -6,6 +6,7 @@ hands out the results in one event, and tells the recorder so. These are tensors
 step that runs with data, what the graph computes.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +100,8 @@ class GraphRunner:
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
         joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
+        relaid_gradients: How often, in the probing pass, an output got a gradient that lies otherwise in
+            memory than the output; the traced backward takes a copy that lies as the output does.
         recorder: Told about every execution in the compiled pass, see :meth:`record_to`.
     """
 
@@ -113,6 +116,7 @@ class GraphRunner:
     ) -> None:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
         self._cuda, self._data = cuda, data
+        self.relaid_gradients = 0
         self.structure = structure_of(graph)
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
@@ -141,8 +145,14 @@ class GraphRunner:
                 self._differentiable.add(i)
                 # An alias, because gradients pass through the tensor itself inside the graph as well.
                 outputs[i] = tensor.view_as(tensor)
-                outputs[i].register_hook(lambda gradient, i=i: self._received.add(i))
+                outputs[i].register_hook(functools.partial(self._receive, i, _laid_out(outputs[i])))
         return tuple(outputs)
+
+    def _receive(self, output: int, layout: tuple[int, ...], gradient: torch.Tensor) -> None:
+        self._received.add(output)
+        arrived = _laid_out(gradient)
+        if 0 not in arrived and arrived != layout:
+            self.relaid_gradients += 1
 
     def record_to(self, recorder: StepRecorder) -> None:
         """Tell a recorder about the executions of the step that now begins."""
@@ -290,6 +300,12 @@ def collector(runners: list[GraphRunner], *, cuda: bool = False, data: bool = Fa
         return runner
 
     return backend
+
+
+def _laid_out(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.layout is not torch.strided:
+        return ()
+    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 def _stand_in(graph: torch.fx.Graph, original: Any, env: dict[Any, Any]) -> Any:

@@ -54,6 +54,8 @@ __all__ = [
     "plan_schema",
 ]
 
+Rung = Literal["one-graph", "several-graphs", "partly-captured"]
+
 SCHEMA_VERSION = 1
 LARGEST_FILE_BYTES = 512 * 2**20
 
@@ -65,7 +67,10 @@ class Plan(Record):
 
     schema_version: Literal[1] = 1
     created_with: dict[Label, Label] = Field(max_length=100, description="versions of what made the plan")
-    rung: Literal["one-graph", "several-graphs"] = Field(description="how much of the model one graph covers")
+    rung: Rung = Field(
+        description="how much of the forward is captured: by one graph, by several that are planned as "
+        "one step, or but for operations between graphs that run as written"
+    )
     model: ModelRecord
     target: Target
     solver: SolverRecord

@@ -14,6 +14,11 @@ from planner.report.modules import ModuleRow, folded_holders, module_rows
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_ROWS = 80
+_RUNGS = {
+    "one-graph": "as one graph",
+    "several-graphs": "as several graphs",
+    "partly-captured": "in part: graphs, and operations between them that run as written",
+}
 
 
 def render(plan: Plan, *, width: int = 100) -> Group:
@@ -50,6 +55,7 @@ def summary(plan: Plan) -> Table:
     facts = {
         "model": f"{model.class_name}, {model.parameter_count:,} parameters, {mode}",
         "inputs": f"{inputs}{more}" or "none",
+        "captured": f"{_RUNGS[plan.rung]} ({len(plan.graphs)})",
         "budget": f"{budget}, on {target.device}",
         "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
         "solver": f"{solver.name}, {solver.status}{gap}, in {format_seconds(solver.solve_seconds)} "

@@ -1,0 +1,112 @@
+"""Copies of a module and of a step's arguments, on which the step can run without touching the user's."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner import _torch, _torch_tracing
+from planner.errors import CaptureError
+from planner.step import Step, map_tensors, tensors_in
+
+
+@dataclass(frozen=True)
+class StepCopy:
+    """A copy of a module and of a step's arguments.
+
+    Attributes:
+        running: A context in which the step runs.
+        reset: Puts back what a pass changed.
+        data: Whether the copy has data.
+    """
+
+    module: torch.nn.Module
+    step: Step
+    running: Callable[[], contextlib.AbstractContextManager[Any]]
+    reset: Callable[[], None]
+    data: bool
+
+
+def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
+    mode = _torch.fake_mode()
+    replaced: dict[int, torch.Tensor] = {}
+    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in replaced:
+            made = _torch_tracing.fake_with_values(tensor, mode)
+            if made is not None:
+                known.append((made, tensor))
+            replaced[id(tensor)] = _torch.fake_like(tensor, mode) if made is None else made
+        return replaced[id(tensor)]
+
+    for part in module.modules():
+        for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
+            if isinstance(value, torch.Tensor):
+                fake(value)
+    try:
+        copied = _torch.deep_copy_with(module, replaced)
+    except Exception as error:
+        raise CaptureError(described("copying the module (copy.deepcopy)", error)) from error
+    for part in copied.modules():
+        _torch.install_call(part, None)  # a plan travels with copies
+    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
+
+    @contextlib.contextmanager
+    def running() -> Iterator[None]:
+        with mode, _torch_tracing.values_count():
+            yield
+
+    def reset() -> None:
+        for made, original in known:
+            _torch_tracing.forget_changes(made, original)
+
+    return StepCopy(copied, Step(tuple(args), kwargs, step.loss), running, reset, data=False)
+
+
+def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
+    try:
+        copied = _torch.deep_copy_with(module, {})
+    except Exception as error:
+        raise CaptureError(described("copying the module (copy.deepcopy)", error)) from error
+    for part in copied.modules():
+        _torch.install_call(part, None)  # a plan travels with copies
+    made: dict[int, torch.Tensor] = {}
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
+    originals = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    copies = [*copied.parameters(), *copied.buffers(), *tensors_in((args, kwargs))]
+
+    def reset() -> None:
+        with torch.no_grad():
+            for mine, original in zip(copies, originals, strict=True):
+                if mine._version != versions[id(mine)]:
+                    mine.copy_(original)
+                    versions[id(mine)] = mine._version
+
+    versions = {id(mine): mine._version for mine in copies}
+    return StepCopy(copied, Step(tuple(args), kwargs, step.loss), contextlib.nullcontext, reset, data=True)
+
+
+def lacks_data(module: torch.nn.Module, step: Step) -> bool:
+    tensors = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    return any(t.device.type == "meta" or _torch.is_fake(t) for t in tensors)
+
+
+def described(doing: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    # Dynamo's errors start with their kind and explain themselves further down.
+    explained = [line.strip() for line in lines[1:] if line.strip().startswith("Explanation: ")]
+    text = f"{doing} failed: {type(error).__name__}: {'. '.join(lines[:1] + explained[:1])}"
+    if "SparseTensor" in text:
+        text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
+    if "double backward" in text:
+        text += " (the forward differentiates itself: leave that part out of the planned module)"
+    return text
