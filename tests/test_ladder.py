@@ -1,0 +1,228 @@
+"""How much of a forward is captured, what is said about the rest, and that what is left out is right."""
+
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import planner
+from planner import _torch
+from planner.capture import capture
+from planner.report.text import render
+from planner.step import Step
+from tests.small import Built, broken, small_gpt
+from tests.zoo import build
+
+
+def planned(built: Built, budget: str = "min") -> planner.Plan:
+    """A plan that was applied and compared: equal, and predicted to the byte."""
+    model, args, kwargs = built
+    plan = planner.plan(model, args, kwargs, budget=budget, solver="sqrt_n")
+    report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    measured, predicted = report.measured_dynamic_peak_bytes, report.predicted_dynamic_peak_bytes
+    assert abs(measured - predicted) <= 0.005 * predicted
+    return plan
+
+
+# ---- the rungs ----------------------------------------------------------------------------------------
+
+
+def test_one_graph_says_nothing_about_breaks() -> None:
+    plan = planned(small_gpt())
+    assert plan.rung == "one-graph"
+    assert not any("graphs" in note for note in plan.notes)
+
+
+def test_a_graph_break_is_named_by_its_line() -> None:
+    plan = planned(broken())
+    assert plan.rung == "several-graphs"
+    (note,) = [n for n in plan.notes if "graphs" in n]
+    assert "small.py" in note
+    assert "graph_break()" in note
+
+
+class LoopWithBreaks(nn.Module):
+    """Reads a number after every layer, as for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4)
+        )
+        self.seen = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            self.seen = float(x.detach().abs().mean())
+        return x.square().mean()
+
+
+def test_breaks_inside_a_loop_leave_graphs_that_are_planned() -> None:
+    torch.manual_seed(0)
+    plan = planned((LoopWithBreaks().train(), (torch.randn(64, 32),), {}))
+    assert plan.rung == "several-graphs"
+    assert len(plan.graphs) == 5
+    assert any(graph.recomputed for graph in plan.graphs)
+
+
+def test_what_no_graph_covers_runs_as_written_and_is_counted() -> None:
+    plan = planned(build("nn_routed_experts"))
+    assert plan.rung == "partly-captured"
+    assert plan.predicted.dynamic_peak_bytes < plan.no_recompute.dynamic_peak_bytes
+    assert any("run as written" in note for note in plan.notes)
+    assert any("difficult.py" in note and "nonzero" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nn_sparse_gradient", "sparse=False"),
+        ("nn_gradient_penalty", "differentiates itself"),
+    ],
+)
+def test_what_cannot_be_planned_says_what_to_do_and_leaves_the_model_alone(name: str, words: str) -> None:
+    model, args, kwargs = build(name)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    attributes = [set(vars(part)) for part in model.modules()]
+    generator, python = torch.get_rng_state(), random.getstate()
+    with pytest.raises(planner.CaptureError, match=words):
+        planner.plan(model, args, kwargs, budget="min")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert [set(vars(part)) for part in model.modules()] == attributes
+    assert _torch.installed_call(model) is None
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert random.getstate() == python
+
+
+def test_the_rung_is_shown() -> None:
+    from rich.console import Console
+
+    model, args, kwargs = broken()
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")))
+    assert "as several graphs (2)" in console.export_text()
+
+
+# ---- data decide ----------------------------------------------------------------------------------------
+
+
+class DrawsAndCounts(nn.Module):
+    """Python and PyTorch draw, data decide, and a buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        for layer in self.layers:
+            if random.random() < 0.7 and torch.rand(()).item() < 0.9:
+                x = torch.tanh(layer(x))
+        return x[x.mean(1) > 0].square().sum()
+
+
+def test_a_run_with_data_changes_nothing_of_the_users() -> None:
+    torch.manual_seed(0)
+    model, x = DrawsAndCounts(), torch.randn(64, 32)
+    before, inputs = {k: v.clone() for k, v in model.state_dict().items()}, x.clone()
+    generator, python = torch.get_rng_state(), random.getstate()
+    captured = capture(model, Step((x,)))
+    assert captured.with_data
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(x, inputs)
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert random.getstate() == python
+
+
+def test_random_decisions_are_followed() -> None:
+    torch.manual_seed(0)
+    random.seed(3)
+    planned((DrawsAndCounts().train(), (torch.randn(256, 32),), {}))
+
+
+def test_without_data_what_data_decide_is_refused() -> None:
+    model, args, _ = build("nn_routed_experts")
+    with pytest.raises(planner.CaptureError, match="meta device"):
+        planner.plan(model.to("meta"), [a.to("meta") for a in args], budget="min")
+
+
+# ---- the path that eager takes --------------------------------------------------------------------------
+
+
+class Asks(nn.Module):
+    """Computes the same in another way where it is compiled."""
+
+    def __init__(self, question: Callable[[], bool]) -> None:
+        super().__init__()
+        self.question, self.first, self.second = question, nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.first(x))
+        x = x / 3.0 if self.question() else x * (1 / 3.0)
+        return self.second(x).square().mean()
+
+
+@pytest.mark.parametrize("question", [torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling])
+def test_who_asks_whether_it_is_compiled_gets_eagers_answer(question: Callable[[], bool]) -> None:
+    torch.manual_seed(0)
+    assert planned((Asks(question).train(), (torch.randn(64, 64),), {})).rung == "one-graph"
+
+
+class Masked(nn.Module):
+    """Skips the mask where nothing is masked, which eager finds out by looking."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = F.gelu(x) if bool(mask.all()) else torch.tanh(x) * mask[..., None]
+        return self.second(x).square().mean()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_mask_decides_without_a_run(full: bool) -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(64, dtype=torch.bool)
+    mask[5] = full
+    built: Built = (Masked().train(), (torch.randn(64, 64), mask), {})
+    captured = capture(built[0], Step(built[1]))
+    assert not captured.with_data
+    names = {op.name for g in captured.graphs if g.joint is not None for op in g.joint.ops}
+    assert ("aten.gelu.default" in names) == full
+    planned(built)
+
+
+class Straddles(nn.Module):
+    """A tensor that is used twice before a graph break and once after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.first.weight
+        y = torch.tanh(x @ weight) @ weight
+        torch._dynamo.graph_break()
+        return self.second(torch.tanh(y @ weight)).square().mean()
+
+
+def test_gradients_that_add_up_in_another_order_are_warned_of() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(planner.PlanWarning, match="another order"):
+        plan = planner.plan(Straddles(), (torch.randn(64, 64),), budget="min")
+    assert any("another order" in note for note in plan.notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        model, args, _ = broken()
+        planner.plan(model, args, budget="min")

@@ -1,0 +1,51 @@
+"""Models of the zoo: planned, right, within the budget, and as predicted. ``benchmarks/zoo.py`` does all."""
+
+import importlib.util
+
+import pytest
+
+import planner
+from tests import zoo
+
+FAST = ("nn_vae", "nn_graph_attention", "nn_radiance_field", "nn_logging")
+HEAVY = (
+    "hf_bert", "hf_t5", "hf_electra", "hf_mamba", "hf_llama", "hf_qwen2", "hf_qwen2_moe",
+    "hf_vit", "hf_swin", "hf_wav2vec2", "peft_lora_llama", "timm_vit", "timm_densenet", "diffusers_unet",
+    "nn_transformer", "nn_selective_scan", "nn_capacity_experts", "nn_gan_pair", "nn_detector", "nn_wavenet",
+    "nn_spatial_transformer", "nn_seq2seq_attention", "nn_molecules", "nn_neighbour_graph", "nn_recommender",
+    "nn_layer_drop", "nn_masked_loss", "nn_packed_sequence",
+)  # fmt: skip
+_LIBRARIES = {"hf": "transformers", "peft": "peft", "timm": "timm", "diffusers": "diffusers", "nn": "torch"}
+
+
+def _check(name: str, budget: str) -> None:
+    library = _LIBRARIES[name.partition("_")[0]]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed; `make venv` installs it")
+    model, args, kwargs = zoo.build(name)
+    plan = planner.plan(
+        model, args, kwargs, budget=budget, loss=zoo.scalar_loss, solver="sqrt_n", time_limit=5
+    )
+    report = planner.verify(model, args, kwargs, plan=plan, loss=zoo.scalar_loss, repeats=0)
+    assert report.ok, report.problems
+    measured, predicted = report.measured_dynamic_peak_bytes, report.predicted_dynamic_peak_bytes
+    assert 0.99 * predicted <= measured <= 1.005 * predicted
+    assert plan.predicted.dynamic_peak_bytes <= plan.no_recompute.dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_model_of_the_zoo(name: str) -> None:
+    _check(name, "min")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", HEAVY)
+def test_a_larger_model_of_the_zoo(name: str) -> None:
+    _check(name, "min")
+
+
+def test_the_zoo_is_as_large_as_it_says() -> None:
+    names = list(zoo.everything())
+    assert len(names) >= 230
+    assert {zoo.family_of(n) for n in names} == {"reference", *zoo.FAMILIES}
+    assert set(FAST) | set(HEAVY) <= set(names)
