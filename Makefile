@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
+TIMM ?= timm==1.0.31
+TORCHVISION ?= torchvision==0.28.0
 OUT ?= out
 
 BIN := $(VENV)/bin
@@ -9,18 +11,22 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint format schema picture bench clean
+.PHONY: help venv demo test test-all lint format schema picture zoo bench clean
 
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 venv: $(BIN)/.installed  ## Make the virtual environment.
 
-# torch comes first and by itself: a later install finds it there and leaves it alone.
+# torch comes first and by itself: a later install finds it there and leaves it alone. torchvision lies beside the
+# other packages, where only the zoo looks for it (tests/zoo/torchvision_shim.py): where its build does not go with
+# torch, libraries that find it fail.
 $(BIN)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(TIMM)"
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)"
 	touch $@
 
 demo: venv  ## Plan a BERT for 60 % of its memory, train with the plan, compare with the unplanned step.
@@ -50,6 +56,9 @@ picture: venv  ## Draw the picture of the README from the demo's plan.
 	mkdir -p $(OUT)
 	$(BIN)/python examples/bert.py --budget 60% --plan $(OUT)/bert-plan.json --steps 0
 	$(BIN)/python -m planner show $(OUT)/bert-plan.json --figure docs/bert.svg
+
+zoo: venv  ## Plan, run and compare every model of the zoo; writes docs/zoo.md. Takes an hour; goes on where it stopped.
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --results $(OUT)/zoo.jsonl --out docs/zoo.md
 
 bench: venv  ## Run the benchmarks, one after the other.
 	for script in simulate capture host_time; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done

@@ -13,6 +13,7 @@ run again if it is there already, unless asked for.
 import argparse
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -155,6 +156,100 @@ def load(results: Path) -> dict[str, dict[str, Any]]:
     return {row["model"]: row for row in rows}
 
 
+_COLUMNS = ["model", "captured", "graphs", "operations", "capture s", "unplanned", "eager", "budget"]
+_COLUMNS += ["planned", "measured", "extra time", "verdict"]
+
+
+_INTRODUCTION = """\
+# The zoo
+
+Made by `make zoo`. Real architectures at toy width with random weights, each planned for its budgets, run,
+and compared bit for bit with the unplanned step (loss, gradients, buffers, random generators); the peak is
+measured by the allocator's own events. KiB over what is there when the step begins; *unplanned* and *planned*
+are predictions, *eager* and *measured* what was measured. *captured* is the rung: one graph, several graphs
+that are planned as one step, or graphs with operations between them that run as written (`partly-captured`).\
+""".splitlines()
+
+
+def markdown(rows: dict[str, dict[str, Any]], made: int) -> str:
+    """The results as a page of the documentation."""
+    kept = [rows[name] for name in zoo.everything() if name in rows]
+    verdicts = [verdict(row) for row in kept]
+    cells = [b for row in kept for b in row.get("budgets", {}).values() if "ok" in b]
+    exact = sum(abs(b["measured_bytes"] - b["predicted_bytes"]) <= 0.01 * b["predicted_bytes"] for b in cells)
+    under = max((b["measured_bytes"] / b["predicted_bytes"] - 1 for b in cells), default=0.0)
+    rungs = [row.get("rung", "none") for row in kept]
+    planned = sum(rung != "none" for rung in rungs)
+    by_rung = ", ".join(f"{rungs.count(r)} {r}" for r in ("one-graph", "several-graphs", "partly-captured"))
+    different = sum(not all(b["equal"].values()) for b in cells)
+    lines = [
+        *_INTRODUCTION,
+        "",
+        f"- {len(kept)} models of {made}; {planned} planned operation by operation "
+        f"({planned / max(len(kept), 1):.1%}): {by_rung}",
+        "- " + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)),
+        f"- {len(cells)} plans run: {different} differ from the unplanned step, "
+        f"{sum(over_budget(b) for b in cells)} over budget, {exact} within 1 % of the prediction "
+        f"({exact / max(len(cells), 1):.1%}), none more than {under:.2%} above it",
+        "",
+    ]
+    for family in ("reference", *zoo.FAMILIES):
+        members = [row for row in kept if row["family"] == family]
+        if not members:
+            continue
+        lines += [f"## {family.replace('_', ' ')}", "", "| " + " | ".join(_COLUMNS) + " |"]
+        lines += ["|" + "---|" * len(_COLUMNS)]
+        for row in members:
+            lines += _table_rows(row)
+        lines.append("")
+    notes = [f"- `{row['model']}`: {_one_line(note)}" for row in kept for note in _remarks(row)]
+    if notes:
+        lines += ["## What is said of those that are not one graph", "", *notes, ""]
+    return "\n".join(lines)
+
+
+def over_budget(result: dict[str, Any]) -> bool:
+    """Whether a plan's measured peak, with what is resident, is over its budget."""
+    budget = result["budget_bytes"]
+    return budget is not None and result["resident_bytes"] + result["measured_bytes"] > budget
+
+
+def _table_rows(row: dict[str, Any]) -> list[str]:
+    if not row.get("budgets"):
+        return [f"| {row['model']} |" + " |" * (len(_COLUMNS) - 2) + f" {verdict(row)} |"]
+
+    def kib(count: int) -> str:
+        return f"{count / 1024:,.1f}"
+
+    before = row.get("unplanned")
+    first = [row["model"], row.get("rung", ""), row.get("graphs", ""), row.get("operations", "")]
+    first += [row["capture_seconds"], *([kib(before[k]) for k in before] if before else ["", ""])]
+    rows = []
+    for text, result in row["budgets"].items():
+        if "ok" in result:
+            last = [
+                kib(result["predicted_bytes"]),
+                kib(result["measured_bytes"]),
+                f"{result['overhead']:+.1%}",
+            ]
+        else:
+            last = [f"least: {kib(result['infeasible_bytes'])} with what is resident", "", ""]
+        cells = [*(first if not rows else [""] * len(first)), text, *last, verdict(row) if not rows else ""]
+        rows.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return rows
+
+
+def _remarks(row: dict[str, Any]) -> list[str]:
+    told = [row[key] for key in ("refused", "failed") if key in row]
+    return [*told, *row.get("notes", ())]
+
+
+def _one_line(text: str) -> str:
+    # Where a library lies on this machine is nobody's business.
+    shortened = re.sub(r"(?:/[^\s/:]+)*/(?:site-packages|tests)/", "", text)
+    return " ".join(shortened.split())[:400]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", help="names; all if not given")
@@ -189,6 +284,8 @@ def main() -> None:
         fine = {n for n, row in known.items() if options.again == "none" or verdict(row) == "ok"}
         names = [n for n in names if n not in fine]
     run(names, budgets, options.solver, options.solver_seconds, options.results, options.timeout)
+    if options.out is not None:
+        options.out.write_text(markdown(load(options.results), len(every)))
 
 
 if __name__ == "__main__":
