@@ -23,6 +23,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
+    PlainAOTOutput,
     TangentAOTInput,
 )
 from torch._guards import TracingContext, tracing
@@ -92,6 +93,11 @@ def current_backward_node() -> object | None:
         return None
     node: object | None = torch._C._current_autograd_node()
     return node
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running keeps what was saved for it, to be run again."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def exclusively_owned(tensor: torch.Tensor) -> bool:
@@ -418,6 +424,12 @@ def tangent_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict
     descriptions = [n.meta.get("desc") for n in joint.graph.nodes if n.op == "placeholder"]
     sources = [d.output for d in descriptions if isinstance(d, TangentAOTInput)]
     return {outputs.index(source): i for i, source in enumerate(sources)}
+
+
+def output_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:
+    """Which of the forward's results the outputs of a compiled graph's autograd node are."""
+    outputs = list(joint.graph.output_node().meta["desc"])[:forward_outputs]
+    return {i: d.idx for i, d in enumerate(outputs) if isinstance(d, PlainAOTOutput)}
 
 
 def compiled_node(results: Sequence[Any], args: Sequence[Any]) -> Any:

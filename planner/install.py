@@ -27,6 +27,7 @@ from planner.partial_backward import PartialBackward
 from planner.plan_file import GraphRecord, Plan
 from planner.ranks import RankCheck, refuse_wrappers
 from planner.rewrite import emit, no_recomputation, user_outputs
+from planner.second_order import SecondOrder
 from planner.step import Loss, autocast_regions
 
 logger = logging.getLogger(__name__)
@@ -227,8 +228,13 @@ class PlanBackend:
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
             share_casts(joint, graph, example_inputs, inside=inside)
-            return self._partition(record, backward, joint, outputs)
+            return self._partition(record, backward, second_order, joint, outputs)
 
+        obstacle = "it was called under autocast" if self._autocast else None
+        if self._plan.rung != "one-graph":
+            # Held for a second run, what one part hands to another would live for longer than planned.
+            obstacle = "it is captured in several parts"
+        second_order = SecondOrder(graph, obstacle, _warn)
         backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
         compiled = _torch.compile_joint(
             detach_outputs(graph, unused),
@@ -237,7 +243,7 @@ class PlanBackend:
             forward_compiler=_compile_forward,
             backward_compiler=backward.compile,
         )
-        return _with_tripwires(backward.watched(compiled), unused)
+        return _with_tripwires(second_order.watched(backward.watched(compiled)), unused)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,
@@ -247,10 +253,16 @@ class PlanBackend:
         return matching[(self._captured[structure] - 1) % len(matching)] if matching else None
 
     def _partition(
-        self, record: GraphRecord | None, backward: PartialBackward, module: GraphModule, outputs: int
+        self,
+        record: GraphRecord | None,
+        backward: PartialBackward,
+        second_order: SecondOrder,
+        module: GraphModule,
+        outputs: int,
     ) -> tuple[GraphModule, GraphModule]:
         backward.traced(_torch.tangent_positions(module, outputs))
         joint = read_joint(module, outputs)
+        second_order.traced(module, joint)
         halves = emit(joint, self._sequence(record, joint))
         return halves.forward, halves.backward
 

@@ -1,6 +1,7 @@
 """Training loops as people write them, with and without a plan: what they leave is equal bit for bit."""
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -348,6 +349,80 @@ def test_retain_graph() -> None:
         return loss
 
     assert_trains_alike(model, args, loop, expected_runs=3)
+
+
+class Critic(nn.Module):
+    """Smooth, without dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        body = [(nn.Linear(16, 64), nn.Softplus(), nn.Linear(64, 16), nn.Tanh()) for _ in range(4)]
+        self.body = nn.Sequential(*(layer for part in body for layer in part), nn.Dropout(dropout))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def _critic(dropout: float = 0.0) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = Critic(dropout), torch.randn(64, 16, requires_grad=True)
+    twin = copy.deepcopy(model)
+    plan = plan_of(model, (x,), loss=torch.sum)
+    assert plan.graphs[0].recomputed
+    return plan.apply(model), twin, x
+
+
+def test_a_gradient_penalty_falls_back_to_the_original_and_says_so() -> None:
+    model, twin, x = _critic()
+
+    def loop(model: nn.Module) -> list[torch.Tensor]:
+        optimizer, left = torch.optim.Adam(model.parameters(), 1e-2), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(x + 1).mean() - model(x.detach()).mean()).backward()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            penalty = (slope.norm(dim=1) - 1).square().mean()
+            penalty.backward()
+            optimizer.step()
+            left += [slope, penalty]
+        return left
+
+    with pytest.warns(PlanWarning, match="create_graph"):
+        ours = left_by(model, loop)
+    assert_same(ours, left_by(twin, loop))
+
+
+def test_a_second_derivative_through_random_numbers_is_an_error() -> None:
+    model, _, x = _critic(0.5)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(planner.PlanMismatch, match=r"draws random numbers.*planner\.remove"):
+        slope.square().sum().backward()
+    planner.remove(model)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def test_a_second_derivative_after_the_weights_have_changed_is_an_error() -> None:
+    model, _, x = _critic()
+    output = model(x).sum()
+    with torch.no_grad():
+        model.head.bias.add_(1)  # type: ignore[operator, union-attr]
+    (slope,) = torch.autograd.grad(output, x, create_graph=True)
+    with pytest.raises(planner.PlanMismatch, match="have been changed since"):
+        slope.square().sum().backward()
+
+
+def test_a_loss_that_is_kept_does_not_keep_the_inputs() -> None:
+    model, args, _ = layers()
+    plan_of(model, args).apply(model)
+    losses, batches = [], []
+    for _ in range(2):
+        batch = args[0].clone()
+        batches.append(weakref.ref(batch.untyped_storage()))
+        losses.append(_step(model, (batch,)))
+        del batch
+    assert [batch() for batch in batches] == [None, None]
 
 
 # ---- which parameters train -------------------------------------------------------------------------
