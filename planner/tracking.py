@@ -72,7 +72,7 @@ class StepRecorder(_torch.InfrastructureMode):
     Args:
         mode: A fake mode, under which examples of the operations' arguments are kept.
         resident: Tensors that are there before the step: parameters, buffers, inputs.
-        gradients: Gradients that are there before the step: they are added to in place.
+        gradients: Gradients that are there before the step, resident as well.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class StepRecorder(_torch.InfrastructureMode):
         self._born_under: list[object | None] = []
         # Held, so that their identities stay theirs.
         self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
-        self._gradients = {_torch.storage_key(g) for g in gradients}
         for storage in self._resident:
             self._known[storage._cdata] = -1
 
@@ -161,8 +160,6 @@ class StepRecorder(_torch.InfrastructureMode):
         old, new = args
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
             return False
-        if _torch.storage_key(old) in self._gradients:
-            return old.dtype == new.dtype
         number = self.index_of(old)
         return (
             number >= 0

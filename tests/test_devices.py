@@ -1,9 +1,12 @@
 """Devices: finding them by name, what the table promises, rounding."""
 
 import copy
+import json
 import pickle
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -169,3 +172,40 @@ def test_a_device_can_be_copied_stored_and_sent() -> None:
     device = find_device("T4")
     assert pickle.loads(pickle.dumps(device)) == copy.deepcopy(device) == device
     assert Device(**asdict(device)) == device
+
+
+def test_a_device_of_ones_own_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"name": "capped", "like": "A100-80GB", "memory_bytes": 40 * GIB}))
+    device = find_device(str(path))
+    assert device == replace(find_device("A100-80GB"), name="capped", memory_bytes=40 * GIB)
+    whole = asdict(find_device("T4"))
+    path.write_text(json.dumps(whole))
+    assert find_device(str(path)) == find_device("T4")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "x"}, ["missing", "kind", "'like'"]),
+        ({"like": "A100-80GB", "memory": 3}, ["unknown field 'memory'", "memory_bytes"]),
+        ({"like": "A100"}, ["could be any of"]),
+        ({"like": "T4", "bandwidth": -1}, ["bandwidth is -1", "above 0"]),
+        ({"like": "T4", "flops": {"float16": 1e12}}, ["flops", "'float32'"]),
+        ({"like": "T4", "capability": [8]}, ["capability", "[8, 0]"]),
+        ({"like": "T4", "kind": "tpu"}, ["kind is 'tpu'"]),
+        ([1], ["a JSON object"]),
+    ],
+)
+def test_a_device_file_that_is_wrong(given: Any, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(given))
+    with pytest.raises(DeviceError) as caught:
+        find_device(str(path))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_device_file_that_is_not_there() -> None:
+    with pytest.raises(DeviceError, match="cannot be read"):
+        find_device("no-such-device.json")
