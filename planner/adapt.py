@@ -6,7 +6,8 @@ the plan re-runs among that is re-run here, where the plan re-runs it.
 """
 
 import difflib
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -36,10 +37,20 @@ class Adapted:
 
 
 def adapt(record: GraphRecord, joint: JointGraph) -> Adapted:
-    """Follow the decisions of a plan's graph on another graph."""
+    """Follow the decisions of a plan's graph on another graph.
+
+    Where the two have nothing in common, layers may differ in their numbers alone.
+    """
+    adapted = _adapt(record, joint, lambda module: module)
+    if record.recomputed and not adapted.followed:
+        return _adapt(record, joint, lambda module: re.sub(r"\d+", "#", module))
+    return adapted
+
+
+def _adapt(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) -> Adapted:
     split, count = joint.forward_length, len(joint.ops)
-    known = [(op.name, op.module) for op in record.ops]
-    found = [(op.name, op.module) for op in joint.ops]
+    known = [(op.name, place(op.module)) for op in record.ops]
+    found = [(op.name, place(op.module)) for op in joint.ops]
     forward = _matched(known[: record.forward_length], found[:split])
     backward = _matched(known[record.forward_length :], found[split:])
     rerun = {forward[i] for i in record.recomputed if i in forward and joint.ops[forward[i]].recomputable}

@@ -1,0 +1,79 @@
+"""Following a plan on a graph that is not the planned one."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from planner.adapt import adapt
+from planner.capture import capture
+from planner.joint import JointGraph
+from planner.plan_file import GraphRecord, Plan
+from planner.step import Step
+from tests.side_by_side import Layers, layers, plan_of
+
+
+def _joint(model: nn.Module) -> JointGraph:
+    joint = capture(model, Step(layers()[1])).graphs[0].joint
+    assert joint is not None
+    return joint
+
+
+def _record(plan: Plan) -> GraphRecord:
+    assert plan.graphs[0].recomputed
+    return plan.graphs[0]
+
+
+def test_the_planned_graph_itself_is_followed_to_the_letter() -> None:
+    model, args, _ = layers()
+    record = _record(plan_of(model, args))
+    adapted = adapt(record, _joint(model))
+    assert adapted.backward == record.backward
+    assert adapted.followed == adapted.planned == len(record.recomputed)
+    assert adapted.only_less
+
+
+@pytest.mark.heavy
+def test_every_backward_operation_runs_once_in_order_and_nothing_idle_is_re_run() -> None:
+    model, args, _ = layers()
+    record = _record(plan_of(model, args))
+    for frozen in range(4):
+        model.requires_grad_(True)
+        model.layers[frozen].requires_grad_(False)  # type: ignore[index, union-attr]
+        joint = _joint(model)
+        adapted = adapt(record, joint)
+        split = joint.forward_length
+        assert [i for i in adapted.backward if i >= split] == list(range(split, len(joint.ops)))
+        used: set[int] = set()
+        for index in reversed(adapted.backward):
+            op = joint.ops[index]
+            assert op.backward or not used.isdisjoint(op.allocates_again)
+            used.update(op.reads)
+        assert adapted.only_less
+
+
+def test_a_layer_that_is_not_there_and_one_that_is_new() -> None:
+    model, args, _ = layers()
+    record = _record(plan_of(model, args))
+    torch.manual_seed(0)
+    fewer, more = _joint(Layers(2)), _joint(Layers(6))
+    assert 0 < adapt(record, fewer).followed < len(record.recomputed)
+    assert adapt(record, more).followed >= len(record.recomputed) - 1
+    assert not adapt(record, more).only_less
+
+
+@pytest.mark.heavy
+def test_layers_that_differ_in_their_numbers_alone() -> None:
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Identity() for _ in range(10))
+            self.layers.extend(Layers().layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers[10:]:
+                x = x + layer(x)
+            return x.square().mean()
+
+    model, args, _ = layers()
+    record = _record(plan_of(model, args))
+    assert adapt(record, _joint(Renamed())).backward == record.backward
