@@ -30,7 +30,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch_tracing import answer_like_eager, said_once, widen_grouped_products
+from planner._torch_tracing import answer_like_eager, go_on_inside_modules, said_once, widen_grouped_products
 
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""
@@ -132,17 +132,17 @@ _DYNAMO_CONFIG: dict[str, Any] = {
 }
 
 
-def dynamo_settings(*, symbolic: bool = False) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def dynamo_settings(*, symbolic: bool = False) -> Iterator[None]:
     """Settings of Dynamo that our captures need; the user's own come back on exit.
 
     Args:
         symbolic: Sizes that are found to vary become symbols; a first capture is of plain numbers anyway.
     """
-    return dynamo.config.patch(  # type: ignore[no-any-return]
-        **_DYNAMO_CONFIG,
-        automatic_dynamic_shapes=symbolic,
-        ignore_logging_functions=dynamo.config.ignore_logging_functions | said_once(),
-    )
+    ignored = dynamo.config.ignore_logging_functions | said_once()
+    settings = {**_DYNAMO_CONFIG, "automatic_dynamic_shapes": symbolic, "ignore_logging_functions": ignored}
+    with dynamo.config.patch(**settings), go_on_inside_modules():
+        yield
 
 
 class _WithSettings:

@@ -10,6 +10,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch._subclasses.fake_tensor as fake_tensors
 from torch import _meta_registrations
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.trace_rules import get_legacy_mod_inlinelist, get_torch_obj_rule_map
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.iter import DictViewIterator
@@ -116,6 +117,20 @@ def said_once() -> set[Callable[..., Any]]:
     """What transformers logs with, once: no graph need end there, it was said when the step first ran."""
     named = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
     return {function for function in named if function is not None}
+
+
+@contextlib.contextmanager
+def go_on_inside_modules() -> Iterator[None]:
+    """Where a graph breaks inside nn.Transformer or a container, go on inside: Dynamo follows calls into
+    PyTorch's modules, but after a break it leaves them to run as written."""
+    folder = Path(torch.nn.modules.__file__).parent.as_posix()
+    files = get_legacy_mod_inlinelist()
+    added = {f"{folder}/{name}" for name in ("transformer", "container")} - files
+    files |= added
+    try:
+        yield
+    finally:
+        files -= added
 
 
 # ---- shapes that PyTorch refuses to tell -------------------------------------------------------------

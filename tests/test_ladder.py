@@ -71,6 +71,25 @@ def test_breaks_inside_a_loop_leave_graphs_that_are_planned() -> None:
     assert any(graph.recomputed for graph in plan.graphs)
 
 
+class Translates(nn.Module):
+    """nn.Transformer reads from its mask whether it is causal: a graph break inside PyTorch's own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(32, 2, 1, 1, 64, batch_first=True)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.body(source, target, tgt_mask=mask).square().mean()
+
+
+def test_breaks_inside_pytorchs_modules_leave_graphs_that_are_planned() -> None:
+    torch.manual_seed(0)
+    plan = planned((Translates().train(), (torch.randn(4, 24, 32), torch.randn(4, 16, 32)), {}))
+    assert plan.rung == "several-graphs"
+    assert sum(len(graph.ops) for graph in plan.graphs) > 100
+
+
 def test_what_no_graph_covers_runs_as_written_and_is_counted() -> None:
     plan = planned(build("nn_routed_experts"))
     assert plan.rung == "partly-captured"
