@@ -90,8 +90,10 @@ def improve(
     tables: Tables | None = None,
     *,
     counts: Sequence[int] = COUNTS,
+    kinds: int = 2,
 ) -> None:
-    """Offer ``search`` the schedules of the tables for several numbers of blocks."""
+    """Offer ``search`` the schedules of the tables for several numbers of blocks, cut at so many kinds of
+    positions."""
     tables = tables or Tables()
     graph = search.graph
     uses = forward_uses(graph)
@@ -100,7 +102,7 @@ def improve(
     needed = (uses.last_backward >= 0) & ~pinned
     tried: set[tuple[int, ...]] = set()
     for n, count in enumerate(counts):
-        for positions in families(cuts)[:2]:
+        for positions in families(cuts)[:kinds]:
             walls = choose_walls(weights(graph, needed), positions, count)
             if search.out_of_time() or not walls or tuple(walls) in tried:
                 continue

@@ -45,7 +45,14 @@ class ForwardUses:
 
 
 def forward_uses(graph: Graph) -> ForwardUses:
-    """Tabulate the uses of all values; arrays of int64 indexed by value."""
+    """Tabulate the uses of all values; arrays of int64 indexed by value, found once for a graph."""
+    if "forward_uses" not in graph.analyses:
+        graph.analyses["forward_uses"] = _forward_uses(graph)
+    uses: ForwardUses = graph.analyses["forward_uses"]
+    return uses
+
+
+def _forward_uses(graph: Graph) -> ForwardUses:
     count = len(graph.values)
     last_forward = graph.producer.copy()
     last_any = graph.producer.copy()
@@ -128,9 +135,19 @@ class Cuts:
 
 
 def find_cuts(graph: Graph, uses: ForwardUses | None = None, pinned: np.ndarray | None = None) -> Cuts:
-    """Measure every position of the forward phase."""
+    """Measure every position of the forward phase, once for a graph and pinned values."""
     uses = forward_uses(graph) if uses is None else uses
     pinned = pinned_values(graph, uses) if pinned is None else pinned
+    known = graph.analyses.get("cuts")
+    if known is not None and np.array_equal(known[0], pinned):
+        cuts: Cuts = known[1]
+        return cuts
+    cuts = _find_cuts(graph, uses, pinned)
+    graph.analyses["cuts"] = pinned.copy(), cuts
+    return cuts
+
+
+def _find_cuts(graph: Graph, uses: ForwardUses, pinned: np.ndarray) -> Cuts:
     length = graph.forward_length
     forward = (graph.producer >= 0) & (graph.producer < length) & ~pinned
     start = np.where(forward, graph.producer, -1)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -232,6 +233,11 @@ class Graph:
     def output_table(self) -> tuple[np.ndarray, np.ndarray]:
         """Outputs of all rows, in the form of :attr:`input_table`."""
         return _ragged([op.outputs for op in self.ops])
+
+    @cached_property
+    def analyses(self) -> dict[str, Any]:
+        """What other modules found out about this graph, by name, so that it is found out once."""
+        return {}
 
     @cached_property
     def base_schedule(self) -> np.ndarray:

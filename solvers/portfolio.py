@@ -39,11 +39,13 @@ NEAR = 2e-3
 """Nearer to the bound than this, recomputing twice is not tried."""
 FAR = 1e-2
 """Farther from the bound than this, lower sets are tried as well."""
-EACH = 12.0
+EACH = 30.0
 """Wall seconds for each budget of a sweep at most."""
-PATIENCE = (1 / 8, 0.5, 1 / 40)
+PATIENCE = (1 / 8, 0.5, 1 / 60)
 """On large graphs the process seconds that each kind of program gets: the first as a share of the time limit,
 but no more than the second, unless the third as a share is more."""
+SMALL_PATIENCE = 6.0
+"""The same on small graphs."""
 TRADING = 1 / 100
 """The share of the time left that local improvement gets."""
 
@@ -106,7 +108,7 @@ def sweep(
     Args:
         graph: The problem.
         budgets: Bytes of dynamic peak, in any order.
-        time_limit: Wall seconds for all of them; 12 a budget at most.
+        time_limit: Wall seconds for all of them; 30 a budget at most.
         progress: Told about advances.
         constraints: Values that are always kept or always recomputed.
 
@@ -152,13 +154,15 @@ def _solve(
         return _judge(search, Bound(graph.base_seconds, -1))
     large = graph.forward_length > ilp.FINE
     few, most, many = PATIENCE
-    patience = max(min(few * time_limit, most), many * time_limit) if large else time_limit
+    patience = (
+        max(min(few * time_limit, most), many * time_limit) if large else min(time_limit, SMALL_PATIENCE)
+    )
     bound = lower_bound(
         graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0
     )
     search.begin_stage((0.0, 0.2), 0.4)
     solved = lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
-    if not _done(search, bound):
+    if not _done(search, bound) and not (large and _distance(search, bound) <= NEAR):
         bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     enough = bound.seconds + ENOUGH * graph.base_seconds
     sizes = programs.sizes()
@@ -168,8 +172,11 @@ def _solve(
         sqrt_n.improve(search)
     if not _done(search, bound):
         search.begin_stage((0.3, 0.5), 0.3)
-        counts = chain.COUNTS if far or not large else chain.COUNTS[:1]
-        chain.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts)
+        if far or not large:
+            chain.improve(search, budget, everything.peak_bytes, shared.tables)
+        else:
+            counts = chain.COUNTS[:1]
+            chain.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
     if not _done(search, bound) and not (solved and large):
         left = max(time_limit - search.elapsed, 1e-9)
         search.begin_stage((0.5, 0.9), min(1.0, search.wall(patience) / left))

@@ -123,7 +123,7 @@ def rotor(graph: Graph) -> list[Point]:
     fine = np.flatnonzero(np.isfinite(whole))
     distinct = fine[np.concatenate(([True], np.diff(whole[fine]) < 0))] if len(fine) else fine
     points = []
-    for slots in distinct[:: max(1, len(distinct) // 24)].tolist():
+    for slots in distinct[:: max(1, len(distinct) // 12)].tolist():
         retained = chain.plan(blocks, cuts, table, slots)
         if retained is not None:
             schedule = chain.judge(search, blocks, cuts, pinned, retained).schedule
