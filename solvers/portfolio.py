@@ -171,7 +171,7 @@ def _solve(
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
     if not _done(search, bound):
-        search.begin_stage((0.3, 0.5), 0.3)
+        search.begin_stage((0.3, 0.5), 0.5)
         if far or not large:
             chain.improve(search, budget, everything.peak_bytes, shared.tables)
         else:
