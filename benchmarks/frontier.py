@@ -280,6 +280,7 @@ class Run:
         """Record a point."""
         self.schedules.append(point)
         record = asdict(point) | {"budget_bytes": budget, "overhead": self.overhead(point.seconds)} | more
+        record["reruns"] = len(point.schedule) - self.graph.base_length
         self.result.points.append(
             {k: rounded(v) for k, v in record.items() if k not in ("schedule", "seconds")}
         )

@@ -65,6 +65,14 @@ def _words(batch: int, length: int) -> torch.Tensor:
     return torch.zeros((batch, length), dtype=torch.long)
 
 
+def _causal(words: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a causal language model. Without a mask it would look for packed sequences in its data,
+    of which there is none."""
+    length = words.shape[1]
+    mask = torch.ones(len(words), 1, length, length, dtype=torch.bool)
+    return {"input_ids": words, "attention_mask": mask, "labels": words, "use_cache": False}
+
+
 def _classified(model: nn.Module, batch: int, size: int) -> Built:
     inputs = (torch.empty(batch, 3, size, size), torch.zeros(batch, dtype=torch.long))
     return zoo.WithLoss(model), inputs, {}
@@ -132,7 +140,7 @@ def gpt2_xl(small: bool) -> Built:
     )
     words = _words(2, 16) if small else _words(2, 1024)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, use_cache=False))
-    return model, (), {"input_ids": words, "labels": words, "use_cache": False}
+    return model, (), _causal(words)
 
 
 @_model("llama-7b", "Llama of 7 billion parameters, 32 layers, batch 4, 2048 tokens")
@@ -148,7 +156,7 @@ def llama_7b(small: bool) -> Built:
     )  # fmt: skip
     words = _words(1, 16) if small else _words(4, 2048)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, use_cache=False))
-    return model, (), {"input_ids": words, "labels": words, "use_cache": False}
+    return model, (), _causal(words)
 
 
 @_model("t5-base", "T5-Base, encoder and decoder of 12 layers, batch 16, 512 and 128 tokens")

@@ -14,7 +14,7 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--budget", type=float, default=0.6, help="share of the peak when nothing is recomputed"
     )
     parser.add_argument("--time-limit", type=float, default=60.0)
-    parser.add_argument("--out", type=Path, help="file to write JSON to")
+    parser.add_argument("--out", type=Path, help="file to write JSON to, and a document beside it (.md)")
     parser.add_argument("--quick", action="store_true", help="up to 1,000 operations, 5 seconds")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
@@ -145,31 +145,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text + "\n")
+        options.out.with_suffix(".md").write_text("\n".join(document(options.out, results, limit)) + "\n")
     if options.json:
         print(text)
     else:
         show(results, limit)
 
 
+HEADINGS = ("graph", "ops", "solver", "status", "peak", "overhead", "wall s", "process s", "memory")
+
+
+def cells(r: Measurement, time_limit: float) -> list[str]:
+    """A measurement as a row of the table."""
+    late = " (late)" if r.wall_seconds > time_limit + 1 else ""
+    return [
+        r.kind,
+        f"{r.operations:,}",
+        r.solver,
+        r.status,
+        f"{100 * r.peak:.1f} %",
+        f"{100 * r.overhead:.2f} %",
+        f"{r.wall_seconds:.2f}{late}",
+        f"{r.process_seconds:.2f}",
+        f"{r.host_bytes / 2**20:.0f} MiB",
+    ]
+
+
 def show(results: Sequence[Measurement], time_limit: float) -> None:
     """Print the table."""
     table = Table(title=f"time limit {time_limit:g} s")
-    for heading in ("graph", "ops", "solver", "status", "peak", "overhead", "wall s", "process s", "memory"):
+    for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("graph", "solver", "status") else "right")
     for r in results:
-        late = " (late)" if r.wall_seconds > 1.2 * time_limit + 1 else ""
-        table.add_row(
-            r.kind,
-            f"{r.operations:,}",
-            r.solver,
-            r.status,
-            f"{100 * r.peak:.1f} %",
-            f"{100 * r.overhead:.2f} %",
-            f"{r.wall_seconds:.2f}{late}",
-            f"{r.process_seconds:.2f}",
-            f"{r.host_bytes / 2**20:.0f} MiB",
-        )
+        table.add_row(*cells(r, time_limit))
     Console().print(table)
+
+
+def document(out: Path, results: Sequence[Measurement], time_limit: float) -> Iterator[str]:
+    """The lines of a document with the table."""
+    yield "# Solve time and memory against the size of the graph\n"
+    yield (
+        f"Made by `python benchmarks/scaling.py --time-limit {time_limit:g} --out {out}`; the same numbers "
+        f"are in [{out.name}]({out.name}). Synthetic training graphs, each solved for a share of the peak that "
+        "it has when nothing is recomputed. *memory* is the growth of the process's peak memory while it "
+        "solved; a solve that ends more than a second behind its time limit is called late.\n"
+    )
+    yield f"| {' | '.join(HEADINGS)} |"
+    yield "|---" * len(HEADINGS) + "|"
+    for r in results:
+        yield f"| {' | '.join(cells(r, time_limit))} |"
 
 
 if __name__ == "__main__":

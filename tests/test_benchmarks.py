@@ -144,9 +144,15 @@ def test_a_solve_is_measured_in_a_process_of_its_own() -> None:
     assert measured.wall_seconds < 5
 
 
-def test_scaling_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    scaling.main(["--quick", "--kinds", "chain", "--sizes", "100", "--solvers", "sqrt_n,ilp", "--json"])
+def test_scaling_prints_json_and_writes_a_document(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "scaling.json"
+    arguments = ["--quick", "--kinds", "chain", "--sizes", "100", "--solvers", "sqrt_n,ilp", "--json"]
+    scaling.main([*arguments, "--out", str(out)])
     rows = json.loads(capsys.readouterr().out)
+    assert json.loads(out.read_text()) == rows
+    assert out.with_suffix(".md").read_text().count("| chain |") == 2
     assert [r["solver"] for r in rows] == ["sqrt_n", "ilp"]
     assert all(r["valid"] for r in rows)
 
@@ -165,6 +171,9 @@ def test_frontiers_of_all_models_in_small(
     assert (result["least"]["peak_bytes"] < result["peak_bytes"]) == gains
     at_one = [p for p in result["points"] if p["setting"] == "ratio 1"]
     assert at_one
-    # Even with all the memory it wants, the partitioner re-runs what a compiler could fuse.
-    assert min(p["overhead"] for p in at_one) <= 0.05
+    # Even with all the memory it wants, the partitioner re-runs elementwise operations that a compiler could
+    # fuse. At this size they take little but the launch that the cost model gives each of them.
+    launch = find_device("cpu").launch_seconds
+    least = min(at_one, key=lambda p: p["overhead"])
+    assert 0 <= least["overhead"] - launch * least["reruns"] / result["seconds"] <= 0.01
     assert len(result["verdict"]["compared"]) > int(gains)

@@ -64,9 +64,10 @@ def test_chain_grows_as_the_square_root() -> None:
 
 
 def test_recursive_form_grows_as_the_logarithm() -> None:
+    # Without a time limit nothing depends on the machine.
     least = [solve(chain(n, 1), 1).peak_bytes for n in (400, 1200, 3600)]
-    assert least[2] - least[1] <= least[1] - least[0] + 4
-    assert least[2] <= 4 * math.log2(3600)
+    assert least == [10, 11, 13]
+    assert all(peak <= 1.2 * math.log2(n) for peak, n in zip(least, (400, 1200, 3600), strict=True))
 
 
 def test_budget_below_one_recomputation_is_met_by_the_recursive_form() -> None:
