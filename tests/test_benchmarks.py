@@ -20,7 +20,9 @@ from tests.small import broken
 @pytest.fixture(scope="module")
 def run() -> frontier.Run:
     solvers = ("auto", "ilp", "lower_sets", "checkpoint_all", "chain")
-    settings = frontier.Settings(solvers, budgets=3, time_limit=0.5, ratios=(1.0, 0.5, 0.0), small=True)
+    settings = frontier.Settings(
+        solvers, budgets=3, time_limit=0.5, auto_seconds=0.5, ratios=(1.0, 0.5, 0.0), small=True
+    )
     run = frontier.Run("gpt", settings)
     run.all_parts()
     return run
@@ -163,7 +165,18 @@ def test_frontiers_of_all_models_in_small(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--quick", "--models", name, "--budgets", "3", "--solvers", "auto,lower_sets,checkpoint_all"]
-    frontier.main([*arguments, "--time-limit", "3", "--out", str(tmp_path / "frontier"), "--json"])
+    frontier.main(
+        [
+            *arguments,
+            "--time-limit",
+            "3",
+            "--auto-seconds",
+            "3",
+            "--out",
+            str(tmp_path / "frontier"),
+            "--json",
+        ]
+    )
     (result,) = json.loads(capsys.readouterr().out)
     assert result["sweep"]["monotone"]
     # At this size gradients are all of BERT's peak, so that nothing can be gained.
