@@ -187,8 +187,8 @@ def document(out: Path, results: Sequence[Measurement], time_limit: float) -> It
     yield (
         f"Made by `python benchmarks/scaling.py --time-limit {time_limit:g} --out {out}`; the same numbers "
         f"are in [{out.name}]({out.name}). Synthetic training graphs, each solved for a share of the peak "
-        "that it has when nothing is recomputed. *memory* is the growth of the process's peak memory while it "
-        "solved; a solve that ends more than a second behind its time limit is called late.\n"
+        "that it has when nothing is recomputed. *memory* is the growth of the process's peak memory while "
+        "it solved; a solve that ends more than a second behind its time limit is called late.\n"
     )
     yield f"| {' | '.join(HEADINGS)} |"
     yield "|---" * len(HEADINGS) + "|"
