@@ -175,6 +175,35 @@ def fake_with_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
     return fake
 
 
+class KnowingMode(FakeTensorMode):
+    """A mode without data in which sequences and constants of integers that a step makes are known.
+
+    Models compute positions from ``torch.arange`` and let them decide what runs. With the values of such
+    tensors known, as those of inputs are, that works without data too; see :func:`values_count`.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if (
+            getattr(func, "overloadpacket", None) in _MAKERS
+            and fake_tensors.CONSTANT_NUMEL_LIMIT > 1
+            and isinstance(result, FakeTensor)
+            and result.constant is None
+            and result.device.type == "cpu"
+            and not result.dtype.is_floating_point
+            and not result.dtype.is_complex
+            and isinstance(result.numel(), int)
+            and result.numel() <= _MOST_KNOWN_ELEMENTS
+        ):
+            with torch.utils._python_dispatch._disable_current_modes():
+                result.constant = func(*args, **(kwargs or {}))
+            result.fake_mode.fake_tensor_converter.add_constant_storage_mapping(result)
+        return result
+
+
+_MAKERS = frozenset(getattr(torch.ops.aten, name) for name in ("arange", "full", "ones", "zeros"))
+
+
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     # Where there are none, on the meta device, ones: an index that is valid, a mask without padding.
     if tensor.device.type == "meta":

@@ -132,3 +132,21 @@ def test_afterwards_everything_is_as_it_was() -> None:
     assert operator.py_kernels == before
     q = torch.randn(1, 2, 8, 16)
     torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), (q @ q.mT / 4).softmax(-1) @ q)
+
+
+def test_positions_that_a_model_makes_may_decide_what_runs_without_data() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.packed = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            positions = torch.arange(x.shape[0], device=x.device) + 3
+            layer = self.plain if (positions.diff() == 1).all() else self.packed
+            return layer(x).square().mean()
+
+    with torch.device("meta"):
+        model, x = Packed(), torch.empty(16, 8)
+    plan = planner.plan(model, (x,), budget="100GiB", device="T4", solver="none")
+    assert {op.module for g in plan.graphs for op in g.ops} >= {"plain"}
+    assert not any(op.module == "packed" for g in plan.graphs for op in g.ops)
