@@ -128,6 +128,7 @@ def test_a_planned_module_inside_a_checkpoint_of_the_user() -> None:
 # ---- hooks ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_forward_hooks_on_submodules_change_what_is_computed() -> None:
     def hooked() -> nn.Module:
         model = Layers()
@@ -204,6 +205,7 @@ class StraightThrough(torch.autograd.Function):
         return gradient * (x >= 0) / 2
 
 
+@pytest.mark.heavy
 def test_a_custom_autograd_function() -> None:
     class Rounded(Layers):
         def run(self, x: torch.Tensor) -> torch.Tensor:

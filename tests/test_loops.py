@@ -133,6 +133,7 @@ def test_weights_that_are_used_twice_in_regions_of_the_model() -> None:
     assert_trains_alike(model, args, steps(args), expected_runs=2)
 
 
+@pytest.mark.heavy
 def test_autocast_that_the_plan_does_not_know_is_said_and_right() -> None:
     model, args, _ = layers()
     twin = copy.deepcopy(model)
@@ -211,6 +212,7 @@ def both_losses(output: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits_loss(output) + extra_loss(output)
 
 
+@pytest.mark.heavy
 def test_two_losses_with_a_backward_each() -> None:
     model, args, _ = layers(TwoHeads)
 
@@ -285,6 +287,7 @@ def test_an_intermediate_loss_across_a_graph_break() -> None:
     assert plan.rung == "several-graphs"
 
 
+@pytest.mark.heavy
 def test_inputs_that_need_gradients() -> None:
     model, args, _ = layers()
     x, before = args[0].requires_grad_(), nn.Linear(32, 32)
@@ -302,6 +305,7 @@ def test_inputs_that_need_gradients() -> None:
     assert_trains_alike(model, (x,), loop, expected_runs=3)
 
 
+@pytest.mark.heavy
 def test_an_input_that_needs_a_gradient_unplanned_is_said_and_right() -> None:
     model, args, _ = layers()
     twin = copy.deepcopy(model)
@@ -403,6 +407,7 @@ def test_a_second_derivative_through_random_numbers_is_an_error() -> None:
     slope.square().sum().backward()
 
 
+@pytest.mark.heavy
 def test_a_second_derivative_after_the_weights_have_changed_is_an_error() -> None:
     model, _, x = _critic()
     output = model(x).sum()
@@ -413,6 +418,7 @@ def test_a_second_derivative_after_the_weights_have_changed_is_an_error() -> Non
         slope.square().sum().backward()
 
 
+@pytest.mark.heavy
 def test_a_loss_that_is_kept_does_not_keep_the_inputs() -> None:
     model, args, _ = layers()
     plan_of(model, args).apply(model)
@@ -484,6 +490,7 @@ def test_layers_that_are_frozen_and_thawed_after_apply_follow_the_plan() -> None
     assert max(planned) == planned[0]
 
 
+@pytest.mark.heavy
 def test_thawing_what_the_plan_saw_frozen_is_said_and_right() -> None:
     model, args, _ = layers()
     model.layers[0].requires_grad_(False)  # type: ignore[index, union-attr]
@@ -497,6 +504,7 @@ def test_thawing_what_the_plan_saw_frozen_is_said_and_right() -> None:
     assert_same(ours, left_by(twin, steps(args)))
 
 
+@pytest.mark.heavy
 def test_nothing_left_to_train() -> None:
     model, args, _ = layers()
 
@@ -542,6 +550,7 @@ def test_parametrizations_and_their_buffers() -> None:
     assert_trains_alike(model, args, steps(args, 3), expected_runs=3)
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_weight_norm_and_spectral_norm_by_hooks() -> None:
     def build() -> nn.Module:
@@ -560,6 +569,7 @@ def test_weight_norm_and_spectral_norm_by_hooks() -> None:
     assert_same(ours, left_by(twin, steps(args, 3)))
 
 
+@pytest.mark.heavy
 def test_an_optimizer_that_steps_inside_backward() -> None:
     model, args, _ = layers()
 
@@ -580,6 +590,7 @@ def test_an_optimizer_that_steps_inside_backward() -> None:
     assert_trains_alike(model, args, loop, expected_runs=3)
 
 
+@pytest.mark.heavy
 def test_hooks_on_parameters_change_gradients() -> None:
     def hook(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -611,6 +622,7 @@ def test_forwards_without_gradients_and_in_eval_mode_in_between() -> None:
     assert_trains_alike(model, args, loop, expected_runs=2)
 
 
+@pytest.mark.heavy
 def test_one_module_called_twice_in_a_step() -> None:
     model, args, _ = layers()
 
