@@ -289,7 +289,8 @@ class PlanBackend:
                     f"re-runs the {adapted.followed} that are there, and may exceed the budget. Plan it again"
                 )
             return adapted.backward
-        if _grown(record, joint) and not self._told_of_shapes():
+        same = joint.fingerprint == record.fingerprint
+        if not same and _grown(record, joint) and not self._told_of_shapes():
             _warn(
                 f"the operations produce {total_bytes(joint):,} bytes instead of {_planned_bytes(record):,}, "
                 "although the inputs have the planned shapes: something else in the model sets sizes. The "
