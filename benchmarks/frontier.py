@@ -2,7 +2,7 @@
 
     python benchmarks/frontier.py [--models gpt,unet] [--quick] [--solvers auto,ilp] [--budgets 20]
                                   [--time-limit 20] [--auto-seconds 60] [--solver-seconds 120]
-                                  [--peer-seconds 300] [--out DIR] [--json]
+                                  [--peer-seconds 300] [--out DIR] [--redraw] [--json]
 
 Every model is captured once; every method is judged on that graph by the same simulator: dynamic
 peak of one step with workspace zero, and *overhead*, the extra seconds over the schedule that
@@ -348,8 +348,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer-seconds", type=float, default=300.0, help="wall seconds of the partitioner")
     parser.add_argument("--out", type=Path, default=Path("docs/results/frontier"))
     parser.add_argument("--quick", action="store_true", help="small versions, five budgets, three ratios")
+    parser.add_argument(
+        "--redraw", action="store_true", help="only plots and document, of the JSON files there"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(arguments)
+    if options.redraw:
+        for path in sorted(options.out.glob("*.json")):
+            report.write(options.out, json.loads(path.read_text()))
+        return
     names, solvers_ = options.models.split(","), options.solvers.split(",")
     for name in solvers_:
         if name not in SOLVERS:

@@ -203,7 +203,10 @@ def plot(path: Path, result: Record) -> None:
 def document(out: Path, results: Sequence[Record]) -> Iterator[str]:
     """The lines of the document."""
     yield "# Frontiers of memory and time\n"
-    yield f"Made by `{COMMAND}`; the numbers are in the JSON files of [{out.name}/]({out.name}/)."
+    yield (
+        f"Made by `{COMMAND}`, with the options that stand at each model; the numbers are in the JSON files of "
+        f"[{out.name}/]({out.name}/)."
+    )
     yield (
         "Dynamic peak of one training step, simulated with workspace zero; *overhead* is extra seconds over "
         "the schedule that recomputes nothing, in the roofline cost model of the device `cpu`. All methods "
@@ -260,6 +263,15 @@ def document(out: Path, results: Sequence[Record]) -> Iterator[str]:
         yield from _section(out, r)
 
 
+def command(result: Record) -> str:
+    """The command that makes a model's part."""
+    settings = result["settings"]
+    options = {"models": result["model"], "solvers": ",".join(settings["solvers"])}
+    names = ("budgets", "time_limit", "auto_seconds", "solver_seconds", "peer_seconds")
+    options |= {n.replace("_", "-"): f"{settings[n]:g}" for n in names if settings.get(n) is not None}
+    return " ".join([COMMAND, *(f"--{name} {value}" for name, value in options.items())])
+
+
 def _short_of_a_quarter(results: Sequence[Record]) -> Iterator[str]:
     """Where the median reduction is below 25 %, and how much of that is proven to be unavoidable."""
     short = [r for r in results if (r["verdict"]["median_reduction"] or 0.0) < 0.25]
@@ -274,7 +286,8 @@ def _short_of_a_quarter(results: Sequence[Record]) -> Iterator[str]:
         else:
             proven = possible is not None and possible < 0.25
             what = "proves that no method has more than" if proven else "leaves room for"
-            yield f"- {r['model']}: {percent(median, 0)}; the lower bound {what} {percent(possible, 0)}."
+            most = f"{what} {percent(possible, 0)}" if possible is not None else "is not known"
+            yield f"- {r['model']}: {percent(median, 0)}; the lower bound {most}."
 
 
 def row(*cells: str) -> Iterator[str]:
@@ -297,8 +310,6 @@ def _section(out: Path, result: Record) -> Iterator[str]:
     yield "|---|---|---|---|"
     for method, own in result["verdict"]["by_method"].items():
         yield f"| {method} | {own['points']} | {percent(own['median_reduction'], 0)} | {own['lost']} |"
-    limit, own = result["settings"]["time_limit"], result["settings"].get("auto_seconds")
-    auto = "its own" if own is None else f"{own:g} s"
-    yield f"\nTime limit {limit:g} s for each budget and solver; auto: {auto}."
+    yield f"\nMade by `{command(result)}`."
     if result["missing"]:
         yield f"Not tried for lack of time: {'; '.join(result['missing'])}."
