@@ -204,8 +204,8 @@ def document(out: Path, results: Sequence[Record]) -> Iterator[str]:
     """The lines of the document."""
     yield "# Frontiers of memory and time\n"
     yield (
-        f"Made by `{COMMAND}`, with the options that stand at each model; the numbers are in the JSON files of "
-        f"[{out.name}/]({out.name}/)."
+        f"Made by `{COMMAND}`, with the options that stand at each model; the numbers are in the JSON files "
+        f"of [{out.name}/]({out.name}/)."
     )
     yield (
         "Dynamic peak of one training step, simulated with workspace zero; *overhead* is extra seconds over "
