@@ -51,10 +51,25 @@ class SecondOrder:
             if node is not None:
                 kept = [] if self._obstacle else [args]
                 versions = _versions(kept)
-                node.register_hook(lambda found, given: self._after(kept, versions, found, given))
+                node.register_prehook(lambda _: self._before(kept, versions))
             return results
 
         return run
+
+    def _before(self, kept: list[tuple[Any, ...]], versions: list[int]) -> None:
+        # A hook after a node keeps alive what the node is given for as long as it runs, which no plan
+        # allows for: there is one only where gradients are to be differentiable.
+        if torch.is_grad_enabled():
+            node: Any = _torch.current_backward_node()
+            handles: list[Any] = []
+
+            def after(found: Any, given: Any) -> Any:
+                handles.pop().remove()
+                return self._after(kept, versions, found, given)
+
+            handles.append(node.register_hook(after))
+        elif not _torch.graph_is_kept():
+            kept.clear()  # who keeps the loss does not keep the inputs with it
 
     def _after(
         self,
@@ -62,11 +77,7 @@ class SecondOrder:
         versions: list[int],
         found: tuple[torch.Tensor | None, ...],
         given: tuple[torch.Tensor | None, ...],
-    ) -> tuple[torch.Tensor | None, ...] | None:
-        if not torch.is_grad_enabled():
-            if not _torch.graph_is_kept():
-                kept.clear()  # who keeps the loss does not keep the inputs with it
-            return None
+    ) -> tuple[torch.Tensor | None, ...]:
         if self._obstacle or versions != _versions(kept):
             obstacle = self._obstacle or "its inputs or parameters have been changed since"
             return tuple(g if g is None else _once(g, obstacle) for g in found)
