@@ -153,8 +153,7 @@ def test_backward_hooks_on_submodules_change_gradients(kind: str) -> None:
         return model
 
     model, args, _ = layers(hooked)
-    graphs = len(plan_of(copy.deepcopy(model), args).graphs)
-    plan = assert_trains_alike(model, args, steps(args), expected_runs=2 * graphs)
+    plan = assert_trains_alike(model, args, steps(args), expected_runs=None)
     assert _peak(model, args) <= 1.1 * plan.predicted.dynamic_peak_bytes
 
 
