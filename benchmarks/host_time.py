@@ -2,10 +2,11 @@
 
     python benchmarks/host_time.py [--repeats 15] [--json]
 
-Two GPTs train unplanned, planned, and under ``torch.compile(backend="aot_eager")``, interleaved, with one
-thread. The kernels of the first (width 32, batch 2, sequence 16) take no time, so that all there is to see
-is Python and dispatch; the second (width 256, batch 4, sequence 128) computes. Printed are medians
-of process time and their ratios to the unplanned step.
+Two GPTs train unplanned, planned, planned for a longer sequence after twenty other lengths (so that sizes are
+symbols), and under ``torch.compile(backend="aot_eager")``, interleaved, with one thread. The kernels of the
+first (width 32, batch 2, sequence 16) take no time, so that all there is to see is Python and dispatch; the
+second (width 256, batch 4, sequence 128) computes. Printed are medians of process time and their ratios to
+the unplanned step.
 """
 
 import argparse
@@ -40,16 +41,17 @@ def main() -> None:
         print(name)
         for network, found in networks.items():
             milliseconds, ratio = found["seconds"] * 1e3, found["ratio_to_eager"]
-            print(f"  {network:10} {milliseconds:8.2f} ms a step, {ratio:.3f}x eager")
+            print(f"  {network:22} {milliseconds:8.2f} ms a step, {ratio:.3f}x eager")
 
 
 def measure(width: int, batch: int, sequence: int, steps: int, repeats: int) -> dict[str, dict[str, float]]:
     """Seconds of a step and their ratio to the unplanned one, by how it is run."""
-    inputs = torch.randint(0, 1000, (batch, sequence)), torch.randint(0, 1000, (batch, sequence))
+    longest = sequence + 8
+    inputs = words(batch, sequence)
 
     def model() -> GPT:
         torch.manual_seed(0)
-        return GPT(width=width, context=sequence).train()
+        return GPT(width=width, context=longest).train()
 
     def training(
         network: Callable[..., torch.Tensor], parameters: list[torch.nn.Parameter]
@@ -62,10 +64,19 @@ def measure(width: int, batch: int, sequence: int, steps: int, repeats: int) -> 
 
         return run
 
-    eager, planned, compiled = model(), model(), model()
+    eager, planned, varied, compiled = model(), model(), model(), model()
     planner.auto_checkpoint(planned, inputs, budget="1TiB", solver="none")
+    planner.auto_checkpoint(varied, words(batch, longest), budget="1TiB", solver="none")
+    for length in range(longest, longest - 21, -1):
+        if length != sequence:
+            varied(*words(batch, length)).backward()
     by_aot = torch.compile(compiled, backend="aot_eager", dynamic=False)
-    networks = {"eager": (eager, eager), "planned": (planned, planned), "aot_eager": (by_aot, compiled)}
+    networks = {
+        "eager": (eager, eager),
+        "planned": (planned, planned),
+        "planned, lengths vary": (varied, varied),
+        "aot_eager": (by_aot, compiled),
+    }
     seconds = measure_seconds(
         [training(network, list(module.parameters())) for network, module in networks.values()], repeats
     )
@@ -73,6 +84,11 @@ def measure(width: int, batch: int, sequence: int, steps: int, repeats: int) -> 
         name: {"seconds": s / steps, "ratio_to_eager": s / seconds[0]}
         for name, s in zip(networks, seconds, strict=True)
     }
+
+
+def words(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random words and targets."""
+    return torch.randint(0, 1000, (batch, length)), torch.randint(0, 1000, (batch, length))
 
 
 if __name__ == "__main__":

@@ -166,35 +166,56 @@ class _WithSettings:
 
 
 def dynamo_compile(
-    function: FunctionType | Callable[..., Any],
-    backend: Callable[..., Any],
-    *,
-    symbolic: bool = False,
-    given_up: Callable[[], None] | None = None,
+    function: FunctionType | Callable[..., Any], backend: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``torch.compile`` with our settings, of a function that has a cache of its own.
+    """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own."""
+    return _optimized(_fresh(function), backend, symbolic=False)
 
-    Dynamo caches per code object. Every call gets a fresh one, so that no two planned modules
-    share (and exhaust) a cache.
+
+def dynamo_compile_shapes(
+    function: FunctionType | Callable[..., Any], backend: Callable[..., Any], given_up: Callable[[], None]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
+
+    The two look up their captures apart, so that the shape that stays never runs code for the others.
+    What Dynamo learns of sizes that vary they share: with the first capture of another shape it knows.
 
     Args:
         function: What to compile.
         backend: Called with every graph that is captured.
-        symbolic: Capture sizes as symbols once they vary; False captures anew for all sizes.
         given_up: Called when a function has been captured so often that it never will be again.
     """
+    fresh = _fresh(function)
+    planned = _optimized(fresh, backend, symbolic=True, given_up=given_up, isolate_recompiles=True)
+    others = _optimized(fresh, backend, symbolic=True, given_up=given_up, isolate_recompiles=True)
+    return planned, others
+
+
+def _optimized(
+    function: FunctionType,
+    backend: Callable[..., Any],
+    *,
+    symbolic: bool,
+    given_up: Callable[[], None] | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
     answer_like_eager(backend)
     widen_grouped_products()
-    fresh = FunctionType(
+    context: Any = dynamo.optimize(backend, **options)
+    context.callback = _WithSettings(context.callback, symbolic, given_up)
+    return context(function)  # type: ignore[no-any-return]
+
+
+def _fresh(function: FunctionType | Callable[..., Any]) -> FunctionType:
+    """The same function with a code object of its own: Dynamo caches per code object, and no two
+    planned modules should share (and exhaust) a cache."""
+    return FunctionType(
         function.__code__.replace(),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    context: Any = dynamo.optimize(backend)
-    context.callback = _WithSettings(context.callback, symbolic, given_up)
-    return context(fresh)  # type: ignore[no-any-return]
 
 
 def checkpoint_calls(graph: torch.fx.GraphModule) -> int:

@@ -18,7 +18,7 @@ from planner.adapt import adapt
 from planner.autocast import inside_region, share_casts
 from planner.capture import run_forward
 from planner.codegen import compile_graph
-from planner.errors import PlanFileError, PlanMismatch, PlanWarning
+from planner.errors import CaptureError, PlanFileError, PlanMismatch, PlanWarning
 from planner.fingerprint import class_name, state_digest
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
@@ -28,6 +28,7 @@ from planner.plan_file import GraphRecord, Plan
 from planner.ranks import RankCheck, refuse_wrappers
 from planner.rewrite import emit, no_recomputation, user_outputs
 from planner.second_order import SecondOrder
+from planner.static_shapes import MOST_SHAPES, StaticShapes
 from planner.step import Loss, autocast_regions
 
 logger = logging.getLogger(__name__)
@@ -182,9 +183,11 @@ class PlannedCall:
         return program(self._model, args, kwargs)
 
 
-def _compiled(plan: Plan, told_of_shapes: Callable[[], bool]) -> Callable[..., Any]:
-    return _torch.dynamo_compile(
-        run_forward, PlanBackend(plan, told_of_shapes), symbolic=True, given_up=_not_captured_any_more
+def _compiled(
+    plan: Plan, told_of_shapes: Callable[[], bool]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return _torch.dynamo_compile_shapes(
+        run_forward, PlanBackend(plan, told_of_shapes), _not_captured_any_more
     )
 
 
@@ -224,11 +227,37 @@ class PlanBackend:
                 "output: another model? It runs as it is, without the plan"
             )
             return graph.forward
+        if not any(map(_torch.is_size, example_inputs)):
+            return self._compile(graph, example_inputs, record)
+        try:
+            return self._compile(graph, example_inputs, record, exactly=True)
+        except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
+            logger.info("compiled for each shape, not for symbolic sizes: %s", error)
+        return StaticShapes(
+            graph, lambda graph, inputs: self._compile(graph, inputs, record), self._beyond_static_shapes
+        )
+
+    def _beyond_static_shapes(self, sizes: str) -> None:
+        _warn(
+            f"inputs of sizes {sizes} run without the plan, and may exceed the budget: the model cannot be "
+            f"captured at symbolic sizes, and was compiled for {MOST_SHAPES} shapes already. Pad to fewer"
+        )
+
+    def _compile(
+        self,
+        graph: GraphModule,
+        example_inputs: Sequence[Any],
+        record: GraphRecord | None,
+        *,
+        exactly: bool = False,
+    ) -> Callable[..., Any]:
+        """The callable of a graph. If ``exactly``, an error where it is not made of the plan's operations."""
+        unused = record.unused_outputs if record is not None else []
         inside = inside_region()
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
             share_casts(joint, graph, example_inputs, inside=inside)
-            return self._partition(record, backward, second_order, joint, outputs)
+            return self._partition(record, backward, second_order, joint, outputs, exactly)
 
         obstacle = "it was called under autocast" if self._autocast else None
         if self._plan.rung != "one-graph":
@@ -259,15 +288,20 @@ class PlanBackend:
         second_order: SecondOrder,
         module: GraphModule,
         outputs: int,
+        exactly: bool,
     ) -> tuple[GraphModule, GraphModule]:
         backward.traced(_torch.tangent_positions(module, outputs))
         joint = read_joint(module, outputs)
+        if exactly and record is not None and not _describes(record, joint):
+            raise CaptureError("traced into other operations than planned")
         second_order.traced(module, joint)
         halves = emit(joint, self._sequence(record, joint))
         return halves.forward, halves.backward
 
     def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:
         """What a graph's backward runs, in order; says so where the plan is not followed to the letter."""
+        if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
+            record = next((g for g in self._plan.graphs if _describes(g, joint)), None)
         if record is None:
             adapted = max((adapt(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
             _warn(

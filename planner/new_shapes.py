@@ -9,7 +9,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -70,14 +70,22 @@ class Program:
 
     Attributes:
         plan: The plan.
-        run: The compiled forward: called with the module, arguments and keyword arguments.
+        planned: The shapes that it was made for.
+        run_planned: The compiled forward for these: called with the module, arguments and keyword arguments.
+        run_others: The compiled forward for others.
         covered: Shapes that are known to run as the user was told; what is nowhere larger than one of
             them does so too.
     """
 
     plan: Plan
-    run: Callable[..., Any]
-    covered: list[Shapes] = field(default_factory=list)
+    planned: Shapes
+    run_planned: Callable[..., Any]
+    run_others: Callable[..., Any]
+    covered: list[Shapes]
+
+    def run(self, shapes: Shapes) -> Callable[..., Any]:
+        """The compiled forward for some shapes."""
+        return self.run_planned if shapes == self.planned else self.run_others
 
 
 class NewShapes:
@@ -87,7 +95,8 @@ class NewShapes:
         model: The module.
         plan: The plan that was applied.
         policy: What to do, see :data:`OnNewShape`.
-        compile_: Makes the compiled forward of a plan; it may ask whether other shapes have come.
+        compile_: Makes the compiled forwards of a plan, for the planned shape and for others; they may ask
+            whether others have come.
         loss: As for :func:`planner.plan`; None for the one that the plan was made with.
     """
 
@@ -96,7 +105,7 @@ class NewShapes:
         model: torch.nn.Module,
         plan: Plan,
         policy: OnNewShape,
-        compile_: Callable[[Plan, Callable[[], bool]], Callable[..., Any]],
+        compile_: Callable[[Plan, Callable[[], bool]], tuple[Callable[..., Any], Callable[..., Any]]],
         loss: Loss | None = None,
     ) -> None:
         self._model, self._policy, self._compile = model, policy, compile_
@@ -124,8 +133,8 @@ class NewShapes:
         self._others = self._others or shapes != self._planned
         for program in self._programs:
             if any(_covers(known, shapes) for known in program.covered):
-                return program.run
-        return self._larger(args, kwargs, shapes).run
+                return program.run(shapes)
+        return self._larger(args, kwargs, shapes).run(shapes)
 
     def _larger(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Program:
         first = self._programs[0]
@@ -177,7 +186,8 @@ class NewShapes:
         )
 
     def _program(self, plan: Plan, shapes: Shapes) -> Program:
-        return Program(plan, self._compile(plan, lambda: self._others), [shapes])
+        planned, others = self._compile(plan, lambda: self._others)
+        return Program(plan, shapes, planned, others, [shapes])
 
     def _replanned(self, prepared: Prepared) -> Plan:
         from planner.api import plan_prepared  # imports what imports this

@@ -88,7 +88,7 @@ def _bert() -> nn.Module:
     return WithLoss().train()
 
 
-@pytest.mark.parametrize("builder", [_gpt, _bert])
+@pytest.mark.parametrize("builder", [_gpt, pytest.param(_bert, marks=pytest.mark.heavy)])
 def test_a_hundred_lengths_are_a_few_captures(builder: Callable[[], nn.Module], captures: list[int]) -> None:
     model, planned_args = builder(), _words(2, 102)
     twin = copy.deepcopy(model)
@@ -109,6 +109,7 @@ def test_a_hundred_lengths_are_a_few_captures(builder: Callable[[], nn.Module], 
     assert shorter[0] < plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_batches_and_image_sizes_vary_too(captures: list[int]) -> None:
     model, args, _ = small_resnet(6)
     twin = copy.deepcopy(model)
@@ -184,6 +185,7 @@ def test_a_peak_is_announced_where_the_loss_is_outside() -> None:
     assert measure_peak(again, "cpu").peak_bytes == announced
 
 
+@pytest.mark.heavy
 def test_replan_keeps_the_budget_or_says_that_it_cannot() -> None:
     model, args, _ = small_gpt(2)
     twin = copy.deepcopy(model)
@@ -254,4 +256,37 @@ def test_a_module_that_changes_with_every_call_is_given_up_aloud(
             model(x)
     model.mode = "c"
     with pytest.warns(PlanWarning, match="PyTorch gives up"):
+        _assert_same_step(model, twin, x)
+
+
+@pytest.mark.heavy
+def test_what_cannot_be_traced_at_symbolic_sizes_is_compiled_for_a_few_shapes(
+    captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(8, 8, num_layers=2, dropout=0.1, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layers(x)[0].tanh().square().mean()
+            return loss
+
+    monkeypatch.setattr("planner.static_shapes.MOST_SHAPES", 3)
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(12, 5, 8)
+    twin = copy.deepcopy(model)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        for batch in (12, 8, 7, 6, 7):
+            _assert_same_step(model, twin, torch.randn(batch, 5, 8))
+    smaller = [_peak(model, torch.randn(batch, 5, 8)) for batch in (8, 7, 6)]
+    assert smaller == sorted(smaller, reverse=True)
+    with pytest.warns(PlanWarning, match="sizes 5 run without the plan"):
+        _assert_same_step(model, twin, torch.randn(5, 5, 8))
+    assert len(captures) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
         _assert_same_step(model, twin, x)
