@@ -208,7 +208,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         predicted=footprint(timeline.peak_bytes, timeline.seconds),
         baseline=footprint(problem.eager.peak_bytes, problem.eager.seconds),
         no_recompute=footprint(nothing.peak_bytes, nothing.seconds),
-        whole_step=prepared.footprint.whole_step(timeline.peak_bytes, timeline.final_bytes),
+        whole_step=prepared.footprint.whole_step(timeline.peak_bytes, problem.final_bytes),
         baseline_whole_step=prepared.baseline_whole_step,
         graphs=_graph_records(captured, problem, solution),
         timeline=Timeline.downsample(timeline.step_bytes, forward_steps),

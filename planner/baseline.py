@@ -30,7 +30,7 @@ def eager_timeline(
     length = len(recording.events)
     change = np.zeros(length + 1, dtype=np.int64)
     workspace = np.zeros(length, dtype=np.int64)
-    total_seconds = 0.0
+    total_seconds, final = 0.0, 0
     for i, event in enumerate(recording.events):
         assert event.call is not None
         memory = memories[event.call]
@@ -41,12 +41,13 @@ def eager_timeline(
         ):
             died = recording.storages[storage].died_after
             change[i] += size
-            if died is not None:
+            if died is None:
+                final += size
+            else:
                 change[max(died, i) + 1] -= size
     live = np.cumsum(change[:length])
     total = live + workspace
     peak_step = int(total.argmax()) if length else 0
-    final = int(live[-1]) if length else 0
     return Timeline(live, total, int(total.max(initial=0)), peak_step, final, total_seconds)
 
 

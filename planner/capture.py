@@ -280,7 +280,7 @@ class _Capture:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
             kept = self.copied.step.run(marked)
-            del kept
+        del kept  # after the recording: users hold outputs beyond the step
         return recorder.recording, marked.events
 
     @contextlib.contextmanager

@@ -6,7 +6,6 @@ order of the step, with the glue between them. Each storage of each execution is
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from planner.joint import JointGraph, JointOp
 from planner.tracking import Event
 from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
 from solvers.graph import GLUE_REGION, Graph, Op, Phase, Value
-from solvers.schedule import Timeline, simulate
+from solvers.schedule import Timeline
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,13 @@ class Problem:
         graph: The solvers' graph of the compiled step.
         sources: Where each base row comes from.
         eager: Timeline of the step as it is without a plan.
+        final_bytes: What a step leaves, whatever its schedule: gradients and outputs.
     """
 
     graph: Graph
     sources: list[Source]
     eager: Timeline
-
-    @cached_property
-    def final_bytes(self) -> int:
-        """What a step leaves behind, whatever its schedule: gradients and outputs."""
-        return simulate(self.graph, self.graph.base_schedule).final_bytes
+    final_bytes: int
 
     def backward_sequences(self, captured: CapturedStep, schedule: np.ndarray) -> list[list[int]]:
         """For every captured graph the operations that its backward runs under a schedule, in order.
@@ -93,7 +89,8 @@ def build_problem(
     builder.run()
     graph = builder.graph(device, meter, costs)
     sources = [row.source for row in builder.rows]
-    return Problem(graph, sources, eager_timeline(captured.eager, device, meter, costs))
+    eager = eager_timeline(captured.eager, device, meter, costs)
+    return Problem(graph, sources, eager, builder.final_bytes(graph))
 
 
 @dataclass
@@ -182,6 +179,10 @@ class _Builder:
             values[value] = replace(values[value], held_until=until)
         rounded = (replace(v, bytes=round_bytes(device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
+
+    def final_bytes(self, graph: Graph) -> int:
+        """Bytes of what nothing let go of within the step."""
+        return sum(graph.values[value].bytes for value, event in self._held.items() if event is None)
 
     def _measure(self, meter: WorkspaceMeter | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:
         if meter is None:

@@ -85,6 +85,7 @@ class StepRecorder(_torch.InfrastructureMode):
         self._signatures: dict[Any, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._paused = False
+        self._ended = False
         self._born_under: list[object | None] = []
         # Held, so that their identities stay theirs.
         self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
@@ -105,6 +106,10 @@ class StepRecorder(_torch.InfrastructureMode):
         call = self._call(func, args, kwargs, out)
         self._append(call, reads, _tensors((out,), {}), node)
         return out
+
+    def __exit__(self, *error: Any) -> None:
+        self._ended = True  # what lives now outlives the step
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     # ---- used while a captured graph runs --------------------------------------------------------
 
@@ -145,6 +150,8 @@ class StepRecorder(_torch.InfrastructureMode):
         recording, known = self.recording, self._known
 
         def died(_: Any) -> None:
+            if self._ended:
+                return
             recording.storages[number].died_after = len(recording.events) - 1
             if known.get(key) == number:
                 del known[key]

@@ -13,7 +13,7 @@ from planner.footprint import Footprint
 from planner.measure import measure_peak
 from planner.optimizer import OptimizerError, OptimizerStep, optimizer_step
 from planner.plan_file import Plan, Resident
-from tests.small import small_gpt
+from tests.small import small_gpt, small_resnet
 from tests.zoo import Built, build
 
 MIB = 2**20
@@ -72,6 +72,16 @@ def test_where_the_optimizer_takes_most_its_step_is_the_peak() -> None:
     assert whole.optimizer_step_bytes > whole.forward_backward_bytes
     measured = measured_bytes(plan, (model, args, {}), optimizer, micro=1)
     assert measured == pytest.approx(whole.allocated_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("build_small", [small_gpt, small_resnet])
+def test_a_step_leaves_gradients_and_its_output(build_small: Callable[[], Built]) -> None:
+    model, args, _ = build_small()
+    plan = planner.plan(model, args, budget="400%", solver="none", accumulate=False)
+    left = sum(p.nbytes for p in model.parameters()) + 4  # the loss
+    for whole in (plan.whole_step, plan.baseline_whole_step):
+        assert whole is not None
+        assert whole.optimizer_step_bytes == plan.resident.total + left
 
 
 def test_a_budget_below_the_optimizers_own_step_is_infeasible() -> None:
