@@ -37,8 +37,9 @@ from planner.files import write_atomically
 from planner.report import figure
 from planner.sizes import SizedSteps
 from planner.step import Step
-from solvers import portfolio
+from solvers import chain, portfolio
 from solvers.schedule import alive_at, simulate
+from solvers.solution import Solution
 from tests.zoo import BottleneckNet, WithLoss
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -292,14 +293,14 @@ def least_within(
     """The least dynamic peak at a bounded overhead, by bisection on the budget."""
     step = prepared(model, args, optimizer)
     graph, eager = step.problem.graph, step.problem.eager
-    least = portfolio.solve(graph, None, time_limit=30)
+    lowest = portfolio.solve(graph, None, time_limit=30)
     allowed = (1 + most_overhead) * eager.seconds
     best = None
-    if least.seconds <= allowed:
-        best = least
-    low, high = least.peak_bytes, eager.peak_bytes
+    if lowest.seconds <= allowed:
+        best = lowest
+    low, high = lowest.peak_bytes, eager.peak_bytes
     for _ in range(10):
-        if best is least or high - low <= 0.005 * high:
+        if best is lowest or high - low <= 0.005 * high:
             break
         middle = (low + high) // 2
         known = [] if best is None else [best.schedule]
@@ -309,27 +310,41 @@ def least_within(
         else:
             low = middle
     assert best is not None
-    kept = step.problem.final_bytes
+    return least(step, best, published)
+
+
+def at_factor(model: nn.Module, args: Any, factor: float, published: Result) -> Result:
+    """The least overhead found for a given share of the unplanned peak, by the chain solver: on graphs of ten
+    thousand operations it finds most in its time."""
+    step = prepared(model, args)
+    room = int(step.problem.eager.peak_bytes / factor)
+    return least(step, chain.solve(step.problem.graph, room, time_limit=240), published)
+
+
+def least(step: Prepared, best: Solution, published: Result) -> Result:
+    """What a solution takes beside the unplanned step."""
+    eager = step.problem.eager
     return {
         "kind": "least",
         "published": published,
         "unplanned_dynamic_bytes": eager.peak_bytes,
         "planned_dynamic_bytes": best.peak_bytes,
-        "gradient_and_output_bytes": kept,
+        "gradient_and_output_bytes": step.problem.final_bytes,
         "resident_bytes": step.resident.total,
         "factor": eager.peak_bytes / best.peak_bytes,
         "reduction": 1 - best.peak_bytes / eager.peak_bytes,
         "reduction_with_resident": 1
         - (best.peak_bytes + step.resident.total) / (eager.peak_bytes + step.resident.total),
         "overhead": best.seconds / eager.seconds - 1,
+        "overhead_over_no_recompute": best.seconds / step.problem.graph.base_seconds - 1,
     }
 
 
 @part("resnet-1001")
 def resnet_1001() -> Result:
-    """Chen et al.: a 1000-layer residual net from 48 to 7 GB at 30 % extra time."""
+    """Chen et al.: a 1000-layer residual net from 48 to 7 GB at 30 % extra time; a batch of 48 GB."""
     model = classifier(lambda: DeepResNet(111))
-    return least_within(model, images(128, 32), 0.30, {"factor": 6.9, "overhead": 0.30})
+    return at_factor(model, images(336, 32), 6.9, {"factor": 6.9, "overhead": 0.30})
 
 
 @part("lstm-1000")
