@@ -1,0 +1,180 @@
+"""The table of published headlines beside what is planned."""
+
+from collections.abc import Callable
+from typing import Any
+
+from planner.budget import format_bytes
+from planner.devices import Device
+
+Result = dict[str, Any]
+
+
+def table(results: dict[str, Result], device: Device) -> str:
+    """All results as Markdown."""
+    lines = [
+        "# Published headlines, planned",
+        "",
+        "Made by `python benchmarks/headlines.py --out docs/results`; rows as JSON are in `headlines/`.",
+        f"Everything is predicted for {device.name} ({format_bytes(device.memory_bytes)}), by counting bytes",
+        "and by its roofline, without the device: **no figure here was measured on a GPU**. A step is",
+        "forward, backward and the optimizer's step; its memory is what is allocated, a reserve of "
+        f"{device.fragmentation:.0%}",
+        f"for fragmentation, {format_bytes(device.library_bytes)} for cuBLAS and "
+        f"{format_bytes(device.context_bytes)} for the context. cuDNN's workspace is not counted.",
+        "",
+    ]
+    for kind, rows in _SECTIONS:
+        chosen = {n: r for n, r in results.items() if r["kind"] == kind}
+        if chosen:
+            lines += [*rows(chosen), ""]
+    for name, result in results.items():
+        if result["kind"] == "gigabytes":
+            lines += [_gigabytes(name, result), ""]
+    return "\n".join(lines)
+
+
+def _batch_rows(results: dict[str, Result]) -> list[str]:
+    rows = [
+        "## Largest batches",
+        "",
+        "Time per sample is of forward and backward, over the largest unplanned batch's.",
+        "",
+        "| model | unplanned | published | at most | planned | ratio | published ratio | time per sample |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    notes = []
+    for name, result in results.items():
+        published = result["published"]
+        for share, answer in result["answers"].items():
+            unplanned = answer["unplanned"]["batch"]
+            largest = answer["points"][-1]
+            rows.append(
+                f"| {name} | {unplanned} | {published['unplanned']} | +{float(share):.0%} "
+                f"| {answer['batch']} "
+                f"| {answer['ratio']:.2f}x | {published['ratio']:.2f}x | {largest['overhead']:+.1%} |"
+            )
+        held = result["holders"]
+        parts = ", ".join(
+            f"{op.removeprefix('aten.').removesuffix('.default')} {size / held['batch'] / 2**20:.1f}"
+            for op, size in list(held["by_operation"].items())[:6]
+        )
+        notes.append(
+            f"- **{name}**: MiB a sample alive at the peak without recomputation (batch {held['batch']}), by "
+            f"operation: {parts}; of dropout's, {held['dropout_mask_bytes'] / held['batch'] / 2**20:.1f} are "
+            "masks of booleans."
+        )
+    return [*rows, "", "### Where the bytes are", "", *notes]
+
+
+def _length_rows(results: dict[str, Result]) -> list[str]:
+    rows = [
+        "### Published unplanned batches of BERT",
+        "",
+        "At full length the published batches contradict each other: in the same memory 28 sequences of 512",
+        "tokens (14,336 tokens) are more tokens than 93 of 128 (11,904), as 80 of 512 (40,960) are more than",
+        "273 of 128 (34,944), though a token's bytes only grow with the length, by its rows of the attention",
+        "matrices. So those of 512 were padded to less. What they take here at full length, the length at",
+        "which they just fit the device, and MiB of activations a sample by length:",
+        "",
+        "| model | sequences | take here | just fit at | resident | gradients, outputs | activations |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        sizes = ", ".join(
+            f"{tokens}: {size / 2**20:.1f}" for tokens, size in result["activation_bytes_a_sample"].items()
+        )
+        rows.append(
+            f"| {name.removesuffix('-length')} | {result['batch']} x {result['length']} "
+            f"| {format_bytes(result['unplanned_bytes'])} | {result['fitting_length']} tokens "
+            f"| {format_bytes(result['resident_bytes'])} | {format_bytes(result['gradient_bytes'])} "
+            f"| {sizes} |"
+        )
+    return rows
+
+
+def _planning_rows(results: dict[str, Result]) -> list[str]:
+    rows = [
+        "## What planning takes",
+        "",
+        "On a machine without a GPU, the whole of `planner.plan` for one; wall times are of a busy machine.",
+        "",
+        "| model | device | process seconds | host memory | peak | unplanned | extra time |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        rows.append(
+            f"| {name} | {result['for']} | {result['plan_seconds']:.1f} "
+            f"| {format_bytes(result['host_bytes'])} | {format_bytes(result['total_bytes'])} "
+            f"| {format_bytes(result['unplanned_bytes'])} | {result['overhead']:+.1%} |"
+        )
+    return rows
+
+
+def _plan_rows(results: dict[str, Result]) -> list[str]:
+    rows = [
+        "## Steps on the whole device",
+        "",
+        "| model | unplanned | planned | fits | optimizer's step | extra time | published |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    figures = []
+    for name, result in results.items():
+        published = ", ".join(
+            f"{key.replace('_', ' ')} {value}" for key, value in result["published"].items()
+        )
+        rows.append(
+            f"| {name} | {format_bytes(result['unplanned']['total_bytes'])} "
+            f"| {format_bytes(result['planned']['total_bytes'])} | {'yes' if result['fits'] else 'no'} "
+            f"| {format_bytes(result['planned']['optimizer_step_bytes'])} | {result['overhead']:+.1%} "
+            f"| {published} |"
+        )
+        if "figure" in result:
+            figures += ["", f"![Live bytes over the step of {name}]({result['figure']})"]
+    return rows + figures
+
+
+def _least_rows(results: dict[str, Result]) -> list[str]:
+    rows = [
+        "## Least memory",
+        "",
+        "Bytes that the step allocates over entry, gradients included; in brackets with parameters and",
+        "inputs. The named overhead is the most that was allowed (one whole forward where none is named).",
+        "",
+        "| model | unplanned | planned | less by | extra time | published |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        published = ", ".join(
+            f"{value:.1f}x"
+            if key == "factor"
+            else f"-{value:.0%}"
+            if key == "reduction"
+            else f"at +{value:.0%}"
+            for key, value in result["published"].items()
+        )
+        rows.append(
+            f"| {name} | {format_bytes(result['unplanned_dynamic_bytes'])} "
+            f"| {format_bytes(result['planned_dynamic_bytes'])} | {result['reduction']:.0%} = "
+            f"{result['factor']:.1f}x ({result['reduction_with_resident']:.0%}) | {result['overhead']:+.1%} "
+            f"| {published} |"
+        )
+    return rows
+
+
+def _gigabytes(name: str, result: Result) -> str:
+    published = result["published"]
+    return (
+        f"**{name}**, batch {result['batch']}: {result['unplanned_bytes'] / 1e9:.2f} GB unplanned, "
+        f"{result['planned_bytes'] / 1e9:.2f} GB planned ({'fits' if result['fits'] else 'does not fit'}) "
+        f"at {result['overhead']:+.1%}; published {published['unplanned_gb']} -> "
+        f"{published['planned_gb']} GB at +{published['overhead']:.0%}."
+    )
+
+
+_SECTIONS: tuple[tuple[str, Callable[[dict[str, Result]], list[str]]], ...] = (
+    ("batches", _batch_rows),
+    ("length", _length_rows),
+    ("plan", _plan_rows),
+    ("least", _least_rows),
+    ("planning", _planning_rows),
+)
