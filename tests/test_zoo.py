@@ -10,7 +10,7 @@ from tests import zoo
 FAST = ("nn_vae", "nn_graph_attention", "nn_radiance_field", "nn_logging")
 HEAVY = (
     "hf_bert", "hf_t5", "hf_electra", "hf_mamba", "hf_llama", "hf_qwen2", "hf_qwen2_moe",
-    "hf_vit", "hf_swin", "hf_wav2vec2", "peft_lora_llama", "timm_vit", "timm_densenet", "diffusers_unet",
+    "hf_vit", "hf_swin", "hf_wav2vec2", "peft_lora_llama", "timm_vit", "timm_resnet18", "diffusers_unet",
     "nn_transformer", "nn_selective_scan", "nn_capacity_experts", "nn_gan_pair", "nn_detector", "nn_wavenet",
     "nn_spatial_transformer", "nn_seq2seq_attention", "nn_molecules", "nn_neighbour_graph", "nn_recommender",
     "nn_layer_drop", "nn_masked_loss", "nn_packed_sequence",
