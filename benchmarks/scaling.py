@@ -184,11 +184,14 @@ def show(results: Sequence[Measurement], time_limit: float) -> None:
 def document(out: Path, results: Sequence[Measurement], time_limit: float) -> Iterator[str]:
     """The lines of a document with the table."""
     yield "# Solve time and memory against the size of the graph\n"
+    solvers = ",".join(dict.fromkeys(r.solver for r in results))
+    options = f"--solvers {solvers} --time-limit {time_limit:g} --out {out}"
     yield (
-        f"Made by `python benchmarks/scaling.py --time-limit {time_limit:g} --out {out}`; the same numbers "
-        f"are in [{out.name}]({out.name}). Synthetic training graphs, each solved for a share of the peak "
-        "that it has when nothing is recomputed. *memory* is the growth of the process's peak memory while "
-        "it solved; a solve that ends more than a second behind its time limit is called late.\n"
+        f"Made by `python benchmarks/scaling.py {options}`; the same numbers are in "
+        f"[{out.name}]({out.name}). Synthetic training graphs, each solved for a share of the peak that it has "
+        "when nothing is recomputed. "
+        "*memory* is the growth of the process's peak memory while it solved; a solve that ends more than a "
+        "second behind its time limit is called late.\n"
     )
     yield f"| {' | '.join(HEADINGS)} |"
     yield "|---" * len(HEADINGS) + "|"
