@@ -188,8 +188,8 @@ def document(out: Path, results: Sequence[Measurement], time_limit: float) -> It
     options = f"--solvers {solvers} --time-limit {time_limit:g} --out {out}"
     yield (
         f"Made by `python benchmarks/scaling.py {options}`; the same numbers are in "
-        f"[{out.name}]({out.name}). Synthetic training graphs, each solved for a share of the peak that it has "
-        "when nothing is recomputed. "
+        f"[{out.name}]({out.name}). Synthetic training graphs, each solved for a share of the peak that it "
+        "has when nothing is recomputed. "
         "*memory* is the growth of the process's peak memory while it solved; a solve that ends more than a "
         "second behind its time limit is called late.\n"
     )
