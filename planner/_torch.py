@@ -30,7 +30,13 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch_tracing import answer_like_eager, go_on_inside_modules, said_once, widen_grouped_products
+from planner._torch_tracing import (
+    answer_like_eager,
+    go_on_inside_modules,
+    layouts_of_kernels,
+    said_once,
+    widen_grouped_products,
+)
 
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""
@@ -141,7 +147,7 @@ def dynamo_settings(*, symbolic: bool = False) -> Iterator[None]:
     """
     ignored = dynamo.config.ignore_logging_functions | said_once()
     settings = {**_DYNAMO_CONFIG, "automatic_dynamic_shapes": symbolic, "ignore_logging_functions": ignored}
-    with dynamo.config.patch(**settings), go_on_inside_modules():
+    with dynamo.config.patch(**settings), go_on_inside_modules(), layouts_of_kernels():
         yield
 
 

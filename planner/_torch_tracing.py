@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._subclasses.fake_tensor as fake_tensors
 from torch import _meta_registrations
+from torch._decomp import decomposition_table
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_legacy_mod_inlinelist, get_torch_obj_rule_map
@@ -24,6 +25,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.iter import DictViewIterator
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # ---- questions that code asks about being traced ----------------------------------------------------
@@ -153,6 +155,51 @@ def widen_grouped_products() -> None:
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
     setattr(owner, name, function)
+
+
+# ---- layouts that PyTorch tells wrongly ----------------------------------------------------------------
+
+_NORMALISES = {
+    getattr(torch.ops.aten, name).default: position
+    for name, position in {
+        "native_batch_norm": 0,
+        "_native_batch_norm_legit": 0,
+        "_native_batch_norm_legit_functional": 0,
+        "_batch_norm_with_update": 0,
+        "_batch_norm_with_update_functional": 0,
+        "native_batch_norm_backward": 1,
+        "batch_norm_backward": 1,
+    }.items()
+} | {torch.ops.aten._native_batch_norm_legit.no_stats: 0}
+"""Batch normalisations, and which of their arguments is the input."""
+
+
+@contextlib.contextmanager
+def layouts_of_kernels() -> Iterator[None]:
+    """Without data, batch normalisations on the CPU make results that lie in memory as their kernels' do.
+
+    The kernels' results are contiguous, or channels-last where the input is. PyTorch's shape functions keep the
+    order of other inputs, transposed ones say, and what is a view or a copy of the result comes out wrong.
+    """
+    known = {operator: decomposition_table[operator] for operator in _NORMALISES.keys() & decomposition_table.keys()}
+    decomposition_table.update({op: _laid_out(shapes, _NORMALISES[op]) for op, shapes in known.items()})
+    try:
+        yield
+    finally:
+        decomposition_table.update(known)
+
+
+def _laid_out(shapes: Callable[..., Any], position: int) -> Callable[..., Any]:
+    @functools.wraps(shapes)  # only what says that it is of PyTorch is used
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first, *others = shapes(*args, **kwargs)
+        source = args[position]
+        wanted = suggest_memory_format(source)
+        if first is None or source.device.type != "cpu" or first.is_contiguous(memory_format=wanted):
+            return first, *others
+        return torch.empty_like(source, memory_format=wanted), *others
+
+    return run
 
 
 # ---- values that are known although there are no data -----------------------------------------------
