@@ -178,10 +178,13 @@ _NORMALISES = {
 def layouts_of_kernels() -> Iterator[None]:
     """Without data, batch normalisations on the CPU make results that lie in memory as their kernels' do.
 
-    The kernels' results are contiguous, or channels-last where the input is. PyTorch's shape functions keep the
-    order of other inputs, transposed ones say, and what is a view or a copy of the result comes out wrong.
+    The kernels' results are contiguous, or channels-last where the input is. PyTorch's shape functions keep
+    the order of other inputs, transposed ones say, and then take copies of the result for views.
     """
-    known = {operator: decomposition_table[operator] for operator in _NORMALISES.keys() & decomposition_table.keys()}
+    known = {
+        operator: decomposition_table[operator]
+        for operator in _NORMALISES.keys() & decomposition_table.keys()
+    }
     decomposition_table.update({op: _laid_out(shapes, _NORMALISES[op]) for op, shapes in known.items()})
     try:
         yield
