@@ -1,32 +1,18 @@
-"""Every private PyTorch API that the project uses, and nothing else.
+"""Private PyTorch APIs: tensors without data, Dynamo, operators. The project uses none outside `_torch*.py`.
 
 A new torch release is one file's work: each function says what it hides. All of it was seen to
 work with torch 2.13.
 """
 
-import bisect
 import contextlib
 import copy
-import functools
-import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch._dynamo as dynamo
-import torch._functorch.config as functorch_config
 from torch._C._dynamo.eval_frame import _FrameAction
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.descriptors import (
-    InputMutationAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
-from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,9 +26,6 @@ from planner._torch_tracing import (
 
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""
-
-BoxedFunction = Callable[[list[Any]], Sequence[Any]]
-"""A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
 
 
 # ---- fake tensors -----------------------------------------------------------------------------
@@ -295,188 +278,10 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-# ---- AOTAutograd ---------------------------------------------------------------------------------
+# ---- operators and sizes -----------------------------------------------------------------------
 
-Partition = Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
-"""Splits a joint graph with a number of forward outputs into a forward and a backward graph."""
-
-
-def compile_joint(
-    graph: torch.fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    partition: Partition,
-    forward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
-    backward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
-) -> Callable[..., Any]:
-    """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
-
-    A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
-    ``partition`` is not called.
-    """
-
-    def partition_fn(
-        joint: torch.fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
-    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        forward, backward = partition(joint, num_fwd_outputs)
-        _donate_nothing(forward, num_fwd_outputs)
-        return forward, backward
-
-    backend = aot_autograd(
-        fw_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
-        bw_compiler=lambda gm, _inputs: _boxed(backward_compiler(gm)),
-        inference_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
-        partition_fn=partition_fn,
-    )
-    settings = functorch_config.patch(
-        # Compile the backward with the forward: nothing is left to happen in the user's backward.
-        force_non_lazy_backward_lowering=True,
-        enable_autograd_cache=False,
-    )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(settings)
-        stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
-        stack.enter_context(_deep_recursion())
-        if TracingContext.try_get() is None:
-            mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
-            stack.enter_context(tracing(TracingContext(mode or fake_mode())))
-        return backend(graph, example_inputs)
-
-
-def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
-    # Saved tensors that AOTAutograd knows the shape of and finds nowhere else count as donated to the
-    # backward, which makes backward(retain_graph=True) an error. (Switching donation off does not:
-    # at run time the list of donated tensors is then None, which is not the empty list either.)
-    results: Any = forward.graph.output_node().args[0]
-    for node in results[outputs:]:
-        if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
-            node.meta.pop("val")
-
-
-# Decompositions that tracing may keep: of batch normalisations, which must not update statistics
-# inside a graph; of dropout, whose mask then takes a byte an element (see planner/exact.py); and of
-# operations that only arrange views or sizes.
-_HARMLESS_DECOMPOSITIONS = {
-    "native_batch_norm", "cudnn_batch_norm", "dropout", "empty", "one_hot", "broadcast_tensors",
-    "tensor_split", "unsafe_chunk", "pad_sequence",
-}  # fmt: skip
-# Those of them that stand for what CUDA runs, see planner/_torch_kernels.py.
-_CUDA_KERNELS = {"dropout", "scaled_dot_product_attention"}
-_DECOMPOSED_AT = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
-
-
-@functools.cache
-def _decomposed_operators() -> list[Any]:
-    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
-    return [
-        getattr(packet, overload)
-        for packet in packets
-        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _CUDA_KERNELS
-        for overload in packet.overloads()
-        if any(key in getattr(packet, overload).py_kernels for key in _DECOMPOSED_AT)
-    ]
-
-
-@contextlib.contextmanager
-def _deep_recursion() -> Iterator[None]:
-    """AOTAutograd generates an expression as deep as a graph has inputs, a thousand for ResNet-1001."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, 20_000))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
-
-
-@contextlib.contextmanager
-def kernels_of_eager(keep: Collection[str] = frozenset()) -> Iterator[None]:
-    """Dispatch interpolations, recurrent layers, matrix products and some more as eager runs them.
-
-    Where the Python dispatcher is on, as in tracing, PyTorch otherwise replaces them by decompositions
-    in Python, which round differently, hold more memory, and leave out the dropout between layers of
-    nn.LSTM.
-
-    Args:
-        keep: Names of operators whose decompositions stay.
-    """
-    taken = [
-        (op, dict(op.py_kernels)) for op in _decomposed_operators() if op.overloadpacket.__name__ not in keep
-    ]
-    try:
-        for op, kernels in taken:
-            for key in _DECOMPOSED_AT:
-                if key in kernels:
-                    del op.py_kernels[key]
-            op._dispatch_cache.clear()
-        yield
-    finally:
-        for op, kernels in taken:
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
-
-
-def mutated_inputs(joint: torch.fx.GraphModule) -> frozenset[int]:
-    """Which inputs of a joint graph the step overwrites (running statistics), by position.
-
-    The graph itself is functional; AOTAutograd copies new values into these inputs after the forward.
-    """
-    inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
-    written = {
-        d.mutated_input
-        for d in joint.graph.output_node().meta["desc"]
-        if isinstance(d, InputMutationAOTOutput)
-    }
-    return frozenset(i for i, n in enumerate(inputs) if n.meta.get("desc") in written)
-
-
-def input_position(placeholder: torch.fx.Node) -> int | None:
-    """Which of the forward's inputs an input of the joint graph is; None for what is no plain input."""
-    description = placeholder.meta.get("desc")
-    return description.idx if isinstance(description, PlainAOTInput) else None
-
-
-def origin(node: torch.fx.Node) -> str | None:
-    """Name of the forward's node that a node of the joint graph was traced from."""
-    sources = node.meta.get("from_node")
-    return sources[0].name if sources else None
-
-
-def tangent_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:
-    """Which output of a compiled graph's autograd node each gradient among the joint graph's inputs is of.
-
-    Returns:
-        Position among the tangents, by position among the forward's outputs.
-    """
-    outputs = list(joint.graph.output_node().meta["desc"])[:forward_outputs]
-    descriptions = [n.meta.get("desc") for n in joint.graph.nodes if n.op == "placeholder"]
-    sources = [d.output for d in descriptions if isinstance(d, TangentAOTInput)]
-    return {outputs.index(source): i for i, source in enumerate(sources)}
-
-
-def output_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:
-    """Which of the forward's results the outputs of a compiled graph's autograd node are."""
-    outputs = list(joint.graph.output_node().meta["desc"])[:forward_outputs]
-    return {i: d.idx for i, d in enumerate(outputs) if isinstance(d, PlainAOTOutput)}
-
-
-def compiled_node(results: Sequence[Any], args: Sequence[Any]) -> Any:
-    """The autograd node of a compiled graph that was just called; None where it recorded none.
-
-    An output that looks at another is taken anew from it by AOTAutograd, so the node may be one further down.
-    """
-    before = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
-    for result in results:
-        node = result.grad_fn if isinstance(result, torch.Tensor) else None
-        while node is not None and node not in before:
-            if node.name() == "CompiledFunctionBackward":
-                return node
-            node = node.next_functions[0][0] if node.next_functions else None
-    return None
-
-
-def _boxed(function: BoxedFunction) -> BoxedFunction:
-    function._boxed_call = True  # type: ignore[attr-defined]
-    return function
+OpOverload = torch._ops.OpOverload
+"""The type of ATen-style operator overloads."""
 
 
 def is_operator(target: object) -> bool:
@@ -501,103 +306,6 @@ def deep_copy_with(module: torch.nn.Module, replaced: dict[int, Any]) -> torch.n
 def without_modes() -> Iterator[None]:
     """Suspend the dispatch modes that are active (to run real operations inside a fake step)."""
     with torch.utils._python_dispatch._disable_current_modes():
-        yield
-
-
-# ---- measuring memory and running operators alone -----------------------------------------------
-
-OpOverload = torch._ops.OpOverload
-"""The type of ATen-style operator overloads."""
-
-
-@dataclass(frozen=True, slots=True)
-class CpuRecording:
-    """What the CPU allocator did while something ran.
-
-    Attributes:
-        allocations: Nanosecond and bytes of each event, in order; a free has negative bytes. Only blocks
-            allocated during the recording appear: the allocator's table of sizes knows nothing, or
-            something outdated, of the others.
-        marks: First and last nanosecond of each ``record_function`` range, by name.
-    """
-
-    allocations: list[tuple[int, int]]
-    marks: dict[str, tuple[int, int]]
-
-    def allocations_between(self, first: int, last: int) -> list[tuple[int, int]]:
-        """The events from nanosecond `first` to `last`."""
-        start = bisect.bisect_left(self.allocations, first, key=lambda event: event[0])
-        end = bisect.bisect_right(self.allocations, last, key=lambda event: event[0])
-        return self.allocations[start:end]
-
-
-def profiler_is_active() -> bool:
-    """Whether a profiler session is open; a second one would end it."""
-    return bool(torch._C._autograd._profiler_enabled())
-
-
-def record_cpu_allocations(step: Callable[[], object]) -> CpuRecording:
-    """Run something and record every event of the CPU allocator; what it returns lives until the end.
-
-    The profiler's own event list shows no addresses; its tree of raw events, which does, is private.
-    """
-    only_cpu = [torch.profiler.ProfilerActivity.CPU]
-    with _quiet_profiler(), torch.profiler.profile(activities=only_cpu, profile_memory=True) as session:
-        held = step()
-    del held
-    profiler: Any = session.profiler
-    allocation = torch._C._profiler._EventType.Allocation
-    events: list[tuple[int, int, int]] = []
-    marks = {}
-    nodes = list(profiler.kineto_results.experimental_event_tree())
-    while nodes:
-        node = nodes.pop()
-        nodes.extend(node.children)
-        kind, fields = node.typed
-        if kind != allocation:
-            if "::" not in node.name:
-                marks[node.name] = (node.start_time_ns, node.end_time_ns)
-        elif fields.device.type == "cpu":
-            events.append((node.start_time_ns, fields.alloc_size, fields.ptr))
-    return CpuRecording(_of_own_blocks(sorted(events, key=lambda event: event[0])), marks)
-
-
-def _of_own_blocks(events: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Events in order, without the frees of blocks that none of them allocated."""
-    live: dict[int, int] = {}
-    kept = []
-    for moment, count, address in events:
-        if count >= 0:
-            live[address] = count
-        elif live.pop(address, None) is None:
-            continue
-        kept.append((moment, count))
-    return kept
-
-
-@contextlib.contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """At its first start the profiler can be told not to write two lines to standard error per session."""
-    if "KINETO_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["KINETO_LOG_LEVEL"] = "6"
-    try:
-        yield
-    finally:
-        os.environ.pop("KINETO_LOG_LEVEL", None)
-
-
-@contextlib.contextmanager
-def plain_execution(device_type: str) -> Iterator[None]:
-    """Operators called inside run as they are: no modes, no autocast, no autograd."""
-    with (
-        without_modes(),
-        torch._C.DisableTorchFunction(),
-        torch.autocast(device_type, enabled=False),
-        torch.autocast("cpu", enabled=False),
-        torch.no_grad(),
-    ):
         yield
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 
-from planner._torch import kernels_of_eager
+from planner._torch_joint import kernels_of_eager
 from planner.errors import CaptureError
 
 aten = torch.ops.aten

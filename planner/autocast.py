@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from planner import _torch
+from planner import _torch, _torch_joint
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def share_casts(joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], *
         source = node.args[0]
         if list(node.kwargs) != ["dtype"] or not isinstance(source, Node) or not _is_kept(source, inputs):
             continue
-        origin = _torch.origin(node)
+        origin = _torch_joint.origin(node)
         if origin in regions and not _is_explicit(node):
             groups.setdefault((source, node.kwargs["dtype"], regions[origin]), []).append(node)
     for casts in groups.values():
@@ -67,7 +67,7 @@ def _regions(graph: GraphModule, inside: bool) -> dict[str, int]:
 
 def _is_kept(source: Node, inputs: Sequence[Any]) -> bool:
     """Whether eager keeps casts of an input: leaves in single precision that need a gradient."""
-    position = _torch.input_position(source)
+    position = _torch_joint.input_position(source)
     tensor = inputs[position] if position is not None and position < len(inputs) else None
     return (
         isinstance(tensor, torch.Tensor)

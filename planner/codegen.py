@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner import _torch_calls
-from planner._torch import BoxedFunction, concrete_size, tree_leaves
+from planner._torch import concrete_size, tree_leaves
+from planner._torch_joint import BoxedFunction
 from planner.simplify import simplify
 
 aten = torch.ops.aten

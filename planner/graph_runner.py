@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner import _torch, _torch_tracing
+from planner import _torch, _torch_joint, _torch_tracing
 from planner.autocast import inside_region, share_casts
 from planner.codegen import compile_graph
 from planner.joint import JointGraph, read_joint
@@ -163,7 +163,7 @@ class GraphRunner:
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
         self._inside_autocast = inside_region()
-        self._compiled = _torch.compile_joint(
+        self._compiled = _torch_joint.compile_joint(
             detach_outputs(self.graph, self.unused_outputs),
             self.example_inputs,
             partition=self._partition,
@@ -190,7 +190,7 @@ class GraphRunner:
         backward.output([_stand_in(backward, g, env) for g in gradients])
         return GraphModule(joint, forward), GraphModule(joint, backward)
 
-    def _forward_stub(self, module: GraphModule) -> _torch.BoxedFunction:
+    def _forward_stub(self, module: GraphModule) -> _torch_joint.BoxedFunction:
         with_data = compile_graph(module, "forward") if self._data and self.joint is None else None
         halves = self._halves
         forward = None if halves is None else compile_graph(halves.forward, "forward")
@@ -220,7 +220,7 @@ class GraphRunner:
 
         return run
 
-    def _backward_stub(self, _module: GraphModule) -> _torch.BoxedFunction:
+    def _backward_stub(self, _module: GraphModule) -> _torch_joint.BoxedFunction:
         halves = self._halves
         backward = None if halves is None else compile_graph(halves.backward, "backward")
 
@@ -241,7 +241,9 @@ class GraphRunner:
 
         return run
 
-    def _run_forward(self, forward: _torch.BoxedFunction, arguments: list[Any], execution: int) -> list[Any]:
+    def _run_forward(
+        self, forward: _torch_joint.BoxedFunction, arguments: list[Any], execution: int
+    ) -> list[Any]:
         """Run the forward with data; keeps what the backward needs without holding what others see."""
         assert self.joint is not None
         assert self.recorder is not None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner import _torch
+from planner import _torch, _torch_joint
 from planner.adapt import adapt
 from planner.autocast import inside_region, share_casts
 from planner.capture import run_forward
@@ -265,7 +265,7 @@ class PlanBackend:
             obstacle = "it is captured in several parts"
         second_order = SecondOrder(graph, obstacle, _warn)
         backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
-        compiled = _torch.compile_joint(
+        compiled = _torch_joint.compile_joint(
             detach_outputs(graph, unused),
             example_inputs,
             partition=partition,
@@ -290,7 +290,7 @@ class PlanBackend:
         outputs: int,
         exactly: bool,
     ) -> tuple[GraphModule, GraphModule]:
-        backward.traced(_torch.tangent_positions(module, outputs))
+        backward.traced(_torch_joint.tangent_positions(module, outputs))
         joint = read_joint(module, outputs)
         if exactly and record is not None and not _describes(record, joint):
             raise CaptureError("traced into other operations than planned")
@@ -347,7 +347,7 @@ def _planned_bytes(record: GraphRecord) -> int:
     return sum(op.bytes for op in record.ops)
 
 
-def _compile_forward(module: GraphModule) -> _torch.BoxedFunction:
+def _compile_forward(module: GraphModule) -> _torch_joint.BoxedFunction:
     return compile_graph(module, "forward", fixed_outputs=user_outputs(module))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from planner import _torch
+from planner import _torch, _torch_joint
 from planner.exact import match_eager
 
 aten = torch.ops.aten
@@ -234,7 +234,7 @@ def read_joint(module: GraphModule, forward_outputs: int, *, cuda: bool = False)
         forward_outputs: How many of its outputs belong to the forward.
         cuda: It will run on CUDA, wherever its tensors without data are.
     """
-    mutated = _torch.mutated_inputs(module)
+    mutated = _torch_joint.mutated_inputs(module)
     if not cuda:
         match_eager(module)
     module.graph.eliminate_dead_code(is_impure_node=_is_impure)

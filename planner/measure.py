@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planner._torch import profiler_is_active, record_cpu_allocations
+from planner._torch_memory import profiler_is_active, record_cpu_allocations
 from planner.errors import PlannerError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from planner import _torch
+from planner import _torch_joint
 
 aten = torch.ops.aten
 
@@ -25,11 +25,11 @@ class PartialBackward:
         compile_: Compiles a backward graph.
     """
 
-    def __init__(self, compile_: Callable[[GraphModule], _torch.BoxedFunction]) -> None:
+    def __init__(self, compile_: Callable[[GraphModule], _torch_joint.BoxedFunction]) -> None:
         self._compile = compile_
         self._module: GraphModule | None = None
         self._tangents: Mapping[int, int] = {}
-        self._variants: dict[frozenset[int], _torch.BoxedFunction] = {}
+        self._variants: dict[frozenset[int], _torch_joint.BoxedFunction] = {}
         # What one autograd node is told before it runs, and takes notice of right after, in one thread.
         self._told = threading.local()
 
@@ -37,7 +37,7 @@ class PartialBackward:
         """Say which output of the autograd node is the source of which gradient among the inputs."""
         self._tangents = tangents
 
-    def compile(self, module: GraphModule) -> _torch.BoxedFunction:
+    def compile(self, module: GraphModule) -> _torch_joint.BoxedFunction:
         """The boxed function of a backward graph, whose last inputs are the gradients of the outputs."""
         whole = self._variants[frozenset()] = self._compile(module)
         self._module = module
@@ -57,7 +57,7 @@ class PartialBackward:
 
         def run(*args: Any) -> Any:
             results = compiled(*args)
-            node = _torch.compiled_node(results, args)
+            node = _torch_joint.compiled_node(results, args)
             if node is not None:
                 node.register_prehook(self._look)
             return results
@@ -69,7 +69,7 @@ class PartialBackward:
         if absent:
             self._told.absent = absent
 
-    def _variant(self, absent: frozenset[int]) -> _torch.BoxedFunction:
+    def _variant(self, absent: frozenset[int]) -> _torch_joint.BoxedFunction:
         if absent not in self._variants:
             assert self._module is not None
             self._variants[absent] = self._compile(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner import _torch
+from planner import _torch, _torch_joint
 from planner.errors import PlanMismatch
 from planner.joint import JointGraph
 
@@ -33,8 +33,8 @@ class SecondOrder:
 
     def traced(self, module: GraphModule, joint: JointGraph) -> None:
         """Say what the graph does, once AOTAutograd has traced it."""
-        inputs = [_torch.input_position(primal) for primal in joint.primals]
-        self._outputs = _torch.output_positions(module, joint.forward_outputs)
+        inputs = [_torch_joint.input_position(primal) for primal in joint.primals]
+        self._outputs = _torch_joint.output_positions(module, joint.forward_outputs)
         if any(op.random for op in joint.ops):
             self._obstacle = "it draws random numbers"
         elif joint.mutated:
@@ -47,7 +47,7 @@ class SecondOrder:
 
         def run(*args: Any) -> Any:
             results = compiled(*args)
-            node = _torch.compiled_node(results, args)
+            node = _torch_joint.compiled_node(results, args)
             if node is not None:
                 kept = [] if self._obstacle else [args]
                 versions = _versions(kept)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from planner._torch import plain_execution
+from planner._torch_memory import plain_execution
 from planner.costs import Roofline
 from planner.workspace import Call, WorkspaceMeter
 from planner.workspace_cache import (

@@ -16,14 +16,8 @@ from typing import Any
 
 import torch
 
-from planner._torch import (
-    OpOverload,
-    concrete_size,
-    plain_execution,
-    profiler_is_active,
-    record_cpu_allocations,
-    tree_leaves,
-)
+from planner._torch import OpOverload, concrete_size, tree_leaves
+from planner._torch_memory import plain_execution, profiler_is_active, record_cpu_allocations
 from planner.devices import CUDA_ROUNDING_BYTES
 from planner.errors import PlannerError
 from planner.workspace_cache import (

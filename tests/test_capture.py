@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner import _torch
+from planner import _torch, _torch_memory
 from planner.baseline import eager_timeline
 from planner.capture import capture
 from planner.devices import find_device
@@ -94,7 +94,9 @@ def test_nothing_of_the_users_changes() -> None:
 def test_no_memory_is_allocated_while_capturing() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     x = torch.randn(4096, 512)  # each activation has 8 MiB
-    recording = _torch.record_cpu_allocations(lambda: capture(model, Step((x,), loss=lambda y: y.sum())))
+    recording = _torch_memory.record_cpu_allocations(
+        lambda: capture(model, Step((x,), loss=lambda y: y.sum()))
+    )
     largest = max((size for _, size in recording.allocations), default=0)
     assert largest < 2**20, "a real tensor was made"
 

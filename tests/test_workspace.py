@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch import record_cpu_allocations
+from planner._torch_memory import record_cpu_allocations
 from planner.errors import PlannerError
 from planner.measure import measure_peak
 from planner.workspace import Call, OpMemory, WorkspaceMeter

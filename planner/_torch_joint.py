@@ -1,0 +1,208 @@
+"""Private PyTorch APIs of AOTAutograd: from Dynamo's graphs to joint ones, and what these say.
+
+Like :mod:`planner._torch`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner._torch import fake_mode
+
+BoxedFunction = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
+
+Partition = Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+"""Splits a joint graph with a number of forward outputs into a forward and a backward graph."""
+
+
+def compile_joint(
+    graph: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    partition: Partition,
+    forward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
+    backward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
+) -> Callable[..., Any]:
+    """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
+
+    A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
+    ``partition`` is not called.
+    """
+
+    def partition_fn(
+        joint: torch.fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        forward, backward = partition(joint, num_fwd_outputs)
+        _donate_nothing(forward, num_fwd_outputs)
+        return forward, backward
+
+    backend = aot_autograd(
+        fw_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
+        bw_compiler=lambda gm, _inputs: _boxed(backward_compiler(gm)),
+        inference_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
+        partition_fn=partition_fn,
+    )
+    settings = functorch_config.patch(
+        # Compile the backward with the forward: nothing is left to happen in the user's backward.
+        force_non_lazy_backward_lowering=True,
+        enable_autograd_cache=False,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(settings)
+        stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
+        stack.enter_context(_deep_recursion())
+        if TracingContext.try_get() is None:
+            mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
+            stack.enter_context(tracing(TracingContext(mode or fake_mode())))
+        return backend(graph, example_inputs)
+
+
+def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
+    # Saved tensors that AOTAutograd knows the shape of and finds nowhere else count as donated to the
+    # backward, which makes backward(retain_graph=True) an error. (Switching donation off does not:
+    # at run time the list of donated tensors is then None, which is not the empty list either.)
+    results: Any = forward.graph.output_node().args[0]
+    for node in results[outputs:]:
+        if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+            node.meta.pop("val")
+
+
+# Decompositions that tracing may keep: of batch normalisations, which must not update statistics
+# inside a graph; of dropout, whose mask then takes a byte an element (see planner/exact.py); and of
+# operations that only arrange views or sizes.
+_HARMLESS_DECOMPOSITIONS = {
+    "native_batch_norm", "cudnn_batch_norm", "dropout", "empty", "one_hot", "broadcast_tensors",
+    "tensor_split", "unsafe_chunk", "pad_sequence",
+}  # fmt: skip
+# Those of them that stand for what CUDA runs, see planner/_torch_kernels.py.
+_CUDA_KERNELS = {"dropout", "scaled_dot_product_attention"}
+_DECOMPOSED_AT = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+
+
+@functools.cache
+def _decomposed_operators() -> list[Any]:
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    return [
+        getattr(packet, overload)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _CUDA_KERNELS
+        for overload in packet.overloads()
+        if any(key in getattr(packet, overload).py_kernels for key in _DECOMPOSED_AT)
+    ]
+
+
+@contextlib.contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """AOTAutograd generates an expression as deep as a graph has inputs, a thousand for ResNet-1001."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, 20_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@contextlib.contextmanager
+def kernels_of_eager(keep: Collection[str] = frozenset()) -> Iterator[None]:
+    """Dispatch interpolations, recurrent layers, matrix products and some more as eager runs them.
+
+    Where the Python dispatcher is on, as in tracing, PyTorch otherwise replaces them by decompositions
+    in Python, which round differently, hold more memory, and leave out the dropout between layers of
+    nn.LSTM.
+
+    Args:
+        keep: Names of operators whose decompositions stay.
+    """
+    taken = [
+        (op, dict(op.py_kernels)) for op in _decomposed_operators() if op.overloadpacket.__name__ not in keep
+    ]
+    try:
+        for op, kernels in taken:
+            for key in _DECOMPOSED_AT:
+                if key in kernels:
+                    del op.py_kernels[key]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in taken:
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+def mutated_inputs(joint: torch.fx.GraphModule) -> frozenset[int]:
+    """Which inputs of a joint graph the step overwrites (running statistics), by position.
+
+    The graph itself is functional; AOTAutograd copies new values into these inputs after the forward.
+    """
+    inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    written = {
+        d.mutated_input
+        for d in joint.graph.output_node().meta["desc"]
+        if isinstance(d, InputMutationAOTOutput)
+    }
+    return frozenset(i for i, n in enumerate(inputs) if n.meta.get("desc") in written)
+
+
+def input_position(placeholder: torch.fx.Node) -> int | None:
+    """Which of the forward's inputs an input of the joint graph is; None for what is no plain input."""
+    description = placeholder.meta.get("desc")
+    return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def origin(node: torch.fx.Node) -> str | None:
+    """Name of the forward's node that a node of the joint graph was traced from."""
+    sources = node.meta.get("from_node")
+    return sources[0].name if sources else None
+
+
+def tangent_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:
+    """Which output of a compiled graph's autograd node each gradient among the joint graph's inputs is of.
+
+    Returns:
+        Position among the tangents, by position among the forward's outputs.
+    """
+    outputs = list(joint.graph.output_node().meta["desc"])[:forward_outputs]
+    descriptions = [n.meta.get("desc") for n in joint.graph.nodes if n.op == "placeholder"]
+    sources = [d.output for d in descriptions if isinstance(d, TangentAOTInput)]
+    return {outputs.index(source): i for i, source in enumerate(sources)}
+
+
+def output_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:
+    """Which of the forward's results the outputs of a compiled graph's autograd node are."""
+    outputs = list(joint.graph.output_node().meta["desc"])[:forward_outputs]
+    return {i: d.idx for i, d in enumerate(outputs) if isinstance(d, PlainAOTOutput)}
+
+
+def compiled_node(results: Sequence[Any], args: Sequence[Any]) -> Any:
+    """The autograd node of a compiled graph that was just called; None where it recorded none.
+
+    An output that looks at another is taken anew from it by AOTAutograd, so the node may be one further down.
+    """
+    before = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
+    for result in results:
+        node = result.grad_fn if isinstance(result, torch.Tensor) else None
+        while node is not None and node not in before:
+            if node.name() == "CompiledFunctionBackward":
+                return node
+            node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _boxed(function: BoxedFunction) -> BoxedFunction:
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
