@@ -50,12 +50,14 @@ def test_the_largest_batch_fits_and_the_next_does_not(found: MaxBatch) -> None:
     assert larger.predicted.seconds / (found.batch + 1) > 1.25 * unplanned.seconds / reference.batch
 
 
+@pytest.mark.heavy
 def test_the_measured_step_of_the_largest_batch_is_within_the_budget(found: MaxBatch) -> None:
     report = planner.verify(small_gpt()[0], batches(found.batch), plan=found.plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == found.plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_the_largest_unplanned_batch_is_the_one_that_just_fits(found: MaxBatch) -> None:
     assert found.unplanned is not None
     totals = []
@@ -66,6 +68,7 @@ def test_the_largest_unplanned_batch_is_the_one_that_just_fits(found: MaxBatch) 
     assert totals[0] <= 8 * MIB < totals[1]
 
 
+@pytest.mark.heavy
 def test_largest_and_fastest_are_both_told(found: MaxBatch) -> None:
     assert found.ratio is not None
     assert found.ratio > 1.5
@@ -87,6 +90,7 @@ def test_a_length_whose_bytes_grow_with_its_square() -> None:
     assert found.batch > found.unplanned.batch
 
 
+@pytest.mark.heavy
 def test_a_budget_for_a_gpu_is_for_all_that_the_step_takes_of_it() -> None:
     gpu = replace(find_device("V100-32GB"), context_bytes=2 * MIB, library_bytes=MIB)
     found = planner.max_batch(small_gpt()[0], batches, "11MiB", device=gpu, optimizer="Adam", solver="sqrt_n")
@@ -98,6 +102,7 @@ def test_a_budget_for_a_gpu_is_for_all_that_the_step_takes_of_it() -> None:
     assert whole.allocated_bytes * 0.03 <= whole.fragmentation_bytes <= whole.allocated_bytes * 0.03 + 1
 
 
+@pytest.mark.heavy
 def test_where_not_one_sample_fits_the_least_is_told() -> None:
     with pytest.raises(planner.InfeasibleBudget, match="one sample needs") as caught:
         planner.max_batch(small_gpt()[0], batches, "200kB", solver="sqrt_n")

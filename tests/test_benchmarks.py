@@ -28,6 +28,7 @@ def run() -> frontier.Run:
     return run
 
 
+@pytest.mark.heavy
 def test_every_schedule_of_every_method_obeys_the_rules(run: frontier.Run) -> None:
     methods = {p.method for p in run.schedules}
     assert {"none", "auto", "ilp", "chain", "lower_sets", "checkpoint_all", "chen", "torch dp"} <= methods
@@ -38,6 +39,7 @@ def test_every_schedule_of_every_method_obeys_the_rules(run: frontier.Run) -> No
         assert (timeline.peak_bytes, timeline.seconds) == (point.peak_bytes, point.seconds)
 
 
+@pytest.mark.heavy
 def test_the_partitioner_recomputes_nothing_at_ratio_one_and_something_below(run: frontier.Run) -> None:
     by_setting = {p.setting: p for p in run.schedules if p.method == "torch dp"}
     assert by_setting["ratio 1"].seconds == pytest.approx(run.graph.base_seconds)
@@ -46,6 +48,7 @@ def test_the_partitioner_recomputes_nothing_at_ratio_one_and_something_below(run
     assert by_setting["ratio 0"].seconds > by_setting["ratio 0.5"].seconds
 
 
+@pytest.mark.heavy
 def test_chen_with_the_closest_cuts_needs_less_memory_and_about_a_forward(run: frontier.Run) -> None:
     closest = next(p for p in run.schedules if p.method == "chen" and p.setting == "every 1")
     assert closest.peak_bytes < 0.8 * run.result.peak_bytes
@@ -53,11 +56,13 @@ def test_chen_with_the_closest_cuts_needs_less_memory_and_about_a_forward(run: f
     assert 0 < closest.seconds - run.graph.base_seconds <= forward * (1 + 1e-9)
 
 
+@pytest.mark.heavy
 def test_a_frontier_falls_in_peak_and_rises_in_seconds(run: frontier.Run) -> None:
     line = peers.frontier(run.schedules)
     assert all(a.peak_bytes > b.peak_bytes and a.seconds < b.seconds for a, b in itertools.pairwise(line))
 
 
+@pytest.mark.heavy
 def test_the_verdict_names_every_peak_where_a_peer_is_better(run: frontier.Run) -> None:
     verdict, auto = run.result.verdict, [p for p in run.schedules if p.method == "auto"]
     assert verdict["compared"]
@@ -70,6 +75,7 @@ def test_the_verdict_names_every_peak_where_a_peer_is_better(run: frontier.Run) 
     assert run.result.sweep["monotone"]
 
 
+@pytest.mark.heavy
 def test_a_small_graph_shows_that_losing_is_noticed(run: frontier.Run) -> None:
     lost = {"method": "x", "setting": "", "peak_bytes": 1, "overhead": 0.1, "auto": 0.2}
     assert frontier.is_lost(lost)
@@ -105,6 +111,7 @@ def test_rotor_answers_with_one_table_from_everything_to_little() -> None:
     assert all(p.valid for p in line)
 
 
+@pytest.mark.heavy
 def test_files_hold_what_was_found(run: frontier.Run, tmp_path: Path) -> None:
     from dataclasses import asdict
 

@@ -392,6 +392,7 @@ def test_a_plan_of_another_model_is_refused(builders: Path) -> None:
     assert "Traceback" not in process.stderr
 
 
+@pytest.mark.heavy
 def test_a_sweep_prints_a_frontier_and_writes_its_plans(builders: Path) -> None:
     process = _process("sweep", "builders:build", "--points", "3", "-o", "plans", "--json", cwd=builders)
     assert process.returncode == 0, process.stderr

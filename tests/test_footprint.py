@@ -96,6 +96,7 @@ def test_a_budget_below_the_optimizers_own_step_is_infeasible() -> None:
     assert caught.value.minimum_bytes == free.whole_step.optimizer_step_bytes
 
 
+@pytest.mark.heavy
 def test_accumulated_gradients_are_resident_and_added_to_in_place() -> None:
     model, args, _ = small_gpt()
     fresh = planner.plan(model, args, budget="400%", solver="none", accumulate=False)

@@ -166,6 +166,7 @@ def test_hooks_on_the_outside_run() -> None:
     assert seen == ["before", "after"]
 
 
+@pytest.mark.heavy
 def test_another_batch_size_runs_the_same_plan() -> None:
     model, args, plan = _planned()
     smaller, larger = small_gpt(2)[1], small_gpt(8)[1]
@@ -212,6 +213,7 @@ def test_a_plan_applies_to_another_instance_and_from_a_file(tmp_path) -> None:  
     _assert_equal(_gradients(other, args), _gradients(model, args))
 
 
+@pytest.mark.heavy
 def test_a_plan_made_in_another_process_applies(tmp_path) -> None:  # type: ignore[no-untyped-def]
     import subprocess
     import sys
@@ -282,6 +284,7 @@ def test_two_graphs_run_by_their_plans() -> None:
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
     model, args, kwargs = broken_layers()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")

@@ -83,6 +83,7 @@ class Translates(nn.Module):
         return self.body(source, target, tgt_mask=mask).square().mean()
 
 
+@pytest.mark.heavy
 def test_breaks_inside_pytorchs_modules_leave_graphs_that_are_planned() -> None:
     torch.manual_seed(0)
     plan = planned((Translates().train(), (torch.randn(4, 24, 32), torch.randn(4, 16, 32)), {}))
@@ -90,6 +91,7 @@ def test_breaks_inside_pytorchs_modules_leave_graphs_that_are_planned() -> None:
     assert sum(len(graph.ops) for graph in plan.graphs) > 100
 
 
+@pytest.mark.heavy
 def test_what_no_graph_covers_runs_as_written_and_is_counted() -> None:
     plan = planned(build("nn_routed_experts"))
     assert plan.rung == "partly-captured"
@@ -162,6 +164,7 @@ def test_a_run_with_data_changes_nothing_of_the_users() -> None:
     assert random.getstate() == python
 
 
+@pytest.mark.heavy
 def test_random_decisions_are_followed() -> None:
     torch.manual_seed(0)
     random.seed(3)

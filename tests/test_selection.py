@@ -24,6 +24,7 @@ def test_what_is_to_be_kept_is_never_recomputed(solver: str) -> None:
     assert planner.verify(model, args, kwargs, plan=plan, repeats=0).ok
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("solver", ["sqrt_n", "none", *HEAVY])
 def test_what_is_to_be_recomputed_is_not_kept(solver: str) -> None:
     model, args, kwargs = small_gpt()
@@ -37,6 +38,7 @@ def test_what_is_to_be_recomputed_is_not_kept(solver: str) -> None:
     assert planner.verify(model, args, kwargs, plan=plan, repeats=0).ok
 
 
+@pytest.mark.heavy
 def test_checkpoints_by_hand() -> None:
     model, args, kwargs = small_gpt()
     names = [f"blocks.{i}" for i in range(4)]

@@ -88,7 +88,8 @@ def _bert() -> nn.Module:
     return WithLoss().train()
 
 
-@pytest.mark.parametrize("builder", [_gpt, pytest.param(_bert, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("builder", [_gpt, _bert])
 def test_a_hundred_lengths_are_a_few_captures(builder: Callable[[], nn.Module], captures: list[int]) -> None:
     model, planned_args = builder(), _words(2, 102)
     twin = copy.deepcopy(model)
@@ -124,6 +125,7 @@ def test_batches_and_image_sizes_vary_too(captures: list[int]) -> None:
     assert _peak(model, *args) == plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_graphs_around_graph_breaks_take_other_batches_by_their_own_plans(captures: list[int]) -> None:
     model, args, _ = broken_layers()
     twin = copy.deepcopy(model)
@@ -141,6 +143,7 @@ def _announced(text: str) -> int:
     return int(found[1].replace(",", ""))
 
 
+@pytest.mark.heavy
 def test_a_larger_shape_is_announced_with_its_peak() -> None:
     model, args, _ = small_gpt(2)
     twin = copy.deepcopy(model)

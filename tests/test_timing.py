@@ -55,6 +55,7 @@ def test_what_cannot_be_run_costs_what_the_roofline_says() -> None:
     assert "MemoryError" in next(iter(timer.failures.values()))
 
 
+@pytest.mark.heavy
 def test_a_plan_says_what_it_used_and_changes_nothing() -> None:
     model, args, _ = small_gpt()
     state = torch.get_rng_state()

@@ -93,6 +93,7 @@ def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
         planner.plan(model, args, kwargs, budget="80%", optimizer=wrong)
 
 
+@pytest.mark.heavy
 def test_an_infeasible_budget_tells_the_least() -> None:
     model, args, kwargs = small_gpt()
     with pytest.raises(planner.InfeasibleBudget) as caught:
