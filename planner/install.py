@@ -30,6 +30,7 @@ from planner.rewrite import emit, no_recomputation, user_outputs
 from planner.second_order import SecondOrder
 from planner.static_shapes import MOST_SHAPES, StaticShapes
 from planner.step import Loss, autocast_regions
+from planner.tripwire import with_tripwires
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ class PlanBackend:
             forward_compiler=_compile_forward,
             backward_compiler=backward.compile,
         )
-        return _with_tripwires(second_order.watched(backward.watched(compiled)), unused)
+        return with_tripwires(second_order.watched(backward.watched(compiled)), unused)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,
@@ -366,39 +367,6 @@ def _describes(record: GraphRecord, joint: JointGraph) -> bool:
         )
         and all(joint.ops[index].recomputable for index in record.recomputed)
     )
-
-
-def _with_tripwires(compiled: Callable[..., Any], outputs: Sequence[int]) -> Callable[..., Any]:
-    """Outputs that the planned loss does not use must not get a gradient unnoticed.
-
-    AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a
-    gradient of zeros where eager leaves None. They are cut off instead, and say so when used.
-    """
-    if not outputs:
-        return compiled
-
-    def run(*args: Any) -> Any:
-        results = list(compiled(*args))
-        anchor = next((a for a in args if isinstance(a, torch.Tensor) and a.requires_grad), None)
-        if anchor is not None:
-            for index in outputs:
-                results[index] = _Tripwire.apply(anchor, results[index])  # type: ignore[no-untyped-call]
-        return results
-
-    return run
-
-
-class _Tripwire(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise PlanMismatch(
-            "a gradient arrives at an output of the model that the planned loss did not use. Plan again with "
-            "loss= a callable that computes the loss you train with, or planner.remove(model)"
-        )
 
 
 def _warn(text: str) -> None:
