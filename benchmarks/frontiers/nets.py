@@ -43,6 +43,52 @@ class DeepResNet(nn.Module):
         return self.head(F.relu(self.norm(self.stages(self.stem(image)))).mean((2, 3)))
 
 
+class Normalised(nn.Sequential):
+    """Convolution, batch normalisation, leaky ReLU: what Chen et al. (2016) count as one layer."""
+
+    def __init__(self, wide_in: int, wide_out: int, size: int, stride: int = 1) -> None:
+        super().__init__(
+            nn.Conv2d(wide_in, wide_out, size, stride, size // 2),
+            nn.BatchNorm2d(wide_out),
+            nn.LeakyReLU(0.25, inplace=True),
+        )
+
+
+class DeepBottleneck(nn.Module):
+    """Bottleneck whose two ways are both normalised and rectified before they are added."""
+
+    def __init__(self, wide_in: int, width: int, stride: int, *, project: bool) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            Normalised(wide_in, width, 1),
+            Normalised(width, width, 3, stride),
+            Normalised(width, 4 * width, 1),
+        )
+        self.shortcut = Normalised(wide_in, 4 * width, 1, stride) if project else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shortcut(x) + self.parts(x)
+
+
+class DeepBottleneckNet(nn.Module):
+    """The residual net for ImageNet whose memory Chen et al. (2016) measured, by blocks a stage."""
+
+    def __init__(self, blocks: tuple[int, ...], width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        stages, wide = [], width
+        for stage, count in enumerate(blocks):
+            for i in range(count):
+                stride = 2 if stage and not i else 1
+                stages.append(DeepBottleneck(wide, width * 2**stage, stride, project=not i))
+                wide = 4 * width * 2**stage
+        self.stem = nn.Sequential(Normalised(3, width, 7, 2), nn.MaxPool2d(3, 2, 1))
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(wide, classes)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stages(self.stem(image)).mean((2, 3)))
+
+
 class DenseNet(nn.Module):
     """Every layer of a block reads the concatenation of all before it (Huang et al. 2017)."""
 
