@@ -7,7 +7,11 @@ processor (with this machine's memory), so that plans and overheads are comparab
 
 FLOP/s are the makers' dense peak figures (no structured sparsity), matrix units included where a
 dtype has them, with 32-bit accumulation. ``memory_bytes`` is what CUDA reports as the total of the
-device (the figure in PyTorch's out-of-memory messages), which is less than the figure on the box.
+device (the figure in PyTorch's out-of-memory messages), which is less than the figure on the box; it
+differs by driver, and the table has the least that was seen.
+
+The table names the maker's document of each figure, and a page on which the figures were looked up
+again; what no page was found for is marked as not seen, and stands on the maker's document alone.
 """
 
 import difflib
@@ -137,40 +141,59 @@ _CPU = Device(
 # fmt: off
 _TABLE = tuple(_gpu(*row) for row in (
     # name, GiB, GB/s; TFLOP/s in float64, float32, TF32, float16, bfloat16, float8; compute capability
-    # (https://developer.nvidia.com/cuda-gpus)
-    # https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
-    # (SXM2). No bfloat16 units: it runs at the float32 rate.
+    # (NVIDIA's list of CUDA GPUs)
+    # NVIDIA V100 datasheet, SXM2. No bfloat16 units: it runs at the float32 rate. TFLOP/s:
+    # https://github.com/avensun/deep-learning-benchmark; float64:
+    # https://fudzilla.com./news/ai/50832-nvidia-unveils-the-a100-tensor-core-gpu; GiB:
+    # https://github.com/liucongg/ChatGLM-Finetuning/issues/73,
+    # https://github.com/kchengiva/Shift-GCN/issues/34
     ("V100-16GB", 15.77, 900, 7.8, 15.7, None, 125, None, None, (7, 0)),
     ("V100-32GB", 31.74, 900, 7.8, 15.7, None, 125, None, None, (7, 0)),
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
-    # float64 at 1/32 of float32 (Turing whitepaper).
-    ("T4", 14.75, 320, 0.25, 8.1, None, 65, None, None, (7, 5)),
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf
-    # float64 at 1/32 (GA102 whitepaper).
-    ("A10", 22.2, 600, 0.98, 31.2, 62.5, 125, 125, None, (8, 6)),
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf
-    # (SXM4); float64 outside the matrix units.
+    # NVIDIA T4 datasheet: https://sysrqmts.com/en/gpus/nvidia/tesla/t4; GiB (some report 14.76):
+    # https://github.com/AlphaGPU/leetgpu-challenges/issues/52
+    ("T4", 14.56, 320, 0.25, 8.1, None, 65, None, None, (7, 5)),
+    # NVIDIA A10 datasheet: https://sysrqmts.com/ru/gpus/compare/nvidia-a10-pcie-vs-nvidia-quadro-rtx-4000;
+    # float16: https://gist.github.com/kimbochen; TF32 not seen; GiB:
+    # https://github.com/zai-org/CogVLM/issues/236
+    ("A10", 21.99, 600, 0.98, 31.2, 62.5, 125, 125, None, (8, 6)),
+    # NVIDIA A100 datasheet, SXM4; float64 outside the matrix units:
+    # https://glennklockwood.com/garden/processors/A100; GiB: 39.49 and more of the 40 GB card were seen,
+    # 79.25 of the other (https://github.com/HiDream-ai/VAREdit/issues/6), not quite those below.
     ("A100-40GB", 39.39, 1555, 9.7, 19.5, 156, 312, 312, None, (8, 0)),
     ("A100-80GB", 79.15, 2039, 9.7, 19.5, 156, 312, 312, None, (8, 0)),
-    # https://www.nvidia.com/en-us/data-center/l4/ and .../l40s/; figures with sparsity halved. float64
-    # at 1/64 (Ada whitepaper).
+    # NVIDIA L4 and L40S datasheets; figures with sparsity halved; float64 at 1/64 of float32:
+    # https://fpsbench.com/compare/gpu/nvidia-l4-vs-nvidia-tesla-m40,
+    # https://grokipedia.com/page/NVIDIA_L4_vs_L40S, https://www.mullet.se/product.html?product_id=355414;
+    # GiB of the L4 not seen, of the L40S: https://github.com/stepfun-ai/Step-Video-T2V/issues/8
     ("L4", 22.03, 300, 0.47, 30.3, 60, 121, 121, 242, (8, 9)),
     ("L40S", 44.4, 864, 1.43, 91.6, 183, 362, 362, 733, (8, 9)),
-    # https://www.nvidia.com/en-us/data-center/h100/ (SXM5) and .../h200/ (SXM); figures with sparsity halved.
+    # NVIDIA H100 and H200 datasheets, SXM; with sparsity halved:
+    # https://glennklockwood.com/garden/processors/h100,
+    # https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html; GiB of the H100:
+    # https://github.com/vllm-project/vllm/issues/27508; of the H200 not seen.
     ("H100", 79.1, 3350, 34, 67, 494, 989, 989, 1979, (9, 0)),
     ("H200", 139.8, 4800, 34, 67, 494, 989, 989, 1979, (9, 0)),
-    # https://www.nvidia.com/en-us/data-center/dgx-b200/, an eighth of the system; with sparsity halved.
-    ("B200", 178.3, 8000, 37, 75, 1125, 2250, 2250, 4500, (10, 0)),
-    # GA102, Ada and RTX Blackwell architecture whitepapers (https://www.nvidia.com/en-us/geforce/);
-    # matrix products with 32-bit accumulation.
+    # NVIDIA Blackwell datasheet, one GPU of an HGX B200, with sparsity halved:
+    # https://zdszero.github.io/Computer/Artificial_Intelligence/Hardware.html; GiB: a little less than
+    # nvidia-smi's 179 (https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview).
+    ("B200", 178.3, 7700, 37, 75, 1100, 2250, 2250, 4500, (10, 0)),
+    # NVIDIA GA102, Ada and RTX Blackwell whitepapers; matrix products with 32-bit accumulation (of the 3090
+    # and the 5090 half and a quarter of
+    # https://holynerdvana.blogspot.com/2022/10/nvidia-geforce-rtx-3090-specifications.html and
+    # https://www.spheron.network/blog/nvidia-rtx-5090-specs/, which are of 16-bit accumulation, the latter
+    # with sparsity); https://waredb.com/processor/nvidia-geforce-rtx-4090; float64 of the 3090 and the 5090
+    # not seen. GiB: https://github.com/3DTopia/Phidias-Diffusion/issues/8,
+    # https://github.com/TrajectoryCrafter/TrajectoryCrafter/issues/20
     ("RTX3090", 23.69, 936, 0.56, 35.6, 35.6, 71, 71, None, (8, 6)),
     ("RTX4090", 23.64, 1008, 1.29, 82.6, 82.6, 165.2, 165.2, 330.3, (8, 9)),
     ("RTX5090", 31.36, 1792, 1.64, 104.8, 104.8, 209.5, 209.5, 419, (12, 0)),
-    # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250.html, one of its two dies: that is the
-    # device PyTorch sees, with gfx90a reported as capability 9.0, by which attention kernels are chosen.
+    # AMD Instinct MI250 datasheet, one of its two dies: that is the device PyTorch sees, with gfx90a
+    # reported as capability 9.0, by which attention kernels are chosen. float32 and float64 on the matrix
+    # cores: https://zexron.com/amd-mi250-x-aldebaran-as-mcm-with-up-to-479-teraflop-s-and-560-watt-tdp; GiB
+    # not seen.
     ("MI250", 63.98, 1638, 45.3, 45.3, None, 181, 181, None, (9, 0)),
-    # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html; float32 and float64 on the
-    # matrix cores.
+    # AMD Instinct MI300X datasheet; float32 and float64 on the matrix cores. Bandwidth and float8:
+    # https://localaimaster.com/blog/mi300x-deep-dive; the other TFLOP/s and GiB not seen.
     ("MI300X", 191.9, 5300, 163.4, 163.4, 654, 1307, 1307, 2615, (9, 4)),
 ))
 # fmt: on
