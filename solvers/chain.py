@@ -43,6 +43,8 @@ SCANNED = (1.3, 30)
 """Of tables that are scanned: slots up to this factor of the budget, and about how many of them."""
 COUNTS = (64, 48, 32, 24, 10)
 """Numbers of blocks tried."""
+TOGETHER = 60_000
+"""About how many entries of a table are computed together: as many as a cache holds."""
 
 
 def solve(
@@ -136,8 +138,8 @@ def scan(
         if (key, everything) not in tables.filled:
             tables.filled[key, everything] = fill(blocks, everything)
         table = tables.filled[key, everything]
-        most = min(len(table.seconds[0][-1]) - 1, int(SCANNED[0] * budget / table.slot))
-        distinct = distinct_slots(table.seconds[0][-1][: most + 1])
+        most = min(len(table.seconds[0, -1]) - 1, int(SCANNED[0] * budget / table.slot))
+        distinct = distinct_slots(table.seconds[0, -1][: most + 1])
         for slots in distinct[:: max(1, len(distinct) // SCANNED[1])].tolist():
             retained = plan(blocks, cuts, table, slots)
             if retained is not None and not search.out_of_time():
@@ -171,69 +173,82 @@ def choose_walls(weight: np.ndarray, positions: np.ndarray, count: int) -> list[
 
 @dataclass(frozen=True)
 class Table:
-    """The dynamic program: ``seconds[s][t]`` over slots of memory, and the choice that gives it.
+    """The dynamic program of some blocks: ``seconds[s, t]`` over slots of memory of ``slot`` bytes."""
 
-    A choice below the number of blocks is a cut s' > s; at or above it, the option to keep; -1 is
-    just in time. ``shift`` tells how many slots a choice takes.
-    """
-
-    seconds: list[list[np.ndarray]]
-    choice: list[list[np.ndarray]]
+    blocks: Blocks
+    seconds: np.ndarray
     slot: float
+
+    def choice(self, s: int, t: int, m: int) -> int:
+        """The choice that gives ``seconds[s, t, m]``: below the number of blocks a cut s' > s; at or
+        above it, the option to keep; -1 is just in time."""
+        blocks, n = self.blocks, self.blocks.count
+        peak = np.ceil(blocks.option_peak[:, s] / self.slot)
+        value = blocks.forward_seconds[s] + blocks.option_seconds[:, s]
+        if s == t:
+            value = np.concatenate(([blocks.option_seconds[0, s]], value))
+            value[m < np.concatenate((peak[:1], peak))] = np.inf
+            return -1 if not value.argmin() else n + int(value.argmin()) - 1
+        taken = np.rint(blocks.option_bytes[:, s] / self.slot).astype(np.int64)
+        left = m - taken - int(np.rint(blocks.boundary[s, s + 1] / self.slot))
+        value = np.where((left >= 0) & (m >= peak), value + self.seconds[s + 1, t, left], np.inf)
+        cuts = np.arange(s + 1, t + 1)
+        left = m - np.rint(blocks.boundary[s, cuts] / self.slot).astype(np.int64)
+        total = np.concatenate(([0.0], np.cumsum(blocks.forward_seconds)))
+        split = self.seconds[cuts, t, left] + self.seconds[s, s:t, m] + (total[cuts] - total[s])
+        split[(left < 0) | (m < least_slots(blocks, np.array([s]), t - s, self.slot)[0])] = np.inf
+        if split.min() < value.min():
+            return int(cuts[split.argmin()])
+        return n + int(value.argmin())
+
+
+def least_slots(blocks: Blocks, first: np.ndarray, length: int, slot: float) -> np.ndarray:
+    """The slots that it takes to run from each of the ``first`` blocks up to each of the cuts behind
+    it, of which there are ``length``."""
+    run = first[:, None] + np.arange(length)
+    running = np.maximum.accumulate(blocks.forward_bytes[run] + blocks.boundary[first[:, None], run], axis=1)
+    least: np.ndarray = ((running + blocks.start_bytes[first + length, None]) / slot).astype(np.int64)
+    return least
 
 
 def fill(blocks: Blocks, most: int, slots: int = SLOTS) -> Table:
-    """Fill the table for up to ``most`` bytes."""
-    n = blocks.count
+    """Fill the table for up to ``most`` bytes, all stretches of a length together."""
+    n, wide = blocks.count, slots + 1
     slot = max(1.0, most / slots)
-    every = np.arange(slots + 1)
+    every = np.arange(wide)
     # Row [t, s] of ``padded`` is T[s, t, .] behind as many infinite entries: a slice of it is a shift.
-    padded = np.full((n, n, 2 * (slots + 1)), np.inf)
+    padded = np.full((n, n, 2 * wide), np.inf)
     flat = padded.reshape(-1)
-    left = np.full((n, n, slots + 1), np.inf)
-    choice = [[np.zeros(0, dtype=np.int64)] * n for _ in range(n)]
+    seconds = np.full((n, n, wide), np.inf)
     total = np.concatenate(([0.0], np.cumsum(blocks.forward_seconds)))
     taken = np.rint(blocks.option_bytes / slot).astype(np.int64)
     peak = np.ceil(blocks.option_peak / slot).astype(np.int64)
-    boundary = np.minimum(np.rint(blocks.boundary / slot).astype(np.int64), slots + 1)
+    boundary = np.minimum(np.rint(blocks.boundary / slot).astype(np.int64), wide)
+    cost = blocks.forward_seconds + blocks.option_seconds
     for length in range(n):
-        for s in range(n - length):
+        together = max(1, TOGETHER // (wide * max(1, length)))
+        for begin in range(0, n - length, together):
+            s = np.arange(begin, min(begin + together, n - length))
             t = s + length
-            best = np.full(slots + 1, np.inf)
-            chosen = np.full(slots + 1, -2, dtype=np.int64)
-            if s == t:
-                _offer(best, chosen, np.where(every >= peak[0, s], blocks.option_seconds[0, s], np.inf), -1)
-            for o in range(len(blocks.options)):
-                cost = blocks.forward_seconds[s] + blocks.option_seconds[o, s]
-                if s == t:
-                    value = np.where(every >= peak[o, s], cost, np.inf)
-                else:
-                    begin = slots + 1 - min(slots + 1, boundary[s, s + 1] + taken[o, s])
-                    value = padded[t, s + 1, begin : begin + slots + 1] + cost
-                    value[: min(slots + 1, peak[o, s])] = np.inf
-                _offer(best, chosen, value, n + o)
+            value = np.repeat(cost[:, s, None], wide, axis=2)
             if length:
-                cuts = np.arange(s + 1, t + 1)
-                begin = (t * n + cuts) * 2 * (slots + 1) + slots + 1 - boundary[s, cuts]
-                values = flat[begin[:, None] + every]
-                values += left[s, s:t]
-                values += (total[cuts] - total[s])[:, None]
-                running = np.maximum.accumulate(blocks.forward_bytes[s:t] + blocks.boundary[s, s:t])
-                least = ((running + blocks.start_bytes[t]) / slot).astype(np.int64)
-                values[every < least[:, None]] = np.inf
-                which = values.argmin(axis=0)
-                value = values[which, every]
-                better = value < best
-                best[better], chosen[better] = value[better], cuts[which[better]]
-            padded[t, s, slots + 1 :] = left[s, t] = best
-            choice[s][t] = chosen
-    return Table([[left[s, t] for t in range(n)] for s in range(n)], choice, slot)
-
-
-def _offer(best: np.ndarray, chosen: np.ndarray, value: np.ndarray, choice: int) -> None:
-    better = value < best
-    best[better] = value[better]
-    chosen[better] = choice
+                shift = np.minimum(wide, boundary[s, s + 1] + taken[:, s])
+                value += flat.take((((t * n + s + 1) * 2 + 1) * wide - shift)[..., None] + every)
+            value[every < peak[:, s, None]] = np.inf
+            best = value.min(axis=0)
+            if length:
+                cut = s[:, None] + np.arange(1, length + 1)
+                shift = ((t[:, None] * n + cut) * 2 + 1) * wide - boundary[s[:, None], cut]
+                value = flat.take(shift[..., None] + every)
+                value += seconds[s[:, None], cut - 1]
+                value += (total[cut] - total[s, None])[..., None]
+                np.putmask(value, every < least_slots(blocks, s, length, slot)[..., None], np.inf)
+                np.minimum(best, value.min(axis=1), out=best)
+            else:
+                enough = every >= peak[0, s, None]
+                np.minimum(best, np.where(enough, blocks.option_seconds[0, s, None], np.inf), out=best)
+            padded[t, s, wide:] = seconds[s, t] = best
+    return Table(blocks, seconds, slot)
 
 
 @dataclass(frozen=True)
@@ -246,7 +261,7 @@ class Retained:
 def plan(blocks: Blocks, cuts: Cuts, table: Table, slots: int) -> Retained | None:
     """Follow the choices from the whole chain with ``slots`` of memory; None if that is too little."""
     n = blocks.count
-    if not np.isfinite(table.seconds[0][n - 1][slots]):
+    if not np.isfinite(table.seconds[0, n - 1, slots]):
         return None
     at: dict[tuple[int, int], set[int]] = {}
     crossing = [set(cuts.crossing(w).tolist()) for w in blocks.walls]
@@ -256,7 +271,7 @@ def plan(blocks: Blocks, cuts: Cuts, table: Table, slots: int) -> Retained | Non
         s, t, m = pending.pop()
         first, kept = s, set()
         while True:
-            c = int(table.choice[s][t][m])
+            c = table.choice(s, t, m)
             if c == -1:
                 break
             if c >= n:
@@ -312,7 +327,7 @@ def read_off(
     search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, table: Table, budget: int | None
 ) -> Candidate | None:
     """Find the memory in the table whose schedule, simulated, makes the most of the budget."""
-    distinct = distinct_slots(table.seconds[0][blocks.count - 1])
+    distinct = distinct_slots(table.seconds[0, -1])
     best: Candidate | None = None
     low, high = 0, len(distinct) - 1
     tried: set[int] = set()

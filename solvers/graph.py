@@ -194,10 +194,19 @@ class Graph:
     def walk_table(self) -> "WalkTable":
         """The rows as Python lists, for walks that are no matter for NumPy."""
         row = self.recompute_row.tolist()
+        region = [self.ops[r].region if r >= 0 else None for r in row]
+        inputs = [tuple(dict.fromkeys(op.inputs)) for op in self.ops]
+        anew = [
+            tuple(v for v in values if region[v] == op.region)
+            for op, values in zip(self.ops, inputs, strict=True)
+        ]
+        backward = range(self.forward_length, self.base_length)
         return WalkTable(
             row,
-            [self.ops[r].region if r >= 0 else None for r in row],
-            [tuple(dict.fromkeys(op.inputs)) for op in self.ops],
+            region,
+            inputs,
+            anew,
+            [i for i in backward if anew[i]],
             [op.outputs for op in self.ops],
             [op.region for op in self.ops],
             self.base_of.tolist(),
@@ -258,6 +267,8 @@ class WalkTable:
         recompute_row: For each value the row that computes it anew, -1 where nothing may.
         recompute_region: For each value the region in which that may be done; None where nothing may.
         inputs: Distinct inputs of every row.
+        anew: Those of them that may be computed anew in the row's region.
+        asking: The backward base operations that have such inputs, in order.
         outputs: Outputs of every row.
         region: Region of every row.
         base_of: The base operation that each row is a form of.
@@ -266,6 +277,8 @@ class WalkTable:
     recompute_row: list[int]
     recompute_region: list[int | None]
     inputs: list[tuple[int, ...]]
+    anew: list[tuple[int, ...]]
+    asking: list[int]
     outputs: list[tuple[int, ...]]
     region: list[int]
     base_of: list[int]

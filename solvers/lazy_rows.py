@@ -125,6 +125,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
                 gap=GAPS[stage],
                 absolute_gap=GAPS[stage] * SECONDS / 20,
                 start=model.start(search.fastest),
+                presolve=stage > 0,
             )
             if best.outcome is Outcome.INFEASIBLE:
                 return stage > 1
@@ -134,7 +135,10 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
         if candidate.peak_bytes <= budget:
             if small or not solved:
                 return solved or stage > 1
+            reached = (best.objective - max(best.bound, relaxed.objective)) / SECONDS
             stage += 1
+            while stage < len(GAPS) - 1 and reached <= GAPS[stage] / 20:
+                stage += 1
             continue
         if n >= HOPEFUL and candidate.peak_bytes > HOPELESS * budget:
             return stage > 1

@@ -79,13 +79,16 @@ class Program:
         absolute_gap: float = 0.0,
         start: np.ndarray | None = None,
         relax: bool = False,
+        presolve: bool = True,
     ) -> Answer:
         """Solve within ``time_limit`` wall seconds to the relative ``gap`` or to ``absolute_gap``,
-        from the point ``start`` (NaN where unknown); ``relax`` drops integrality."""
+        from the point ``start`` (NaN where unknown). ``relax`` drops integrality. Presolving takes
+        several times as long as a relaxed program itself, and is done for integer ones only; where a
+        loose gap is enough, they too are faster without ``presolve``."""
         if not self.cost:
             return Answer(Outcome.OPTIMAL, np.zeros(0), 0.0, 0.0)
         if importlib.util.find_spec("highspy") is not None:
-            return _highs(self, time_limit, gap, absolute_gap, start, relax)
+            return _highs(self, time_limit, gap, absolute_gap, start, relax, presolve and not relax)
         return _cbc(self, time_limit, gap, relax)
 
 
@@ -96,6 +99,7 @@ def _highs(
     absolute_gap: float,
     start: np.ndarray | None,
     relax: bool,
+    presolve: bool,
 ) -> Answer:
     import highspy
 
@@ -104,6 +108,8 @@ def _highs(
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("mip_rel_gap", gap)
     solver.setOptionValue("mip_abs_gap", max(1e-6, absolute_gap))
+    if not presolve:
+        solver.setOptionValue("presolve", "off")
     if time_limit is not None:
         solver.setOptionValue("time_limit", max(0.01, time_limit))
     model: Any = highspy.HighsLp()

@@ -37,6 +37,8 @@ OPTIMAL_GAP = 1e-6
 """A schedule with no larger a gap is called optimal."""
 NEAR = 2e-3
 """Nearer to the bound than this, recomputing twice is not tried."""
+NEARER = 2e-4
+"""Large graphs this near to the bound are done when the single-recompute program is."""
 FAR = 1e-2
 """Farther from the bound than this, lower sets are tried as well."""
 EACH = 30.0
@@ -161,7 +163,7 @@ def _solve(
         graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0
     )
     search.begin_stage((0.0, 0.2), 0.4)
-    solved = lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
+    lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
     if not _done(search, bound) and not (large and _distance(search, bound) <= NEAR):
         bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     enough = bound.seconds + ENOUGH * graph.base_seconds
@@ -170,14 +172,14 @@ def _solve(
     if not _done(search, bound) and far:
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
-    if not _done(search, bound):
+    if not _done(search, bound) and not (large and _distance(search, bound) <= NEARER):
         search.begin_stage((0.3, 0.5), 0.5)
         if far or not large:
             chain.improve(search, budget, everything.peak_bytes, shared.tables)
         else:
             counts = chain.COUNTS[:1]
             chain.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
-    if not _done(search, bound) and not (solved and large):
+    if not _done(search, bound) and (far or not large):
         left = max(time_limit - search.elapsed, 1e-9)
         search.begin_stage((0.5, 0.9), min(1.0, search.wall(patience) / left))
         ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
@@ -193,7 +195,8 @@ def _solve(
         delay(search, search.fastest)
         polish(search, search.fastest, budget)
         exchange(search, search.fastest, budget)
-        trade(search, search.fastest, rounds=1)
+        if far or not large:
+            trade(search, search.fastest, rounds=1)
         if search.fastest.seconds >= before:
             break
     search.begin_stage((0.0, 1.0))

@@ -38,31 +38,32 @@ def recompute(graph: Graph, kept: np.ndarray, *, forget: Forget | None = None) -
         A schedule, int64. Time is linear in its length (and its uses).
     """
     table = graph.walk_table
-    row_of, region_of = table.recompute_row, table.recompute_region
-    base_of = table.base_of
-    inputs, outputs, regions = table.inputs, table.outputs, table.region
+    row_of, base_of = table.recompute_row, table.base_of
+    anew, outputs = table.anew, table.outputs
     for_good = kept | (graph.recompute_row < 0)
     available = bytearray(for_good.astype(np.uint8).tobytes())
-    steps = list(range(graph.forward_length))
-    for op in range(graph.forward_length, graph.base_length):
-        region = regions[op]
-        missing = [v for v in inputs[op] if not available[v] and region_of[v] == region]
-        if missing:
-            rerun: set[int] = set()
-            while missing:
-                row = row_of[missing.pop()]
-                if row in rerun:
-                    continue
+    steps: list[int] = []
+    done = 0
+    for op in table.asking:
+        missing = [v for v in anew[op] if not available[v]]
+        if not missing:
+            continue
+        rerun: set[int] = set()
+        while missing:
+            row = row_of[missing.pop()]
+            if row not in rerun:
                 rerun.add(row)
-                missing += [v for v in inputs[row] if not available[v] and region_of[v] == region]
-            stretch = sorted(rerun, key=base_of.__getitem__)
-            steps += stretch
-            for row in stretch:
-                for v in outputs[row]:
-                    available[v] = 1
-            if forget is not None:
-                for v in forget(stretch):
-                    if not for_good[v]:
-                        available[v] = 0
-        steps.append(op)
+                missing += [v for v in anew[row] if not available[v]]
+        stretch = sorted(rerun, key=base_of.__getitem__)
+        steps += range(done, op)
+        steps += stretch
+        done = op
+        for row in stretch:
+            for v in outputs[row]:
+                available[v] = 1
+        if forget is not None:
+            for v in forget(stretch):
+                if not for_good[v]:
+                    available[v] = 0
+    steps += range(done, graph.base_length)
     return np.array(steps, dtype=np.int64)

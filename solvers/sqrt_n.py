@@ -20,6 +20,8 @@ Not optimal: cuts are global and inside a segment all is recomputed or (by secon
 ``ilp`` decides value by value, ``chain`` places recursive cuts by dynamic programming.
 """
 
+from bisect import bisect_left
+
 import numpy as np
 
 from solvers.constraints import NO_CONSTRAINTS, Constraints
@@ -116,12 +118,13 @@ def weights(graph: Graph, needed: np.ndarray) -> np.ndarray:
 
 def segment_walls(positions: np.ndarray, weight: np.ndarray, size: float) -> list[int]:
     """Chen's algorithm 3: close a segment at the first allowed position where it reaches ``size``."""
+    reached = weight[positions].tolist()
     walls: list[int] = []
-    closed = 0
-    for position in positions.tolist():
-        if weight[position] - closed >= size:
-            walls.append(position)
-            closed = weight[position]
+    n, closed = 0, 0
+    while (n := bisect_left(reached, closed + size, n)) < len(reached):
+        walls.append(int(positions[n]))
+        closed = reached[n]
+        n += 1
     return walls
 
 

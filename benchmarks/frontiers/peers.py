@@ -119,7 +119,7 @@ def rotor(graph: Graph) -> list[Point]:
     search = Search("rotor", graph, None)
     most = search.try_kept(np.ones(len(graph.values), dtype=bool)).peak_bytes
     table = chain.fill(blocks, most)
-    whole = table.seconds[0][blocks.count - 1]
+    whole = table.seconds[0, -1]
     fine = np.flatnonzero(np.isfinite(whole))
     distinct = fine[np.concatenate(([True], np.diff(whole[fine]) < 0))] if len(fine) else fine
     points = []
@@ -247,6 +247,7 @@ class _Reader:
         graph, sources = self.graph, self.problem.sources
         in_forward = {i: set(self._ops(i, h.forward)) for i, h in halves.items()}
         in_backward = {i: self._ops(i, h.backward) for i, h in halves.items()}
+        late = {i: set(ops) - in_forward[i] for i, ops in in_backward.items()}
         held = set(graph.held_table[0].tolist())
         steps: list[int] = []
         done: set[int] = set()
@@ -262,8 +263,7 @@ class _Reader:
             if index not in halves or source.instance:
                 run(row)
             elif row < graph.forward_length:
-                deferred = source.op in set(in_backward[index]) - in_forward[index]
-                if not (deferring and deferred and not held & set(graph.ops[row].outputs)):
+                if not (deferring and source.op in late[index] and not held & set(graph.ops[row].outputs)):
                     run(row)
             elif index not in opened:
                 opened.add(index)
