@@ -296,6 +296,11 @@ def uses_generator(operator: Any) -> bool:
     )
 
 
+def sized_by_data(operator: Any) -> bool:
+    """Whether the shapes of an operator's results depend on data (``nonzero``, ``masked_select``)."""
+    return isinstance(operator, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in operator.tags
+
+
 def deep_copy_with(module: torch.nn.Module, replaced: dict[int, Any]) -> torch.nn.Module:
     """A deep copy of a module in which objects (by ``id``) are replaced rather than copied."""
     memo: dict[int, Any] = dict(replaced)

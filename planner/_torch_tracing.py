@@ -246,8 +246,13 @@ class KnowingMode(FakeTensorMode):
             and result.numel() <= _MOST_KNOWN_ELEMENTS
         ):
             with torch.utils._python_dispatch._disable_current_modes():
-                result.constant = func(*args, **(kwargs or {}))
-            result.fake_mode.fake_tensor_converter.add_constant_storage_mapping(result)
+                values = func(*args, **(kwargs or {}))
+            # Not just given its values: views of it must be known to lie in its storage.
+            converter = result.fake_mode.fake_tensor_converter
+            known: torch.Tensor = converter.from_real_tensor(
+                result.fake_mode, values, make_constant=True
+            )
+            return known
         return result
 
 

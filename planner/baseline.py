@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from planner import _torch
 from planner.costs import Costs, roofline
 from planner.devices import Device, round_bytes
 from planner.tracking import Event, Recording
-from planner.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
 from solvers.schedule import Timeline
 
 
@@ -53,14 +54,18 @@ def eager_timeline(
 
 def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:
     """Bytes of the storages that an event brings into being: as measured, else as shapes say."""
-    sizes = real_sizes(memory, [recording.storages[s].bytes for s in event.allocates])
+    call = None if event.call is None else recording.calls[event.call]
+    sizes = real_sizes(call, memory, [recording.storages[s].bytes for s in event.allocates])
     return [round_bytes(device, size) for size in sizes]
 
 
-def real_sizes(memory: OpMemory, sizes: list[int]) -> list[int]:
+def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int]) -> list[int]:
     """Measured sizes of an operation's outputs where there are as many, else ``sizes``.
 
-    Kernels may reserve more than the shapes without data say (recurrent layers' workspaces).
+    Kernels may reserve more than the shapes without data say (recurrent layers' workspaces). Where data decide
+    the sizes, those of the step count: it was measured on other data.
     """
+    if call is not None and _torch.sized_by_data(call.func):
+        return sizes
     measured = [size for size in memory.output_bytes if size]
     return measured if len(measured) == len(sizes) else sizes

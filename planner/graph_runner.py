@@ -115,6 +115,7 @@ class GraphRunner:
         data: bool = False,
     ) -> None:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
+        self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs]
         self._cuda, self._data = cuda, data
         self.relaid_gradients = 0
         self.structure = structure_of(graph)
@@ -165,11 +166,20 @@ class GraphRunner:
         self._inside_autocast = inside_region()
         self._compiled = _torch_joint.compile_joint(
             detach_outputs(self.graph, self.unused_outputs),
-            self.example_inputs,
+            self._inputs_as_captured(),
             partition=self._partition,
             forward_compiler=self._forward_stub,
             backward_compiler=self._backward_stub,
         )
+
+    def _inputs_as_captured(self) -> list[Any]:
+        # A buffer of results that the step fills in place needs gradients once it has been run.
+        return [
+            x.detach().requires_grad_(before)
+            if isinstance(x, torch.Tensor) and x.requires_grad is not before
+            else x
+            for x, before in zip(self.example_inputs, self._requires_grad, strict=True)
+        ]
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
         share_casts(joint, self.graph, self.example_inputs, inside=self._inside_autocast)

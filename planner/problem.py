@@ -152,7 +152,9 @@ class _Builder:
         ops: list[Op] = []
         for row, memory in zip(self.rows, memories, strict=True):
             for value, size in zip(
-                row.allocates, real_sizes(memory, [values[v].bytes for v in row.allocates]), strict=True
+                row.allocates,
+                real_sizes(row.call, memory, [values[v].bytes for v in row.allocates]),
+                strict=True,
             ):
                 values[value] = replace(values[value], bytes=size)
             seconds = 0.0

@@ -1,0 +1,86 @@
+"""What is predicted is what is measured, to the byte, where tensors without data could tell otherwise."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner import install
+from planner.adapt import Adapted
+
+
+class Relative(nn.Module):
+    """Attention whose bias depends on distances between positions, which are computed in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.ModuleList(nn.Linear(32, 96) for _ in range(3))
+        self.bias = nn.Embedding(24, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(x.shape[1])
+        rows = place.unsqueeze(0)
+        distance = (rows - place.unsqueeze(1)).abs()
+        bias = self.bias(distance).squeeze(-1)
+        for mix in self.mix:
+            query, key, value = mix(x).chunk(3, -1)
+            x = x + (query @ key.transpose(1, 2) + bias).softmax(-1).tanh() @ value
+        return x.square().mean() + rows.float().mean()
+
+
+class Filled(nn.Module):
+    """Results are written into a buffer that needs no gradient until then, between breaks of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, part in enumerate(self.parts):
+            torch._dynamo.graph_break()
+            y[i::2] = part(x[i::2])
+        torch._dynamo.graph_break()
+        return (x + y).square().mean()
+
+
+class Chosen(nn.Module):
+    """Data decide how many rows are computed with: a quarter of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x[:, 0] > 0).nonzero().squeeze(1)
+        chosen = self.narrow(torch.tanh(self.widen(x[rows])))
+        return x.index_add(0, rows, chosen).square().mean() + rows.float().mean()
+
+
+def _inputs(model: nn.Module) -> torch.Tensor:
+    if isinstance(model, Relative):
+        return torch.randn(16, 24, 32)
+    x = torch.randn(48, 32)
+    x[:, 0] = torch.arange(48) % 4 - 2.5
+    return x
+
+
+@pytest.mark.parametrize("build", [Relative, Filled, Chosen])
+def test_predicted_is_measured(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = build().train()
+    x = _inputs(model)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
+
+    def adapt(*_: Any) -> Adapted:
+        raise AssertionError("the planned step is traced into other operations than when it was planned")
+
+    monkeypatch.setattr(install, "adapt", adapt)
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
