@@ -249,9 +249,7 @@ class KnowingMode(FakeTensorMode):
                 values = func(*args, **(kwargs or {}))
             # Not just given its values: views of it must be known to lie in its storage.
             converter = result.fake_mode.fake_tensor_converter
-            known: torch.Tensor = converter.from_real_tensor(
-                result.fake_mode, values, make_constant=True
-            )
+            known: torch.Tensor = converter.from_real_tensor(result.fake_mode, values, make_constant=True)
             return known
         return result
 

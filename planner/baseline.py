@@ -62,8 +62,8 @@ def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device
 def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int]) -> list[int]:
     """Measured sizes of an operation's outputs where there are as many, else ``sizes``.
 
-    Kernels may reserve more than the shapes without data say (recurrent layers' workspaces). Where data decide
-    the sizes, those of the step count: it was measured on other data.
+    Kernels may reserve more than the shapes without data say (recurrent layers' workspaces). Where data
+    decide the sizes, those of the step count: the operation was measured on other data.
     """
     if call is not None and _torch.sized_by_data(call.func):
         return sizes
