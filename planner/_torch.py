@@ -71,6 +71,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 class InfrastructureMode(TorchDispatchMode):
     """A dispatch mode that Dynamo and autograd treat as if it were not there."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
@@ -294,6 +296,19 @@ def uses_generator(operator: Any) -> bool:
     return isinstance(operator, torch._ops.OpOverload) and (
         torch.Tag.nondeterministic_seeded in operator.tags
     )
+
+
+_OF_PYTORCH = frozenset({"aten", "prims", "mkldnn", "torchvision"})
+
+
+def is_foreign(operator: Any) -> bool:
+    """Whether an operator is from outside PyTorch: nothing but the shapes of its results is known."""
+    return isinstance(operator, OpOverload) and operator.namespace not in _OF_PYTORCH
+
+
+def may_draw(operator: Any) -> bool:
+    """Whether an operator draws random numbers, or may: nothing makes those of users say so."""
+    return uses_generator(operator) or is_foreign(operator)
 
 
 def sized_by_data(operator: Any) -> bool:

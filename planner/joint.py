@@ -43,7 +43,7 @@ class JointOp:
         backward: Whether it was traced in the backward.
         reads: Storage numbers of its tensor inputs, without resident ones, each once.
         allocates: Storage numbers that it brings into being, in order of its outputs.
-        random: Whether it draws random numbers.
+        random: Whether it draws random numbers, or may.
         batch_norm: Whether it is a batch normalisation that computes new running statistics.
         reads_mutated: Whether it reads an input that the step overwrites.
     """
@@ -200,7 +200,7 @@ class JointGraph:
                 backward=backward,
                 reads=reads,
                 allocates=tuple(allocates),
-                random=_torch.uses_generator(node.target),
+                random=_torch.may_draw(node.target),
                 batch_norm=batch_norm,
                 reads_mutated=any(s in mutated_storages for i in inputs for s in self.storages_of(i)),
             )

@@ -1,49 +1,59 @@
 """Running an operation a second time so that nobody can tell.
 
 A random operation is re-run from the generator state that it first saw, and the generator is put
-back afterwards. A batch normalisation is re-run without its running statistics, which the first
-run has updated already. The emitted graphs call these functions.
+back afterwards; so is an operation from outside PyTorch, which may draw numbers without saying so.
+A batch normalisation is re-run without its running statistics, which the first run has updated
+already. The emitted graphs call these functions.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from planner import _torch
+
 aten = torch.ops.aten
 
 
-def generator_state(device_type: str, device_index: int | None) -> torch.Tensor:
-    """The state of a device's default generator, a byte tensor on the CPU."""
-    return _generator(device_type, device_index).get_state()
+def generator_state(devices: str, device_index: int | None) -> torch.Tensor:
+    """The state of the default generators of :func:`generator_device`, a byte tensor on the CPU."""
+    states = [generator.get_state() for generator in _generators(devices, device_index)]
+    return states[0] if len(states) == 1 else torch.cat(states)
 
 
 def run_from_state(
-    state: torch.Tensor, device_type: str, device_index: int | None, operator: Any, *args: Any, **kwargs: Any
+    state: torch.Tensor, devices: str, device_index: int | None, operator: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run ``operator`` as if the generator were in ``state``; the generator itself does not move."""
-    generator = _generator(device_type, device_index)
-    present = generator.get_state()
-    generator.set_state(state)
+    """Run ``operator`` as if the generators were in ``state``; the generators themselves do not move."""
+    generators = _generators(devices, device_index)
+    present = [generator.get_state() for generator in generators]
+    _set_states(generators, state.split([len(s) for s in present]))
     try:
         return operator(*args, **kwargs)
     finally:
-        generator.set_state(present)
+        _set_states(generators, present)
 
 
-def generator_state_bytes(device_type: str) -> int:
-    """Host bytes of a saved generator state."""
-    return int(_generator("cpu", None).get_state().nbytes) if device_type == "cpu" else 16
+def generator_state_bytes(devices: str) -> int:
+    """Bytes of a saved generator state on the CPU; elsewhere a token figure, as it is on the host."""
+    return int(torch.default_generator.get_state().nbytes) if devices == "cpu" else 16
 
 
 def generator_device(node: Node) -> tuple[str, int | None]:
-    """The device whose generator a random operation draws from."""
+    """The device whose generator a random operation draws from, and its index.
+
+    An operation from outside PyTorch on another device may draw a seed on the CPU as well: "cuda+cpu".
+    """
     for candidate in (node, *node.all_input_nodes):
         value = candidate.meta.get("val")
         tensors = value if isinstance(value, list | tuple) else [value]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                return tensor.device.type, tensor.device.index
+                kind = tensor.device.type
+                both = kind != "cpu" and _torch.is_foreign(node.target)
+                return f"{kind}+cpu" if both else kind, tensor.device.index
     return "cpu", None
 
 
@@ -72,9 +82,18 @@ def needs_reserve(operator: Any) -> bool:
     return operator is aten.mkldnn_rnn_layer.default
 
 
-def _generator(device_type: str, device_index: int | None) -> torch.Generator:
-    if device_type == "cuda":
-        index = torch.cuda.current_device() if device_index is None else device_index
-        torch.cuda.init()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+def _generators(devices: str, device_index: int | None) -> list[torch.Generator]:
+    found = []
+    for kind in devices.split("+"):
+        if kind == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device_index is None else device_index
+            found.append(torch.cuda.default_generators[index])
+        else:
+            found.append(torch.default_generator)
+    return found
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

@@ -36,7 +36,7 @@ class SecondOrder:
         inputs = [_torch_joint.input_position(primal) for primal in joint.primals]
         self._outputs = _torch_joint.output_positions(module, joint.forward_outputs)
         if any(op.random for op in joint.ops):
-            self._obstacle = "it draws random numbers"
+            self._obstacle = "it draws random numbers, or an operation from outside PyTorch may"
         elif joint.mutated:
             self._obstacle = "it changes buffers or inputs"
         elif inputs != list(range(len(inputs))) or len(self._outputs) < len(joint.tangents):

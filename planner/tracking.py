@@ -94,7 +94,8 @@ class StepRecorder(_torch.InfrastructureMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused or func._schema.name in _NOT_OPERATIONS:
+        # Operators of higher order run what they are made of, which comes here by itself.
+        if self._paused or not _torch.is_operator(func) or func._schema.name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
         node = _torch.current_backward_node()
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):

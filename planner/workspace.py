@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from planner._torch import OpOverload, concrete_size, tree_leaves
+from planner._torch import OpOverload, concrete_size, is_foreign, tree_leaves
 from planner._torch_memory import plain_execution, profiler_is_active, record_cpu_allocations
 from planner.devices import CUDA_ROUNDING_BYTES
 from planner.errors import PlannerError
@@ -37,8 +37,6 @@ _MAX_RUNS = 4
 _MARK = "planner.workspace."
 # These share their input's storage, or copy where its strides do not allow that.
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.to})
-# Anything else may have effects, or may not survive made-up inputs.
-_NAMESPACES = frozenset({"aten", "prims", "mkldnn", "torchvision"})
 
 Progress = Callable[[int, int], None]
 """Called with how many operators have been run, and of how many."""
@@ -246,7 +244,7 @@ class WorkspaceMeter:
         self, call: Call, masks: bool
     ) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:
         """The arguments with real tensors in the place of fake ones, and those tensors."""
-        if call.func.namespace not in _NAMESPACES:
+        if is_foreign(call.func):  # may have effects, or may not survive made-up inputs
             raise ValueError("not run: operators from outside PyTorch may have effects")
         needed = 2 * sum(_storage_length(t) * t.element_size() for t in _tensors([call.args, call.kwargs]))
         if needed > (available := _available_bytes(self.device)):

@@ -1,0 +1,176 @@
+"""Functions and operators of the user's inside a planned module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner.plan_file import Plan
+from tests.side_by_side import Layers, assert_trains_alike, layers, plan_of
+from tests.test_loops import steps
+
+
+def _trains(build: Callable[[], nn.Module]) -> tuple[nn.Module, Plan]:
+    model, args, _ = layers(build)
+    return model, assert_trains_alike(model, args, steps(args), expected_runs=2)
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds forward, and lets half the gradient pass where the input was not negative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (x >= 0) / 2
+
+
+@pytest.mark.heavy
+def test_a_custom_autograd_function() -> None:
+    class Rounded(Layers):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + StraightThrough.apply(layer(x))
+            return x
+
+    _trains(Rounded)
+
+
+@torch.library.custom_op("planner_tests::scaled_tanh", mutates_args=())
+def scaled_tanh(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.from_numpy(np.tanh(x.detach().numpy() * scale))
+
+
+@scaled_tanh.register_fake
+def _(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.scale = inputs[1]
+
+
+def _scaled_tanh_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    (output,) = ctx.saved_tensors
+    return gradient * (1 - output * output) * ctx.scale, None
+
+
+scaled_tanh.register_autograd(_scaled_tanh_backward, setup_context=_save)
+
+
+@torch.library.custom_op("planner_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Registered without a shape function."""
+    return 2 * x
+
+
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+@torch.library.custom_op("planner_tests::rank", mutates_args=())
+def rank(x: torch.Tensor) -> torch.Tensor:
+    """Registered without a gradient."""
+    return x.argsort(-1).argsort(-1).to(x.dtype)
+
+
+@rank.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _with(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    class WithFunction(Layers):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + function(layer(x))
+            return x
+
+    return WithFunction
+
+
+@torch.library.custom_op("planner_tests::blurred", mutates_args=())
+def blurred(x: torch.Tensor) -> torch.Tensor:
+    """Draws random numbers and does not say so."""
+    return x * (torch.rand_like(x) < 0.7)
+
+
+@blurred.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _save_blurred(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _blurred_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    (output,) = ctx.saved_tensors
+    return gradient * (output != 0)
+
+
+blurred.register_autograd(_blurred_backward, setup_context=_save_blurred)
+
+
+@torch.library.custom_op("planner_tests::counted", mutates_args=("calls",))
+def counted(x: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+    """Counts its runs in one of its arguments, and computes with the count."""
+    calls += 1
+    return x.tanh() / calls
+
+
+@counted.register_fake
+def _(x: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _recomputed(plan: Plan) -> set[str]:
+    return {graph.ops[i].name for graph in plan.graphs for i in graph.recomputed}
+
+
+@pytest.mark.heavy
+def test_an_operator_of_the_users() -> None:
+    _, plan = _trains(_with(lambda x: scaled_tanh(x, 0.5)))
+    assert "planner_tests.scaled_tanh.default" in _recomputed(plan)
+    assert any("could not be measured" in note for note in plan.notes)
+
+
+def test_an_operator_that_draws_numbers_draws_the_same_again() -> None:
+    _, plan = _trains(_with(lambda x: blurred(x).square()))
+    assert "planner_tests.blurred.default" in _recomputed(plan)
+
+
+@pytest.mark.heavy
+def test_an_operator_that_changes_an_argument_runs_once() -> None:
+    class Counting(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x) * counted(x.detach(), self.calls)
+            return x
+
+    model, _ = _trains(Counting)
+    assert model.calls == 8  # of two steps
+
+
+@pytest.mark.heavy
+def test_an_operator_without_a_gradient() -> None:
+    _trains(_with(lambda x: x * rank(x.detach())))
+
+
+@pytest.mark.heavy
+def test_an_operator_without_a_shape_function_is_named() -> None:
+    model, args, _ = layers(_with(doubled))
+    with pytest.raises(planner.CaptureError, match=r"doubled.*no fake impl"):
+        plan_of(model, args)
