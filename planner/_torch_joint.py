@@ -61,6 +61,8 @@ def compile_joint(
         # Compile the backward with the forward: nothing is left to happen in the user's backward.
         force_non_lazy_backward_lowering=True,
         enable_autograd_cache=False,
+        # Users leave the region of autocast before they call backward.
+        backward_pass_autocast="off",
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)

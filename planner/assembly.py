@@ -38,7 +38,7 @@ from planner.plan_file import (
 )
 from planner.problem import Problem, build_problem
 from planner.ranks import refuse_wrappers
-from planner.step import Step, autocast_regions, tensors_in, unique_storages
+from planner.step import Step, tensors_in, unique_storages
 from planner.timing import MeasuredCosts
 from planner.workspace import WorkspaceMeter
 from solvers.schedule import alive_at, lifetimes, simulate
@@ -186,7 +186,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
             inputs=input_records(prepared.step),
             parameter_count=sum(p.numel() for p in model.parameters()),
             state_digest=state_digest(model),
-            autocast=autocast_regions(),
+            autocast=captured.autocast,
             torch_version=torch.__version__,
         ),
         target=Target(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from planner import _torch, _torch_joint
 
@@ -103,8 +104,13 @@ def _share(joint: GraphModule, casts: list[Node]) -> None:
     if len(back) > len(casts) or len({_sum_of(node) for node in back}) > 1:
         return
     for cast in casts[1:]:
+        views = _views_of(cast)
         cast.replace_all_uses_with(casts[0])
         joint.graph.erase_node(cast)
+        for view in views:  # now of the storage of the cast that stays
+            args, kwargs = map_arg((view.args, view.kwargs), lambda node: node.meta["val"])
+            look: Any = view.target
+            view.meta["val"] = look(*args, **kwargs)
     for earlier, later in itertools.pairwise(back):
         with joint.graph.inserting_before(later):
             total = joint.graph.call_function(aten.add.Tensor, (earlier.args[0], later.args[0]))
@@ -115,6 +121,17 @@ def _share(joint: GraphModule, casts: list[Node]) -> None:
         meeting.replace_all_uses_with(other)
         joint.graph.erase_node(meeting)
         joint.graph.erase_node(earlier)
+
+
+def _views_of(node: Node) -> list[Node]:
+    """The nodes that share a node's storage, in order."""
+    key = _torch.storage_key(node.meta["val"])
+    found: list[Node] = []
+    for user in node.users:
+        value = user.meta.get("val")
+        if isinstance(value, torch.Tensor) and _torch.storage_key(value) == key:
+            found += [user, *_views_of(user)]
+    return found
 
 
 def _sum_of(node: Node) -> Node:

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from planner import _torch, _torch_tracing
+from planner._torch_autocast import autocast_of_cuda
 from planner._torch_kernels import Attention, dispatched_in_python, kernels_of_cuda
 from planner.errors import CaptureError, PlanWarning
 from planner.generators import GeneratorStates
 from planner.graph_runner import GraphRunner, collector, notes_on
 from planner.joint import JointGraph
 from planner.python_state import remember
-from planner.step import Step, tensors_in, unique_storages
+from planner.step import Step, autocast_regions, tensors_in, unique_storages
 from planner.step_copy import StepCopy, described, lacks_data, with_data, without_data
 from planner.tracking import Recording, StepRecorder
 
@@ -65,6 +66,7 @@ class CapturedStep:
         breaks: Where and why the forward was cut into graphs, a line each.
         eager_operations: Operations of the module's forward that no graph covers: they run as written.
         with_data: Whether it took a run with data, since the data decide what runs.
+        autocast: The regions of autocast around the step, as in ``cuda:bfloat16``.
         notes: Things that the user should know.
     """
 
@@ -78,6 +80,7 @@ class CapturedStep:
     breaks: list[str] = field(default_factory=list)
     eager_operations: int = 0
     with_data: bool = False
+    autocast: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -176,12 +179,11 @@ class _Capture:
     def run(self) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         module, report = self.copied.module, self.report
-        kernels = (
-            contextlib.nullcontext()
-            if self._cuda is None
-            else kernels_of_cuda(self._cuda.capability, self._cuda.attention)
-        )
-        with _torch.dynamo_settings(), kernels, contextlib.ExitStack() as stack:
+        autocast = autocast_regions()
+        with _torch.dynamo_settings(), contextlib.ExitStack() as stack:
+            if self._cuda is not None:
+                stack.enter_context(kernels_of_cuda(self._cuda.capability, self._cuda.attention))
+                autocast = stack.enter_context(autocast_of_cuda())
             stack.callback(remember(module))  # hooks of the copy write where those of the original do
             report("running the eager step", 0.1)
             eager, _ = self._record(module, "running the step")
@@ -238,6 +240,7 @@ class _Capture:
                 e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
             ),
             with_data=self.copied.data,
+            autocast=autocast,
             notes=[*self.notes, *notes_on(runners)],
         )
 

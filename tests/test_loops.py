@@ -108,6 +108,28 @@ class SharedInside(Shared):
             return super().forward(x)
 
 
+class PartlyInSingle(Layers):
+    """Of which a part is in single precision, whatever region of autocast is around."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        with torch.autocast("cpu", enabled=False):
+            x = x + self.layers[1](x.float())
+        return x.square().mean()
+
+
+def test_backward_is_not_under_autocast_though_the_forward_is() -> None:
+    model, args, _ = layers(PartlyInSingle)
+
+    def step(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = model(*args)
+        loss.backward()
+        return loss
+
+    assert_trains_alike(model, args, lambda m: [step(m)], expected_runs=1, autocast=torch.bfloat16)
+
+
 def test_weights_that_are_used_twice_under_autocast() -> None:
     model, args, _ = layers(Shared)
 
