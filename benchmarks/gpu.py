@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
+from benchmarks.frontiers.gpu_results import Row, judged, table
 from benchmarks.frontiers.nets import DiffusionUNet
-from planner.budget import format_bytes
 from planner.files import write_atomically
 from planner.measure import measure_peak, measure_seconds
 from planner.step import find_loss
@@ -103,34 +103,6 @@ CASES = {
     "resnet-50": Case(resnet_50, ("Bottleneck",)),
     "sd-unet": Case(sd_unet, ("TimeBlock", "SpatialTransformer")),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to run one model's step.
-
-    Attributes:
-        way: "unplanned", "plan 60%", "checkpoint per block", "compile 0.5".
-        predicted_bytes, measured_bytes: Peak of allocated bytes over entry; no prediction for peers.
-        reserved_bytes: What the caching allocator reserved in all; None on the CPU.
-        budget_bytes, total_bytes: Of a plan: the budget, and what the step measured against it.
-        predicted_overhead, measured_overhead: Extra time over the unplanned step: 0.1 is 10 %.
-        right: Whether gradients, buffers and loss are the unplanned step's; None where not compared.
-    """
-
-    model: str
-    precision: str
-    way: str
-    measured_bytes: int | None = None
-    predicted_bytes: int | None = None
-    reserved_bytes: int | None = None
-    budget_bytes: int | None = None
-    total_bytes: int | None = None
-    seconds: float | None = None
-    predicted_overhead: float | None = None
-    measured_overhead: float | None = None
-    right: bool | None = None
-    problem: str = ""
 
 
 @dataclass
@@ -299,80 +271,6 @@ def _compiled(model: nn.Module, budget: float) -> Iterator[nn.Module]:
     with config.patch(activation_memory_budget=budget):
         yield torch.compile(model, backend="inductor" if on_gpu else "aot_eager_decomp_partition")  # type: ignore[misc]
     torch._dynamo.reset()
-
-
-# ---- results --------------------------------------------------------------------------------------------
-
-
-def judged(rows: list[Row]) -> dict[str, Any]:
-    """What the rows say of the promises: how far memory and time are off, and whether budgets hold."""
-    memory = [r for r in rows if r.predicted_bytes and r.measured_bytes]
-    errors = [
-        r.predicted_bytes / r.measured_bytes - 1 for r in memory if r.predicted_bytes and r.measured_bytes
-    ]
-    times = [
-        abs(r.predicted_overhead - r.measured_overhead)
-        for r in rows
-        if r.predicted_overhead is not None and r.measured_overhead is not None
-    ]
-    over = [
-        f"{r.model} {r.precision} {r.way}"
-        for r in rows
-        if r.budget_bytes is not None and r.total_bytes is not None and r.total_bytes > r.budget_bytes
-    ]
-    return {
-        "largest_memory_error": max(map(abs, errors), default=None),
-        "most_below_measured": -min([*errors, 0.0]),
-        "over_budget": over,
-        "largest_overhead_error": max(times, default=None),
-        "wrong": [f"{r.model} {r.precision} {r.way}" for r in rows if r.right is False],
-    }
-
-
-def table(document: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    rows = [Row(**row) for row in document["rows"]]
-    found = document["judged"]
-    lines = [
-        f"# Predicted and measured on {document['device']}",
-        "",
-        f"Made by `python benchmarks/gpu.py` with torch {document['torch']}, in {document['seconds']:.0f} s.",
-        "Memory is the peak of allocated bytes that forward and backward add to what is there before.",
-        "",
-        "| model | precision | way | predicted | measured | error | reserved | seconds | predicted overhead "
-        "| overhead | right |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if row.measured_bytes is None:
-            lines.append(f"| {row.model} | {row.precision} | {row.way} | {row.problem} | | | | | | | |")
-            continue
-        error = f"{row.predicted_bytes / row.measured_bytes - 1:+.2%}" if row.predicted_bytes else ""
-        lines.append(
-            f"| {row.model} | {row.precision} | {row.way} | {_bytes(row.predicted_bytes)} "
-            f"| {_bytes(row.measured_bytes)} | {error} | {_bytes(row.reserved_bytes)} | {row.seconds:.4f} "
-            f"| {_share(row.predicted_overhead)} | {_share(row.measured_overhead)} "
-            f"| {'' if row.right is None else 'yes' if row.right else 'no'} |"
-        )
-    lines += [
-        "",
-        f"Largest error of memory {_share(found['largest_memory_error'])}, at most "
-        f"{found['most_below_measured']:.2%} below what was measured. Over budget: "
-        f"{', '.join(found['over_budget']) or 'none'}. Largest error of overhead: "
-        f"{_share(found['largest_overhead_error'])} of the unplanned step. Wrong: "
-        f"{', '.join(found['wrong']) or 'none'}.",
-    ]
-    if document["left_out"]:
-        lines.append(f"Left out, because the time was up: {', '.join(document['left_out'])}.")
-    return "\n".join(lines) + "\n"
-
-
-def _bytes(amount: int | None) -> str:
-    return "" if amount is None else format_bytes(amount)
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:+.1%}"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

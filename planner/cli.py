@@ -4,24 +4,45 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a pla
 usage or input, 3 no plan fits the budget.
 """
 
-import contextlib
 import json
-import logging
 import os
-import sys
-import traceback
-import warnings
-from collections.abc import Iterator
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import planner
 from planner.budget import parse_budget
-from planner.builder import BuilderError, Built, build, build_for_batches, load_reference
-from planner.errors import BudgetError, InfeasibleBudget, PlannerError
+from planner.builder import Built, build, build_for_batches, load_reference
+from planner.cli_options import (
+    Accumulate,
+    Again,
+    AsJson,
+    AttentionName,
+    Budget,
+    Checkpoints,
+    CostName,
+    CostSource,
+    Debug,
+    DeviceName,
+    FigurePath,
+    Keep,
+    Loss,
+    OptimizerName,
+    PlanFile,
+    PlanPath,
+    Reference,
+    Solver,
+)
+from planner.cli_output import (
+    VERIFY_FAILED,
+    described,
+    one_line_errors,
+    print_json,
+    show,
+    stdout_for_results,
+    width,
+)
+from planner.errors import BudgetError
 from planner.files import check_folder, check_writable, write_atomically
 from planner.plan_file import Plan, plan_schema
 from planner.progress import shown_progress
@@ -31,8 +52,6 @@ from planner.report.frontier import render_frontier
 from planner.report.text import printable, render
 from planner.report.verification import render_verification
 
-VERIFY_FAILED, WRONG_INPUT, INFEASIBLE = 1, 2, 3
-
 app = typer.Typer(
     help="Plan which activations a PyTorch training step keeps and recomputes, within a memory budget.",
     no_args_is_help=True,
@@ -40,75 +59,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Reference = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE:FUNCTION",
-        help="Returns (model, args) or (model, args, kwargs); as pkg.module:build or path/to/file.py:build.",
-        show_default=False,
-    ),
-]
-PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
-Loss = Annotated[
-    str | None,
-    typer.Option(
-        "--loss", metavar="MODULE:FUNCTION", help="A function from the model's output to a scalar loss."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-FigurePath = Annotated[
-    str | None,
-    typer.Option("--figure", metavar="FILE", help="Draw the plan as well, into a .png, .svg or .pdf."),
-]
-
-
-class CostSource(StrEnum):
-    """Where the seconds of operations come from."""
-
-    roofline = "roofline"
-    measured = "measured"
-
-
-class Attention(StrEnum):
-    """Kernels of scaled dot product attention."""
-
-    flash = "flash"
-    efficient = "efficient"
-    math = "math"
-
-
-Solver = Annotated[str, typer.Option(help="How to search for the plan.")]
-DeviceName = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda, or a device to plan for without having it, as A100-80GB."),
-]
-OptimizerName = Annotated[str | None, typer.Option(help="An optimizer whose state to count, as adamw.")]
-AttentionName = Annotated[
-    Attention | None,
-    typer.Option(help="Planning for a GPU without one: its attention kernel, if not PyTorch's choice."),
-]
-CostName = Annotated[
-    CostSource,
-    typer.Option(help="Seconds of operations: by the device's figures, or timed on the device at hand."),
-]
-Accumulate = Annotated[
-    bool | None,
-    typer.Option("--accumulate", help="Gradients are there when the step begins, and are added to."),
-]
-Keep = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Never recompute this module or operator (a pattern; repeatable)."),
-]
-Again = Annotated[
-    list[str] | None,
-    typer.Option("--recompute", metavar="NAME", help="Never keep this module or operator (repeatable)."),
-]
-Checkpoints = Annotated[
-    list[str] | None,
-    typer.Option("--checkpoint", metavar="NAME", help="Keep this module's result (for --solver manual)."),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -123,13 +73,8 @@ def _options(
 @app.command("plan")
 def plan_command(
     reference: Reference,
-    budget: Annotated[
-        str,
-        typer.Option("--budget", "-b", help="8GiB, 8GB, bytes, 60% of the unplanned step's peak, or min."),
-    ],
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to this file.")
-    ] = None,
+    budget: Budget,
+    output: PlanFile = None,
     solver: Solver = "auto",
     device: DeviceName = None,
     optimizer: OptimizerName = None,
@@ -146,14 +91,14 @@ def plan_command(
     debug: Debug = False,
 ) -> None:
     """Plan a model's training step for a memory budget."""
-    with _one_line_errors(debug, as_json):
+    with one_line_errors(debug, as_json):
         # What can be refused at once is refused before the model is built.
         parse_budget(budget, 2**40)
         if output is not None:
             check_writable(output)
         if figure is not None:
             plan_figure.check_figure(figure)
-        with _stdout_for_results():
+        with stdout_for_results():
             built = build(reference)
             loss_function = None if loss is None else load_reference(loss)
             with shown_progress() as progress:
@@ -180,9 +125,9 @@ def plan_command(
         if figure is not None:
             plan_figure.save(plan, figure)
         if as_json:
-            _print_json({**_described(plan), "saved_to": output})
+            print_json({**described(plan), "saved_to": output})
             return
-        _print(render(plan, width=_width()))
+        show(render(plan, width=width()))
         if output is not None:
             typer.echo(f"\nwritten to {printable(output)}")
 
@@ -211,13 +156,13 @@ def sweep_command(
     debug: Debug = False,
 ) -> None:
     """Plan for many budgets at once: what memory costs in time."""
-    with _one_line_errors(debug, as_json):
+    with one_line_errors(debug, as_json):
         wanted = None if budgets is None else [b.strip() for b in budgets.split(",")]
         for budget in wanted or ():
             parse_budget(budget, 2**40)
         if output is not None:
             check_folder(output)
-        with _stdout_for_results():
+        with stdout_for_results():
             built = build(reference)
             loss_function = None if loss is None else load_reference(loss)
             with shown_progress() as progress:
@@ -243,9 +188,9 @@ def sweep_command(
             if path is not None:
                 made.save(path)
         if as_json:
-            _print_json([{**_described(p), "saved_to": s} for p, s in zip(plans, saved, strict=True)])
+            print_json([{**described(p), "saved_to": s} for p, s in zip(plans, saved, strict=True)])
             return
-        _print(render_frontier(plans))
+        show(render_frontier(plans))
         if output is not None:
             typer.echo(f"\n{len(plans)} plans written to {printable(output)}")
 
@@ -265,9 +210,7 @@ def max_batch_command(
         str | None,
         typer.Option(help="The most extra time per sample over the largest unplanned batch, as 29%."),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to this file.")
-    ] = None,
+    output: PlanFile = None,
     solver: Solver = "auto",
     device: DeviceName = None,
     optimizer: OptimizerName = None,
@@ -282,12 +225,12 @@ def max_batch_command(
     debug: Debug = False,
 ) -> None:
     """Find the largest batch that fits a budget, with its plan."""
-    with _one_line_errors(debug, as_json):
+    with one_line_errors(debug, as_json):
         parse_budget(budget, 2**40)
         allowed = None if max_overhead is None else _share(max_overhead)
         if output is not None:
             check_writable(output)
-        with _stdout_for_results():
+        with stdout_for_results():
             model, make_args = build_for_batches(reference)
             loss_function = None if loss is None else load_reference(loss)
             with shown_progress() as progress:
@@ -311,10 +254,10 @@ def max_batch_command(
         if output is not None:
             found.plan.save(output)
         if as_json:
-            plan = _described(found.plan)
-            _print_json({**found.to_dict(), "plan": plan, "saved_to": output})
+            plan = described(found.plan)
+            print_json({**found.to_dict(), "plan": plan, "saved_to": output})
             return
-        _print(render_batches(found))
+        show(render_batches(found))
         if output is not None:
             typer.echo(f"\nthe plan for batch {found.batch} is written to {printable(output)}")
 
@@ -338,9 +281,9 @@ def verify_command(
     debug: Debug = False,
 ) -> None:
     """Run the planned and the unplanned step, and compare gradients, buffers, memory and time."""
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         plan = Plan.load(plan_path)
-        with _stdout_for_results():
+        with stdout_for_results():
             built: Built = build(reference)
             loss_function = None if loss is None else load_reference(loss)
             with shown_progress() as progress:
@@ -349,9 +292,9 @@ def verify_command(
                     built.model, args=built.args, kwargs=built.kwargs, plan=plan, loss=loss_function
                 )
         if as_json:
-            _print_json(report.to_dict())
+            print_json(report.to_dict())
         else:
-            _print(render_verification(report))
+            show(render_verification(report))
         if not report.ok:
             raise typer.Exit(VERIFY_FAILED)
 
@@ -364,15 +307,15 @@ def show_command(
     debug: Debug = False,
 ) -> None:
     """Show what a plan keeps and recomputes, by module, and its memory over the step."""
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         plan = Plan.load(plan_path)
         if figure is not None:
             plan_figure.check_figure(figure)
             plan_figure.save(plan, figure)
         if as_json:
-            _print_json(_described(plan))
+            print_json(described(plan))
         else:
-            _print(render(plan, width=_width()))
+            show(render(plan, width=width()))
 
 
 @app.command("schema")
@@ -383,79 +326,9 @@ def schema_command(
     debug: Debug = False,
 ) -> None:
     """Print the JSON schema of plan files."""
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         text = json.dumps(plan_schema(), indent=2) + "\n"
         if output is None:
             typer.echo(text, nl=False)
         else:
             write_atomically(output, text)
-
-
-@contextlib.contextmanager
-def _one_line_errors(debug: bool, as_json: bool = False) -> Iterator[None]:
-    try:
-        with contextlib.nullcontext() if debug else _without_torch_tracebacks():
-            yield
-    except (typer.Exit, typer.Abort, BrokenPipeError):
-        raise
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        _print_error(error, debug)
-        if as_json and isinstance(error, InfeasibleBudget):
-            least = {"minimum_bytes": error.minimum_bytes, "budget_bytes": error.budget_bytes}
-            _print_json({"error": "infeasible", **least})
-        raise typer.Exit(INFEASIBLE if isinstance(error, InfeasibleBudget) else WRONG_INPUT) from None
-
-
-@contextlib.contextmanager
-def _without_torch_tracebacks() -> Iterator[None]:
-    # torch logs, or warns of, errors that it then raises, with tracebacks.
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Error detected in")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-def _print_error(error: Exception, debug: bool) -> None:
-    text = " ".join(str(error).split())
-    if not isinstance(error, PlannerError | ValueError):
-        text = f"{type(error).__name__}: {text}"
-    if not debug and (isinstance(error, BuilderError) or not isinstance(error, PlannerError)):
-        text += "; --debug shows where"
-    typer.echo(f"error: {printable(text)}", err=True)
-
-
-def _stdout_for_results() -> contextlib.AbstractContextManager[object]:
-    # A model may print while it is built or run; on stdout that would spoil --json.
-    return contextlib.redirect_stdout(sys.stderr)
-
-
-def _described(plan: Plan) -> dict[str, Any]:
-    described = plan.model_dump(mode="json", exclude={"graphs", "timeline", "baseline_timeline"})
-    return {
-        **described,
-        "overhead": plan.overhead,
-        "recomputed_ops": sum(len(graph.recomputed) for graph in plan.graphs),
-        "forward_ops": sum(graph.forward_length for graph in plan.graphs),
-    }
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
-
-
-def _console() -> Console:
-    return Console(file=sys.stdout, soft_wrap=False, width=None if sys.stdout.isatty() else 100)
-
-
-def _width() -> int:
-    return min(_console().width, 120)
-
-
-def _print(what: object) -> None:
-    _console().print(what)

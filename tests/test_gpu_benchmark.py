@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import Row
+from benchmarks.frontiers.gpu_results import Row, judged
 
 
 @pytest.mark.heavy
@@ -42,7 +42,7 @@ def test_promises_that_are_broken_are_told() -> None:
         Row("m", "fp32", "plan 80%", 100, 101, predicted_overhead=0.1, measured_overhead=0.3),
         Row("m", "fp32", "compile 0.5", 100),
     ]
-    found = gpu.judged(rows)
+    found = judged(rows)
     assert found["largest_memory_error"] == pytest.approx(0.03)
     assert found["most_below_measured"] == pytest.approx(0.03)
     assert found["largest_overhead_error"] == pytest.approx(0.2)
