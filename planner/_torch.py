@@ -6,7 +6,7 @@ work with torch 2.13.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -55,6 +55,29 @@ def same_shape(tensor: torch.Tensor) -> torch.Tensor:
     mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    """Run a captured forward on copies of its inputs that have no data and are leaves; returns both.
+
+    Nothing of the inputs changes, and no kernel runs.
+    """
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or fake_mode()
+    with mode, torch.enable_grad():
+        copies = [
+            _leaf_like(mode.from_tensor(x) if not isinstance(x, FakeTensor) else x)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in inputs
+        ]
+        return copies, graph(*copies)
+
+
+def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.constant is not None and isinstance(copy, FakeTensor):
+        copy.constant = tensor.constant.clone()
+    return copy
 
 
 def is_fake(value: object) -> bool:

@@ -4,20 +4,30 @@ Like :mod:`planner._torch`, each function says what it hides. All of it was seen
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import aot_autograd as functorch_aot
+from torch._functorch._aot_autograd import (
+    collect_metadata_analysis,
+    graph_capture_wrappers,
+    runtime_wrappers,
+)
 from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
     InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -37,11 +47,14 @@ def compile_joint(
     partition: Partition,
     forward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
     backward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
+    layouts: Mapping[int, Sequence[int]],
 ) -> Callable[..., Any]:
     """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
 
     A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
-    ``partition`` is not called.
+    ``partition`` is not called. ``layouts`` says of outputs, by position, how their gradients lie in
+    memory: their dimensions, those of the largest steps first. The others' lie as the outputs do, where
+    sizes are symbolic those of all.
     """
 
     def partition_fn(
@@ -68,10 +81,71 @@ def compile_joint(
         stack.enter_context(settings)
         stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
         stack.enter_context(_deep_recursion())
+        stack.enter_context(_gradients_laid_out(layouts))
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))
         return backend(graph, example_inputs)
+
+
+@contextlib.contextmanager
+def _gradients_laid_out(layouts: Mapping[int, Sequence[int]]) -> Iterator[None]:
+    """AOTAutograd takes it that gradients lie in memory as their outputs do, and copies those that do not."""
+    if not layouts:
+        yield
+        return
+    original = collect_metadata_analysis.run_functionalized_fw_and_collect_metadata
+
+    def run(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        collect = original(*args, **kwargs)
+
+        def collected(*inputs: Any) -> Any:
+            metadata = collect(*inputs)
+            for i, description in enumerate(metadata.traced_tangents_descs):
+                source = getattr(description, "output", None)
+                dimensions = layouts.get(source.idx) if isinstance(source, PlainAOTOutput) else None
+                tangent = metadata.traced_tangents[i]
+                if dimensions is None or not _can_lie(tangent, dimensions):
+                    continue
+                tangent = tangent.new_empty_strided(tangent.shape, _strides(tangent, dimensions))
+                metadata.traced_tangents[i] = tangent
+                metadata.subclass_tangent_meta[i] = dataclasses.replace(
+                    metadata.subclass_tangent_meta[i], memory_format=MemoryFormatMeta.from_tensor(tangent)
+                )
+            return metadata
+
+        return collected
+
+    users = (functorch_aot, runtime_wrappers, graph_capture_wrappers)
+    try:
+        for user in users:
+            user.run_functionalized_fw_and_collect_metadata = run  # type: ignore[attr-defined]
+        yield
+    finally:
+        for user in users:
+            user.run_functionalized_fw_and_collect_metadata = original  # type: ignore[attr-defined]
+
+
+def _can_lie(tangent: Any, dimensions: Sequence[int]) -> bool:
+    return (
+        isinstance(tangent, FakeTensor)
+        and tangent.layout is torch.strided
+        and not tangent._has_symbolic_sizes_strides
+        and sorted(dimensions) == list(range(tangent.dim()))
+    )
+
+
+def lies(tensor: torch.Tensor, dimensions: Sequence[int]) -> bool:
+    """Whether a tensor lies in memory densely, its dimensions in that order, the largest steps first."""
+    return len(dimensions) == tensor.dim() and list(tensor.stride()) == _strides(tensor, dimensions)
+
+
+def _strides(tensor: torch.Tensor, dimensions: Sequence[int]) -> list[int]:
+    strides, step = [0] * tensor.dim(), 1
+    for dimension in reversed(dimensions):
+        strides[dimension] = step
+        step *= max(tensor.shape[dimension], 1)
+    return strides
 
 
 def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
@@ -164,6 +238,33 @@ def input_position(placeholder: torch.fx.Node) -> int | None:
     """Which of the forward's inputs an input of the joint graph is; None for what is no plain input."""
     description = placeholder.meta.get("desc")
     return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def gradient_places(joint: torch.fx.GraphModule) -> dict[int, int]:
+    """Which outputs of a joint graph are the gradients of the forward's plain inputs, by their position."""
+    found = {}
+    for place, description in enumerate(joint.graph.output_node().meta["desc"]):
+        if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput):
+            found[description.grad_of.idx] = place
+    return found
+
+
+def gradients_of_outputs(joint: torch.fx.Graph) -> dict[int, torch.Tensor]:
+    """The gradients that a joint graph was traced with, by position of the outputs that they are of.
+
+    Outputs that look at one result of the graph, or at an input, are taken anew outside of it, and have none.
+    """
+    return {s.idx: n.meta["val"] for n, s in _gradients(joint) if isinstance(s, PlainAOTOutput)}
+
+
+def has_shared_outputs(joint: torch.fx.Graph) -> bool:
+    """Whether outputs of a joint graph look at one result of it, which then is an output in their place."""
+    return any(isinstance(source, IntermediateBaseAOTOutput) for _, source in _gradients(joint))
+
+
+def _gradients(joint: torch.fx.Graph) -> list[tuple[torch.fx.Node, Any]]:
+    descriptions = [(n, n.meta.get("desc")) for n in joint.find_nodes(op="placeholder")]
+    return [(n, d.output) for n, d in descriptions if isinstance(d, TangentAOTInput)]
 
 
 def origin(node: torch.fx.Node) -> str | None:

@@ -23,6 +23,7 @@ from planner.optimizer import Optimizer, OptimizerStep, optimizer_step
 from planner.origin import Origin
 from planner.plan_file import (
     Footprint,
+    GradientLayout,
     GraphRecord,
     Holder,
     ModelRecord,
@@ -275,6 +276,11 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                 fingerprint=joint.fingerprint,
                 structure=captured_graph.structure,
                 unused_outputs=list(captured_graph.unused_outputs),
+                inputs_by_use=list(captured_graph.inputs_by_use),
+                gradient_layouts=[
+                    GradientLayout(output=output, dimensions=list(dimensions))
+                    for output, dimensions in sorted(captured_graph.gradient_layouts.items())
+                ],
                 ops=ops,
                 backward=backward,
                 kept=kept.get(index, []),

@@ -15,7 +15,7 @@ the data decide what runs (``nonzero``, ``item``), the step runs on a copy with 
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,11 +46,16 @@ class CapturedGraph:
         structure: Digest of the graph without shapes: what a plan recognises it by.
         unused_outputs: Outputs that no gradient reached although they could have one.
         joint: Forward and backward; None where there is nothing to differentiate.
+        inputs_by_use: Inputs whose gradients it hands out use by use, see :mod:`planner.uses`.
+        gradient_layouts: Of outputs whose gradients lie otherwise in memory than they do, by position: the
+            gradients' dimensions, those of the largest steps first.
     """
 
     structure: str
     unused_outputs: tuple[int, ...]
     joint: JointGraph | None = None
+    inputs_by_use: tuple[int, ...] = ()
+    gradient_layouts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -202,22 +207,7 @@ class _Capture:
                     f"{': ' + reasons[0] if reasons else ''}. TORCH_LOGS=graph_breaks shows the lines; move "
                     "what cannot be captured out of the forward, or plan the submodules that can"
                 )
-            traced, put_back = 0, remember(module)
-            for attempt in range(_MOST_PASSES):
-                self._trace(runners[traced:], len(runners))
-                traced = len(runners)
-                if attempt == _MOST_PASSES - 1:
-                    put_back()  # counters and histories change each time: as the last pass found them
-                put_back = remember(module)
-                report("recording the compiled step", 0.8)
-                recording, forward_events = self._record(target, "running the compiled step", runners)
-                if len(runners) == traced:
-                    break  # else some code first ran now: a forward may go another way the second time
-            else:
-                raise CaptureError(
-                    "the module's forward captures differently every time it runs (Python state that changes "
-                    f"with each step?); it cannot be planned as it is{self._where(runners[traced:])}"
-                )
+            recording, forward_events = self._compiled_pass(target, runners)
         self._warn_of_other_order(recording, runners)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
@@ -226,7 +216,13 @@ class _Capture:
         )
         return CapturedStep(
             [
-                CapturedGraph(r.structure, r.unused_outputs, r.joint if r.index in ran else None)
+                CapturedGraph(
+                    r.structure,
+                    r.unused_outputs,
+                    r.joint if r.index in ran else None,
+                    inputs_by_use=tuple(sorted(r.by_use - r.left)),
+                    gradient_layouts=r.layouts,
+                )
                 for r in runners
             ],
             eager,
@@ -244,6 +240,33 @@ class _Capture:
             notes=[*self.notes, *notes_on(runners)],
         )
 
+    def _compiled_pass(self, target: torch.nn.Module, runners: list[GraphRunner]) -> tuple[Recording, int]:
+        """Trace the graphs and record the step with them, until it takes the same way twice; then once more
+        if some must hand out gradients use by use. Returns what :meth:`_record` does."""
+        module = self.copied.module
+        waiting, put_back, attempts, asked = list(runners), remember(module), 1, False
+        while True:
+            traced = len(runners)
+            self._trace(waiting, traced)
+            if attempts == _MOST_PASSES:
+                put_back()  # counters and histories change each time: as the last pass found them
+            put_back = remember(module)
+            self.report("recording the compiled step", 0.8)
+            recording, forward_events = self._record(target, "running the compiled step", runners)
+            waiting = runners[traced:]
+            if waiting:  # some code first ran now: a forward may go another way the second time
+                attempts += 1
+            elif not asked:
+                waiting, asked = _hand_out_by_use(recording, runners), True
+                put_back()
+            if not waiting:
+                return recording, forward_events
+            if attempts > _MOST_PASSES:
+                raise CaptureError(
+                    "the module's forward captures differently every time it runs (Python state that changes "
+                    f"with each step?); it cannot be planned as it is{self._where(waiting)}"
+                )
+
     def _trace(self, runners: Sequence[GraphRunner], total: int) -> None:
         for runner in runners:
             fraction = 0.4 + 0.4 * runner.index / total
@@ -253,7 +276,7 @@ class _Capture:
 
     def _warn_of_other_order(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
         """Say so where gradients pass between graphs in another order, or layout, than eager's."""
-        sums = _sums_between_graphs(recording, runners)
+        sums = len(_sums_between_graphs(recording, runners))
         relaid = sum(runner.relaid_gradients for runner in runners)
         if not sums and not relaid:
             return
@@ -335,26 +358,38 @@ class _Marked(torch.nn.Module):
         return output
 
 
-def _sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) -> int:
-    """How many gradients from later graphs are added to one that a graph has added up inside already.
+def _sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) -> list[tuple[int, int]]:
+    """Gradients that are added to others although a graph has added them up inside already.
 
     Without a plan the uses of a tensor are added one by one, the last first.
+
+    Returns:
+        The graph and the position of the input (-1: unknown) of each.
     """
-    added_up: set[int] = set()
-    count = 0
+    sums = {r.index: r.sums() for r in runners if r.joint is not None}
+    added_up: dict[int, tuple[int, int]] = {}
+    found = []
     for event in recording.events:
         call = event.graph
         if call is not None and call.backward:
-            joint = runners[call.graph].joint
-            assert joint is not None
-            for node, storage in zip(joint.outputs[1], call.outputs, strict=True):
-                if getattr(node, "target", None) is torch.ops.aten.add.Tensor and storage >= 0:
-                    added_up.add(storage)
+            for output, position in sums[call.graph].items():
+                if call.outputs[output] >= 0:
+                    added_up[call.outputs[output]] = (call.graph, position)
         elif call is None and event.backward and event.call is not None:
             name = recording.calls[event.call].func.overloadpacket
             if name in _ADDITIONS and len(event.reads) == 2 and event.reads[0] >= 0:
-                count += event.reads[1] in added_up
-    return count
+                found += [added_up[r] for r in event.reads[1:] if r in added_up]
+    return found
+
+
+def _hand_out_by_use(recording: Recording, runners: Sequence[GraphRunner]) -> list[GraphRunner]:
+    """Ask graphs for gradients use by use where others are added before them; returns those graphs."""
+    asked: dict[int, set[int]] = {}
+    for graph, position in _sums_between_graphs(recording, runners):
+        asked.setdefault(graph, set()).add(position)
+    for graph, positions in asked.items():
+        runners[graph].by_use = frozenset(positions - {-1})
+    return [runners[graph] for graph in sorted(asked) if runners[graph].by_use]
 
 
 def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:

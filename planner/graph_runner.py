@@ -21,6 +21,7 @@ from planner.codegen import compile_graph
 from planner.joint import JointGraph, read_joint
 from planner.rewrite import Halves, emit, no_recomputation
 from planner.tracking import StepRecorder
+from planner.uses import compile_by_use, copied, is_sum
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,7 @@ def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:
     """A copy of a Dynamo graph in which some outputs are cut off from differentiation."""
     if not outputs:
         return graph
-    new = torch.fx.Graph()
-    new.output(new.graph_copy(graph.graph, {}))
-    result = GraphModule(graph, new)
+    result = copied(graph)
     node = result.graph.output_node()
     results = list(node.args[0])  # type: ignore[arg-type]
     for index in outputs:
@@ -80,8 +79,6 @@ def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:
             results[index] = result.graph.call_method("detach", (results[index],))
     node.args = (tuple(results),)
     result.recompile()
-    for old, copied in zip(graph.graph.nodes, result.graph.nodes, strict=False):
-        copied.meta = dict(old.meta) if old.op == copied.op else copied.meta
     return result
 
 
@@ -100,8 +97,12 @@ class GraphRunner:
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
         joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
-        relaid_gradients: How often, in the probing pass, an output got a gradient that lies otherwise in
-            memory than the output; the traced backward takes a copy that lies as the output does.
+        by_use: Positions of the inputs whose gradients are to be handed out use by use, see
+            :mod:`planner.uses`.
+        left: Of those, once it is traced, the ones for which that could not be done.
+        layouts: Of outputs whose gradients lay otherwise in memory than they do in the probing pass, by
+            position: the gradients' dimensions, those of the largest steps first; once it is traced, of
+            those for which it was traced so.
         recorder: Told about every execution in the compiled pass, see :meth:`record_to`.
     """
 
@@ -117,7 +118,10 @@ class GraphRunner:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs]
         self._cuda, self._data = cuda, data
-        self.relaid_gradients = 0
+        self.by_use: frozenset[int] = frozenset()
+        self.left: frozenset[int] = frozenset()
+        self.layouts: dict[int, tuple[int, ...]] = {}
+        self._arrived: dict[int, list[tuple[int, ...]]] = {}
         self.structure = structure_of(graph)
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
@@ -146,14 +150,43 @@ class GraphRunner:
                 self._differentiable.add(i)
                 # An alias, because gradients pass through the tensor itself inside the graph as well.
                 outputs[i] = tensor.view_as(tensor)
-                outputs[i].register_hook(functools.partial(self._receive, i, _laid_out(outputs[i])))
+                outputs[i].register_hook(functools.partial(self._receive, i, _steps(outputs[i])))
         return tuple(outputs)
 
-    def _receive(self, output: int, layout: tuple[int, ...], gradient: torch.Tensor) -> None:
+    def _receive(self, output: int, steps: tuple[int, ...], gradient: torch.Tensor) -> None:
         self._received.add(output)
-        arrived = _laid_out(gradient)
-        if 0 not in arrived and arrived != layout:
-            self.relaid_gradients += 1
+        arrived = _steps(gradient)
+        if 0 not in arrived and arrived != steps:
+            self.layouts[output] = _order(gradient)
+            self._arrived.setdefault(output, []).append(arrived)
+
+    @property
+    def relaid_gradients(self) -> int:
+        """How often, in the probing pass, a gradient arrived that the traced backward takes a copy of, since
+        it lay otherwise in memory than it was traced."""
+        if self.joint is None:
+            return 0  # outputs that are views of inputs, taken as without a plan
+        traced = _torch_joint.gradients_of_outputs(self.joint.graph)
+        shared = _torch_joint.has_shared_outputs(self.joint.graph)
+        return sum(
+            steps != _steps(traced[i]) if i in traced else shared
+            for i, arrived in self._arrived.items()
+            for steps in arrived
+        )
+
+    def sums(self) -> dict[int, int]:
+        """Sums of gradients that the graph hands out in one piece: positions of the inputs that they are of
+        (-1: of none), by position among the backward's outputs."""
+        assert self.joint is not None
+        found = {}
+        for i, (node, primal) in enumerate(zip(self.joint.outputs[1], self.joint.primals, strict=True)):
+            position = _torch_joint.input_position(primal)
+            if is_sum(node) and (position is None or position in self.left or not self._by_use(position)):
+                found[i] = -1 if position is None else position
+        return found
+
+    def _by_use(self, position: int) -> bool:
+        return position in self.by_use or position >= len(self.example_inputs)
 
     def record_to(self, recorder: StepRecorder) -> None:
         """Tell a recorder about the executions of the step that now begins."""
@@ -164,13 +197,24 @@ class GraphRunner:
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
         self._inside_autocast = inside_region()
-        self._compiled = _torch_joint.compile_joint(
+        compiled = compile_by_use(
             detach_outputs(self.graph, self.unused_outputs),
             self._inputs_as_captured(),
+            self.by_use,
+            prepare=self._prepare,
             partition=self._partition,
             forward_compiler=self._forward_stub,
             backward_compiler=self._backward_stub,
+            layouts=self.layouts,
         )
+        self._compiled, self.left = compiled.call, compiled.left
+        gradients = {} if self.joint is None else _torch_joint.gradients_of_outputs(self.joint.graph)
+        self.layouts = {
+            i: d for i, d in self.layouts.items() if i in gradients and _torch_joint.lies(gradients[i], d)
+        }
+
+    def _prepare(self, joint: GraphModule) -> None:
+        share_casts(joint, self.graph, self.example_inputs, inside=self._inside_autocast)
 
     def _inputs_as_captured(self) -> list[Any]:
         # A buffer of results that the step fills in place needs gradients once it has been run.
@@ -182,7 +226,6 @@ class GraphRunner:
         ]
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        share_casts(joint, self.graph, self.example_inputs, inside=self._inside_autocast)
         self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
         if self._data:
             self._halves = emit(self.joint, no_recomputation(self.joint))
@@ -314,7 +357,13 @@ def collector(runners: list[GraphRunner], *, cuda: bool = False, data: bool = Fa
     return backend
 
 
-def _laid_out(tensor: torch.Tensor) -> tuple[int, ...]:
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor, those of the largest steps in memory first."""
+    steps = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], -tensor.shape[d], d)))
+
+
+def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
     if tensor.layout is not torch.strided:
         return ()
     return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -7,7 +7,7 @@ hooks stay. Only its call goes, while it trains, through the graphs that the pla
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from planner.second_order import SecondOrder
 from planner.static_shapes import MOST_SHAPES, StaticShapes
 from planner.step import Loss, autocast_regions
 from planner.tripwire import with_tripwires
+from planner.uses import compile_by_use
 
 logger = logging.getLogger(__name__)
 
@@ -254,10 +255,16 @@ class PlanBackend:
     ) -> Callable[..., Any]:
         """The callable of a graph. If ``exactly``, an error where it is not made of the plan's operations."""
         unused = record.unused_outputs if record is not None else []
+        by_use = record.inputs_by_use if record is not None else []
+        layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
+        wrong = set(layouts)
         inside = inside_region()
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
-            share_casts(joint, graph, example_inputs, inside=inside)
+            gradients = _torch_joint.gradients_of_outputs(joint.graph)
+            wrong.difference_update(
+                i for i, d in layouts.items() if i in gradients and _torch_joint.lies(gradients[i], d)
+            )
             return self._partition(record, backward, second_order, joint, outputs, exactly)
 
         obstacle = "it was called under autocast" if self._autocast else None
@@ -266,14 +273,24 @@ class PlanBackend:
             obstacle = "it is captured in several parts"
         second_order = SecondOrder(graph, obstacle, _warn)
         backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
-        compiled = _torch_joint.compile_joint(
+        compiled = compile_by_use(
             detach_outputs(graph, unused),
             example_inputs,
+            by_use,
+            prepare=lambda joint: share_casts(joint, graph, example_inputs, inside=inside),
             partition=partition,
             forward_compiler=_compile_forward,
             backward_compiler=backward.compile,
+            layouts=layouts,
         )
-        return with_tripwires(second_order.watched(backward.watched(compiled)), unused)
+        absent = set(by_use) - set(range(len(example_inputs)))
+        if absent or compiled.left or wrong:
+            _warn(
+                "the gradients of this model cannot be added up, or laid out in memory, as the plan says "
+                f"({_what_is_not_there(absent, compiled.left, wrong)}): they may differ in the last bits "
+                "from those without a plan. Plan it again"
+            )
+        return with_tripwires(second_order.watched(backward.watched(compiled.call)), unused)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,
@@ -338,6 +355,17 @@ class PlanBackend:
         if then != now:
             return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"
         return "other parameters to train, another version, device or shape?"
+
+
+def _what_is_not_there(absent: Collection[int], left: Collection[int], wrong: Collection[int]) -> str:
+    for positions, text in (
+        (absent, "it has no input"),
+        (left, "not for input"),
+        (wrong, "not for the gradient of output"),
+    ):
+        if positions:
+            return f"{text} {min(positions)}"
+    raise AssertionError("nothing is wrong")
 
 
 def _grown(record: GraphRecord, joint: JointGraph) -> bool:

@@ -16,6 +16,7 @@ from planner.files import laid_out, reason, write_atomically
 from planner.origin import Origin
 from planner.plan_records import (
     Footprint,
+    GradientLayout,
     GraphRecord,
     Holder,
     InconsistentError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Footprint",
+    "GradientLayout",
     "GraphRecord",
     "Holder",
     "ModelRecord",

@@ -150,6 +150,24 @@ class OpRecord(Record):
     seconds: Seconds
 
 
+class GradientLayout(Record):
+    """How the gradient of an output lies in memory, where that is not as the output does."""
+
+    output: Index
+    dimensions: list[Annotated[int, Field(ge=0, lt=64)]] = Field(
+        max_length=64, description="its dimensions, those of the largest steps in memory first"
+    )
+
+    @model_validator(mode="after")
+    def _is_an_order(self) -> Self:
+        if sorted(self.dimensions) != list(range(len(self.dimensions))):
+            raise InconsistentError(
+                f"{self.dimensions} does not name each of {len(self.dimensions)} dimensions once",
+                "dimensions",
+            )
+        return self
+
+
 class GraphRecord(Record):
     """One captured graph and its schedule: the forward runs as captured, the backward as `backward` says."""
 
@@ -157,6 +175,17 @@ class GraphRecord(Record):
     structure: Label = Field(description="identifies the graph whatever its sizes")
     unused_outputs: list[Index] = Field(
         max_length=_MOST_OPS, description="outputs of the module that get no gradient"
+    )
+    inputs_by_use: list[Index] = Field(
+        default=[],
+        max_length=_MOST_OPS,
+        description="inputs whose gradients are handed out use by use, so that they are added to others in "
+        "the order in which they are without a plan",
+    )
+    gradient_layouts: list[GradientLayout] = Field(
+        default=[],
+        max_length=_MOST_OPS,
+        description="of outputs whose gradients lie otherwise in memory than they do",
     )
     ops: list[OpRecord] = Field(
         min_length=1, max_length=_MOST_OPS, description="forward operations, then backward"

@@ -1,7 +1,6 @@
 """How much of a forward is captured, what is said about the rest, and that what is left out is right."""
 
 import random
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -223,28 +222,3 @@ def test_a_mask_decides_without_a_run(full: bool) -> None:
     names = {op.name for g in captured.graphs if g.joint is not None for op in g.joint.ops}
     assert ("aten.gelu.default" in names) == full
     planned(built)
-
-
-class Straddles(nn.Module):
-    """A tensor that is used twice before a graph break and once after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.first.weight
-        y = torch.tanh(x @ weight) @ weight
-        torch._dynamo.graph_break()
-        return self.second(torch.tanh(y @ weight)).square().mean()
-
-
-def test_gradients_that_add_up_in_another_order_are_warned_of() -> None:
-    torch.manual_seed(0)
-    with pytest.warns(planner.PlanWarning, match="another order"):
-        plan = planner.plan(Straddles(), (torch.randn(64, 64),), budget="min")
-    assert any("another order" in note for note in plan.notes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", planner.PlanWarning)
-        model, args, _ = broken()
-        planner.plan(model, args, budget="min")

@@ -1,0 +1,131 @@
+"""Gradients that meet between graphs are added up in eager's order, and lie in memory as eager's do."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import planner
+from planner.plan_file import Plan
+from planner.verification import Report
+
+
+class Straddles(nn.Module):
+    """A weight that is used several times before a graph break and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.first.weight
+        for _ in range(3):
+            x = torch.tanh(x @ weight)
+        torch._dynamo.graph_break()
+        for _ in range(2):
+            x = torch.tanh(x @ weight)
+        return self.second(x).square().mean()
+
+
+class HandsOn(nn.Module):
+    """An activation that one graph makes, the next one uses several times, and the last one once more.
+
+    ``y + 1`` hands its own sum of gradients on to ``y``, as residual connections do; ``y * y`` and the mean
+    squared error use it twice in one operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layers[0](x))
+        torch._dynamo.graph_break()
+        z = y + 1
+        a = torch.tanh(self.layers[1](z)) * torch.sigmoid(self.layers[2](z))
+        b = self.layers[3](y * y) + F.mse_loss(y, y.transpose(0, 1))
+        torch._dynamo.graph_break()
+        return (self.layers[4](y) * a * b).square().mean()
+
+
+class Tied(nn.Module):
+    """Words in and out share a weight, and the loss, outside of the module, uses it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.words(x)))
+
+
+class Turned(nn.Module):
+    """Gradients that come back transposed, over which the bias of a layer then sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 48), nn.Linear(40, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(y.transpose(1, 2)).tanh().square().mean()
+
+
+Built = tuple[nn.Module, tuple[Any, ...], Callable[[Any], torch.Tensor] | None]
+
+
+def _straddles() -> Built:
+    return Straddles(), (torch.randn(64, 64),), None
+
+
+def _hands_on() -> Built:
+    return HandsOn(), (torch.randn(64, 64),), None
+
+
+def _tied() -> Built:
+    model = Tied()
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean() + 0.01 * output.tanh().mean()
+
+    return model, (torch.randint(64, (4, 16)),), loss
+
+
+def _turned() -> Built:
+    return Turned(), (torch.randn(32, 40, 24),), None
+
+
+def _exactly(built: Built, budget: str) -> tuple[Plan, Report]:
+    model, args, loss = built
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, args, budget=budget, loss=loss, solver="sqrt_n")
+        # As it is read from a file: the plan says all that is needed.
+        plan = Plan.loads(plan.dumps())
+        report = planner.verify(model, args, plan=plan, loss=loss, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    return plan, report
+
+
+@pytest.mark.parametrize("budget", ["500%", "min"])
+@pytest.mark.parametrize("build", [_straddles, _hands_on])
+def test_uses_before_and_after_a_break_add_up_as_without_a_plan(
+    build: Callable[[], Built], budget: str
+) -> None:
+    torch.manual_seed(0)
+    plan, _ = _exactly(build(), budget)
+    assert any(g.inputs_by_use for g in plan.graphs)
+
+
+def test_gradients_lie_in_memory_as_without_a_plan() -> None:
+    torch.manual_seed(0)
+    plan, _ = _exactly(_turned(), "min")
+    assert plan.graphs[0].gradient_layouts[0].dimensions == [0, 2, 1]
