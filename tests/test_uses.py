@@ -71,9 +71,10 @@ class Turned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(24, 48), nn.Linear(40, 16)
+        self.bias = nn.Parameter(torch.randn(48))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x)
+        y = self.first(x) + self.bias
         torch._dynamo.graph_break()
         return self.second(y.transpose(1, 2)).tanh().square().mean()
 

@@ -1,6 +1,7 @@
 """Models of the zoo: planned, right, within the budget, and as predicted. ``benchmarks/zoo.py`` does all."""
 
 import importlib.util
+import warnings
 
 import pytest
 
@@ -13,7 +14,7 @@ HEAVY = (
     "hf_vit", "hf_swin", "hf_wav2vec2", "peft_lora_llama", "timm_vit", "timm_resnet18", "diffusers_unet",
     "nn_selective_scan", "nn_capacity_experts", "nn_gan_pair", "nn_detector", "nn_wavenet",
     "nn_spatial_transformer", "nn_seq2seq_attention", "nn_molecules", "nn_neighbour_graph", "nn_recommender",
-    "nn_layer_drop", "nn_masked_loss", "nn_packed_sequence",
+    "nn_layer_drop", "nn_masked_loss", "nn_packed_sequence", "nn_transformer", "hf_deberta",
 )  # fmt: skip
 _LIBRARIES = {"hf": "transformers", "peft": "peft", "timm": "timm", "diffusers": "diffusers", "nn": "torch"}
 
@@ -23,9 +24,11 @@ def _check(name: str, budget: str) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed; `make venv` installs it")
     model, args, kwargs = zoo.build(name)
-    plan = planner.plan(
-        model, args, kwargs, budget=budget, loss=zoo.scalar_loss, solver="sqrt_n", time_limit=5
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*last bits", planner.PlanWarning)
+        plan = planner.plan(
+            model, args, kwargs, budget=budget, loss=zoo.scalar_loss, solver="sqrt_n", time_limit=5
+        )
     report = planner.verify(model, args, kwargs, plan=plan, loss=zoo.scalar_loss, repeats=0)
     assert report.ok, report.problems
     measured, predicted = report.measured_dynamic_peak_bytes, report.predicted_dynamic_peak_bytes
@@ -42,19 +45,6 @@ def test_a_model_of_the_zoo(name: str) -> None:
 @pytest.mark.parametrize("name", HEAVY)
 def test_a_larger_model_of_the_zoo(name: str) -> None:
     _check(name, "min")
-
-
-@pytest.mark.heavy
-def test_a_model_whose_gradients_meet_in_another_order_is_warned_of() -> None:
-    model, args, kwargs = zoo.build("nn_transformer")
-    with pytest.warns(planner.PlanWarning, match="order"):
-        plan = planner.plan(model, args, kwargs, budget="min", loss=zoo.scalar_loss, solver="sqrt_n")
-    report = planner.verify(model, args, kwargs, plan=plan, loss=zoo.scalar_loss, repeats=0)
-    # All but gradients is bit-equal, and the peak is as predicted.
-    assert report.loss_equal
-    assert report.buffers_equal
-    assert report.rng_equal
-    assert report.measured_dynamic_peak_bytes <= 1.005 * report.predicted_dynamic_peak_bytes
 
 
 def test_the_zoo_is_as_large_as_it_says() -> None:
