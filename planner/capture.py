@@ -221,7 +221,7 @@ class _Capture:
                     r.unused_outputs,
                     r.joint if r.index in ran else None,
                     inputs_by_use=tuple(sorted(r.by_use - r.left)),
-                    gradient_layouts=r.layouts,
+                    gradient_layouts=r.gradients.layouts,
                 )
                 for r in runners
             ],
@@ -277,7 +277,7 @@ class _Capture:
     def _warn_of_other_order(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
         """Say so where gradients pass between graphs in another order, or layout, than eager's."""
         sums = len(_sums_between_graphs(recording, runners))
-        relaid = sum(runner.relaid_gradients for runner in runners)
+        relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)
         if not sums and not relaid:
             return
         text = (

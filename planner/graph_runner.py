@@ -6,7 +6,6 @@ hands out the results in one event, and tells the recorder so. These are tensors
 step that runs with data, what the graph computes.
 """
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint, _torch_tracing
+from planner.arrivals import Arrivals
 from planner.autocast import inside_region, share_casts
 from planner.codegen import compile_graph
 from planner.joint import JointGraph, read_joint
@@ -100,9 +100,8 @@ class GraphRunner:
         by_use: Positions of the inputs whose gradients are to be handed out use by use, see
             :mod:`planner.uses`.
         left: Of those, once it is traced, the ones for which that could not be done.
-        layouts: Of outputs whose gradients lay otherwise in memory than they do in the probing pass, by
-            position: the gradients' dimensions, those of the largest steps first; once it is traced, of
-            those for which it was traced so.
+        gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
+            it was traced so.
         recorder: Told about every execution in the compiled pass, see :meth:`record_to`.
     """
 
@@ -120,14 +119,11 @@ class GraphRunner:
         self._cuda, self._data = cuda, data
         self.by_use: frozenset[int] = frozenset()
         self.left: frozenset[int] = frozenset()
-        self.layouts: dict[int, tuple[int, ...]] = {}
-        self._arrived: dict[int, list[tuple[int, ...]]] = {}
+        self.gradients = Arrivals()
         self.structure = structure_of(graph)
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
         self._compiled: Callable[..., Any] | None = None
-        self._differentiable: set[int] = set()
-        self._received: set[int] = set()
         self._instances: dict[int, int] = {}
         self._executions = 0
         self._known: list[list[torch.Tensor | None]] = []  # by execution: values of outputs without data
@@ -138,7 +134,7 @@ class GraphRunner:
     @property
     def unused_outputs(self) -> tuple[int, ...]:
         """Outputs that could have a gradient, but in the probing pass got none."""
-        return tuple(sorted(self._differentiable - self._received))
+        return tuple(sorted(self.gradients.awaited - self.gradients.received))
 
     def __call__(self, *args: Any) -> Any:
         if self._compiled is not None:
@@ -147,32 +143,10 @@ class GraphRunner:
         self._known.append([_torch_tracing.known_values(o) for o in outputs])
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                self._differentiable.add(i)
                 # An alias, because gradients pass through the tensor itself inside the graph as well.
                 outputs[i] = tensor.view_as(tensor)
-                outputs[i].register_hook(functools.partial(self._receive, i, _steps(outputs[i])))
+                self.gradients.watch(i, outputs[i])
         return tuple(outputs)
-
-    def _receive(self, output: int, steps: tuple[int, ...], gradient: torch.Tensor) -> None:
-        self._received.add(output)
-        arrived = _steps(gradient)
-        if 0 not in arrived and arrived != steps:
-            self.layouts[output] = _order(gradient)
-            self._arrived.setdefault(output, []).append(arrived)
-
-    @property
-    def relaid_gradients(self) -> int:
-        """How often, in the probing pass, a gradient arrived that the traced backward takes a copy of, since
-        it lay otherwise in memory than it was traced."""
-        if self.joint is None:
-            return 0  # outputs that are views of inputs, taken as without a plan
-        traced = _torch_joint.gradients_of_outputs(self.joint.graph)
-        shared = _torch_joint.has_shared_outputs(self.joint.graph)
-        return sum(
-            steps != _steps(traced[i]) if i in traced else shared
-            for i, arrived in self._arrived.items()
-            for steps in arrived
-        )
 
     def sums(self) -> dict[int, int]:
         """Sums of gradients that the graph hands out in one piece: positions of the inputs that they are of
@@ -205,13 +179,10 @@ class GraphRunner:
             partition=self._partition,
             forward_compiler=self._forward_stub,
             backward_compiler=self._backward_stub,
-            layouts=self.layouts,
+            layouts=self.gradients.layouts,
         )
         self._compiled, self.left = compiled.call, compiled.left
-        gradients = {} if self.joint is None else _torch_joint.gradients_of_outputs(self.joint.graph)
-        self.layouts = {
-            i: d for i, d in self.layouts.items() if i in gradients and _torch_joint.lies(gradients[i], d)
-        }
+        self.gradients.layouts = {i: d for i, d in self.gradients.layouts.items() if i not in compiled.relaid}
 
     def _prepare(self, joint: GraphModule) -> None:
         share_casts(joint, self.graph, self.example_inputs, inside=self._inside_autocast)
@@ -355,18 +326,6 @@ def collector(runners: list[GraphRunner], *, cuda: bool = False, data: bool = Fa
         return runner
 
     return backend
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions of a tensor, those of the largest steps in memory first."""
-    steps = tensor.stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], -tensor.shape[d], d)))
-
-
-def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
-    if tensor.layout is not torch.strided:
-        return ()
-    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 def _stand_in(graph: torch.fx.Graph, original: Any, env: dict[Any, Any]) -> Any:

@@ -7,7 +7,7 @@ hooks stay. Only its call goes, while it trains, through the graphs that the pla
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -257,14 +257,9 @@ class PlanBackend:
         unused = record.unused_outputs if record is not None else []
         by_use = record.inputs_by_use if record is not None else []
         layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
-        wrong = set(layouts)
         inside = inside_region()
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
-            gradients = _torch_joint.gradients_of_outputs(joint.graph)
-            wrong.difference_update(
-                i for i, d in layouts.items() if i in gradients and _torch_joint.lies(gradients[i], d)
-            )
             return self._partition(record, backward, second_order, joint, outputs, exactly)
 
         obstacle = "it was called under autocast" if self._autocast else None
@@ -283,12 +278,11 @@ class PlanBackend:
             backward_compiler=backward.compile,
             layouts=layouts,
         )
-        absent = set(by_use) - set(range(len(example_inputs)))
-        if absent or compiled.left or wrong:
+        if compiled.left or compiled.relaid:
+            where = f"input {min(compiled.left)}" if compiled.left else f"output {min(compiled.relaid)}"
             _warn(
-                "the gradients of this model cannot be added up, or laid out in memory, as the plan says "
-                f"({_what_is_not_there(absent, compiled.left, wrong)}): they may differ in the last bits "
-                "from those without a plan. Plan it again"
+                f"the gradients of {where} of a graph cannot be added up, or laid out in memory, as planned: "
+                "gradients may differ in the last bits from those without a plan. planner.verify() tells"
             )
         return with_tripwires(second_order.watched(backward.watched(compiled.call)), unused)
 
@@ -355,17 +349,6 @@ class PlanBackend:
         if then != now:
             return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"
         return "other parameters to train, another version, device or shape?"
-
-
-def _what_is_not_there(absent: Collection[int], left: Collection[int], wrong: Collection[int]) -> str:
-    for positions, text in (
-        (absent, "it has no input"),
-        (left, "not for input"),
-        (wrong, "not for the gradient of output"),
-    ):
-        if positions:
-            return f"{text} {min(positions)}"
-    raise AssertionError("nothing is wrong")
 
 
 def _grown(record: GraphRecord, joint: JointGraph) -> bool:

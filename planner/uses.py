@@ -29,10 +29,13 @@ class CompiledByUse:
     Attributes:
         call: What runs it, with the inputs of the graph.
         left: Positions of the inputs whose gradients should be handed out use by use, and could not be.
+        relaid: Positions of the outputs whose gradients should lie in memory as ``layouts`` says, and were
+            traced otherwise.
     """
 
     call: Callable[..., Any]
     left: frozenset[int]
+    relaid: frozenset[int]
 
 
 def compile_by_use(
@@ -58,11 +61,17 @@ def compile_by_use(
     """
     wanted = [i for i in sorted(by_use) if differentiable(example_inputs, i)]
     counts, left = _counted(graph, example_inputs, wanted)
+    left |= {i for i in by_use if i >= len(example_inputs)}
+    relaid = set(layouts)
     sources = [i for i, count in counts.items() for _ in range(count - 1)]
     handed_out: set[int] = set()
 
     def partition_sums(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
         prepare(joint)
+        gradients = _torch_joint.gradients_of_outputs(joint.graph)
+        relaid.intersection_update(
+            i for i, d in layouts.items() if i not in gradients or not _torch_joint.lies(gradients[i], d)
+        )
         handed_out.update(_split(joint, counts, len(example_inputs)))
         return partition(joint, outputs)
 
@@ -75,7 +84,7 @@ def compile_by_use(
         layouts=layouts,
     )
     call = (lambda *args: compiled(*args, *[args[i] for i in sources])) if sources else compiled
-    return CompiledByUse(call, frozenset(left | (counts.keys() - handed_out)))
+    return CompiledByUse(call, frozenset(left | (counts.keys() - handed_out)), frozenset(relaid))
 
 
 def differentiable(inputs: Sequence[Any], position: int) -> bool:
