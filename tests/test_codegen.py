@@ -1,9 +1,13 @@
 import operator
 import weakref
+from typing import Any
 
+import pytest
 import torch
 
+from planner import codegen
 from planner.codegen import compile_graph, generate
+from tests.side_by_side import layers, plan_of
 
 
 def _graph(build) -> torch.fx.GraphModule:  # type: ignore[no-untyped-def]
@@ -88,3 +92,29 @@ def test_a_failure_shows_the_generated_line() -> None:
         text = traceback.format_exc()
     assert "<planner backward" in text
     assert "mm" in text
+
+
+def test_the_programs_of_a_plan_have_no_superfluous_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: dict[str, torch.fx.Graph] = {}
+
+    def watched(graph: torch.fx.Graph, module: torch.fx.GraphModule, name: str) -> Any:
+        graphs[name] = graph
+        return generate(graph, module, name)
+
+    model, args, _ = layers()
+    plan = plan_of(model, args)
+    monkeypatch.setattr(codegen, "generate", watched)
+    plan.apply(model)
+    model(*args).backward()
+    assert set(graphs) == {"forward", "backward"}
+    for name, graph in graphs.items():
+        results: Any = graph.output_node().args[0]
+        users_outputs = results[:1] if name == "forward" else []
+        for node in graph.nodes:
+            if node.target in (aten.detach.default, aten.alias.default):
+                assert node in users_outputs, node  # only what is handed out is a tensor of its own
+            if node.target in (aten.view.default, aten.expand.default, aten.t.default):
+                (source, *_) = node.args
+                assert node.meta["val"].shape != source.meta["val"].shape or node.target is aten.t.default
+                assert node.target is not aten.t.default or source.target is not aten.t.default
+                assert node.users, f"nobody reads {node}"
