@@ -101,12 +101,18 @@ class InfrastructureMode(TorchDispatchMode):
         return True
 
 
-def current_backward_node() -> object | None:
+def running_node() -> Any:
     """The autograd node whose backward is running in this thread; None outside of a backward."""
-    if torch._C._current_graph_task_id() == -1:
-        return None
-    node: object | None = torch._C._current_autograd_node()
-    return node
+    return None if torch._C._current_graph_task_id() == -1 else torch._C._current_autograd_node()
+
+
+def running_node_number() -> tuple[str, int] | None:
+    """Which node :func:`running_node` is, by name and number.
+
+    Who holds a node itself holds its graph, and with it the tensors whose gradients that accumulates.
+    """
+    node = running_node()
+    return None if node is None else (node.name(), node._sequence_nr())
 
 
 def graph_is_kept() -> bool:

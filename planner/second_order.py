@@ -60,7 +60,7 @@ class SecondOrder:
         # A hook after a node keeps alive what the node is given for as long as it runs, which no plan
         # allows for: there is one only where gradients are to be differentiable.
         if torch.is_grad_enabled():
-            node: Any = _torch.current_backward_node()
+            node = _torch.running_node()
             handles: list[Any] = []
 
             def after(found: Any, given: Any) -> Any:

@@ -86,7 +86,8 @@ class StepRecorder(_torch.InfrastructureMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._paused = False
         self._ended = False
-        self._born_under: list[object | None] = []
+        self._born_under: list[tuple[str, int] | None] = []
+        self._generator_state = torch.get_rng_state
         # Held, so that their identities stay theirs.
         self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
         for storage in self._resident:
@@ -97,7 +98,7 @@ class StepRecorder(_torch.InfrastructureMode):
         # Operators of higher order run what they are made of, which comes here by itself.
         if self._paused or not _torch.is_operator(func) or func._schema.name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
-        node = _torch.current_backward_node()
+        node = _torch.running_node_number()
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
             func = torch.ops.aten.add_.Tensor
@@ -108,7 +109,14 @@ class StepRecorder(_torch.InfrastructureMode):
         self._append(call, reads, _tensors((out,), {}), node)
         return out
 
+    def __enter__(self) -> "StepRecorder":
+        # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees.
+        torch.get_rng_state = self._save_generator_state
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *error: Any) -> None:
+        torch.get_rng_state = self._generator_state
         self._ended = True  # what lives now outlives the step
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -122,7 +130,7 @@ class StepRecorder(_torch.InfrastructureMode):
         """Write down that a captured graph ran in one piece."""
         reads = tuple(self.index_of(t) if isinstance(t, torch.Tensor) else -1 for t in arguments)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
-        self._append(None, reads, tensors, _torch.current_backward_node())
+        self._append(None, reads, tensors, _torch.running_node_number())
 
     def pause(self) -> "_Pause":
         """A context in which operations run unrecorded."""
@@ -131,7 +139,11 @@ class StepRecorder(_torch.InfrastructureMode):
     # ---- inside ------------------------------------------------------------------------------------
 
     def _append(
-        self, call: int | None, reads: tuple[int, ...], outputs: Sequence[torch.Tensor], node: object
+        self,
+        call: int | None,
+        reads: tuple[int, ...],
+        outputs: Sequence[torch.Tensor],
+        node: tuple[str, int] | None,
     ) -> None:
         born = []
         for tensor in outputs:
@@ -159,6 +171,14 @@ class StepRecorder(_torch.InfrastructureMode):
 
         return died
 
+    def _save_generator_state(self) -> torch.Tensor:
+        state = self._generator_state()
+        if not self._paused:
+            operator = torch.ops.aten.empty.memory_format
+            call = self._call(operator, (list(state.shape),), {"dtype": state.dtype}, state)
+            self._append(call, (), [state], _torch.running_node_number())
+        return state
+
     def _accumulates_in_place(self, func: Any, args: Any, kwargs: Any, node: object) -> bool:
         # The engine sums gradients that meet with `old.add_(new)` if it alone holds `old`, but never
         # for tensor subclasses, so a fake step would count a storage that the real one does not have.
@@ -172,7 +192,7 @@ class StepRecorder(_torch.InfrastructureMode):
         return (
             number >= 0
             and self._born_under[number] is not None
-            and not _same_node(self._born_under[number], node)
+            and self._born_under[number] != node
             and old.dtype == new.dtype
             and old.numel() * old.element_size() == old.untyped_storage().nbytes()
             and _torch.exclusively_owned(old)
@@ -234,7 +254,3 @@ def _signature(value: Any) -> Any:
     except TypeError:
         return repr(value)
     return (type(value), value)
-
-
-def _same_node(a: object, b: object) -> bool:
-    return a is b or (a is not None and b is not None and a == b)

@@ -76,6 +76,14 @@ def test_checkpoints_of_the_user_are_seen_through(build: type[Layers]) -> None:
     assert free.predicted.seconds < plan.predicted.seconds
 
 
+@pytest.mark.parametrize("build", [Checkpointed, CheckpointedReentrant])
+def test_the_unplanned_step_with_checkpoints_of_the_user_is_predicted(build: type[Layers]) -> None:
+    model, args, _ = layers(build)
+    plan = plan_of(model, args)
+    # The states of the generator that each checkpoint saves count as well, and nothing outlives its use.
+    assert _peak(model, args) == plan.baseline.dynamic_peak_bytes
+
+
 @pytest.mark.heavy
 def test_checkpointed_sequences_that_cannot_be_seen_through_stay() -> None:
     class Sequence(Layers):
