@@ -1,15 +1,16 @@
 """Copies of a module and of a step's arguments, on which the step can run without touching the user's."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from planner import _torch, _torch_tracing
 from planner.errors import CaptureError
-from planner.step import Step, map_tensors, tensors_in
+from planner.step import Loss, Step, map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
         for made, original in known:
             _torch_tracing.forget_changes(made, original)
 
-    return StepCopy(copied, Step(tuple(args), kwargs, step.loss), running, reset, data=False)
+    loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))
+    return StepCopy(copied, Step(tuple(args), kwargs, loss), running, reset, data=False)
 
 
 def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
@@ -81,18 +83,53 @@ def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
         return made[id(tensor)]
 
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
-    originals = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
-    copies = [*copied.parameters(), *copied.buffers(), *tensors_in((args, kwargs))]
+    pairs = _paired(module, step, copied, (args, kwargs))
 
     def reset() -> None:
         with torch.no_grad():
-            for mine, original in zip(copies, originals, strict=True):
+            for original, mine in pairs:
                 if mine._version != versions[id(mine)]:
                     mine.copy_(original)
                     versions[id(mine)] = mine._version
 
-    versions = {id(mine): mine._version for mine in copies}
-    return StepCopy(copied, Step(tuple(args), kwargs, step.loss), contextlib.nullcontext, reset, data=True)
+    versions = {id(mine): mine._version for _, mine in pairs}
+    loss = _on_copies(step.loss, pairs)
+    return StepCopy(copied, Step(tuple(args), kwargs, loss), contextlib.nullcontext, reset, data=True)
+
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs: Any) -> _Pairs:
+    """The user's tensors, each with its copy."""
+    originals = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    return list(zip(originals, [*copied.parameters(), *copied.buffers(), *tensors_in(inputs)], strict=True))
+
+
+def _on_copies(loss: Loss | None, pairs: _Pairs) -> Loss | None:
+    """A loss that uses the copies where it reaches for the user's tensors, as penalties on weights do."""
+    if loss is None:
+        return None
+    copies = {id(original): mine for original, mine in pairs}
+
+    def run(output: Any) -> torch.Tensor:
+        with _Stands(copies):
+            return loss(output)
+
+    return run
+
+
+class _Stands(TorchFunctionMode):
+    """Operations on some tensors are done on others that stand for them."""
+
+    def __init__(self, copies: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = self._copies
+        args, kwargs = map_tensors(lambda t: copies.get(id(t), t), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def lacks_data(module: torch.nn.Module, step: Step) -> bool:

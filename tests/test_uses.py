@@ -90,15 +90,6 @@ def _hands_on() -> Built:
     return HandsOn(), (torch.randn(64, 64),), None
 
 
-def _tied() -> Built:
-    model = Tied()
-
-    def loss(output: torch.Tensor) -> torch.Tensor:
-        return output.square().mean() + 0.01 * output.tanh().mean()
-
-    return model, (torch.randint(64, (4, 16)),), loss
-
-
 def _turned() -> Built:
     return Turned(), (torch.randn(32, 40, 24),), None
 
@@ -124,6 +115,19 @@ def test_uses_before_and_after_a_break_add_up_as_without_a_plan(
     torch.manual_seed(0)
     plan, _ = _exactly(build(), budget)
     assert any(g.inputs_by_use for g in plan.graphs)
+
+
+def test_uses_in_the_loss_add_up_as_without_a_plan() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        # Of the user's model, where planning runs on a copy.
+        return output.square().mean() + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+    plan, _ = _exactly((model, (torch.randint(64, (4, 16)),), loss), "min")
+    assert plan.graphs[0].inputs_by_use
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_gradients_lie_in_memory_as_without_a_plan() -> None:
