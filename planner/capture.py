@@ -103,6 +103,9 @@ class CudaKernels:
 
 
 _ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_)
+_RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
+_OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
+"""Names of kernels that only the CPU has contain one of these."""
 _MOST_PASSES = 4
 """How often the step may run until it takes the same way twice."""
 
@@ -209,6 +212,8 @@ class _Capture:
                 )
             recording, forward_events = self._compiled_pass(target, runners)
         self._warn_of_other_order(recording, runners)
+        if self._cuda is not None:
+            self._warn_of_cpu_kernels(recording, runners)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         places = _torch_tracing.distinct_places(
@@ -285,9 +290,24 @@ class _Capture:
             "in another order, or lie otherwise in memory, than without a plan: gradients may differ in the "
             "last bits. planner.verify() tells"
         )
+        self._warn(text)
+
+    def _warn_of_cpu_kernels(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
+        """Say so where a GPU would run another kernel than the one that is planned."""
+        joints = [runner.joint for runner in runners if runner.joint is not None]
+        calls = [*(c.func for c in recording.calls), *(op.node.target for j in joints for op in j.ops)]
+        names = {name for name in map(str, calls) if any(part in name for part in _OF_CPU)}
+        names |= {type(m).__name__ for m in self.copied.module.modules() if isinstance(m, _RECURRENT)}
+        if names:
+            self._warn(
+                f"a GPU has kernels of its own for {', '.join(sorted(names))}; the plan counts the memory of "
+                "the CPU's. Plan such a step where the GPU is"
+            )
+
+    def _warn(self, text: str) -> None:
         self.notes.append(text)
         logger.warning(text)
-        warnings.warn(text, PlanWarning, stacklevel=2)
+        warnings.warn(text, PlanWarning, stacklevel=3)
 
     def _where(self, runners: Sequence[GraphRunner]) -> str:
         reasons = [r for r in (_torch_tracing.break_reason(runner.graph) for runner in runners) if r]

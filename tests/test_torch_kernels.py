@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import planner
 from planner._torch_kernels import choose_attention, kernels_of_cuda
-from planner.errors import CaptureError
+from planner.errors import CaptureError, PlanWarning
 from planner.plan_file import Plan
 from tests.small import small_gpt
 
@@ -150,3 +150,21 @@ def test_positions_that_a_model_makes_may_decide_what_runs_without_data() -> Non
     plan = planner.plan(model, (x,), budget="100GiB", device="T4", solver="none")
     assert {op.module for g in plan.graphs for op in g.ops} >= {"plain"}
     assert not any(op.module == "packed" for g in plan.graphs for op in g.ops)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRUCell])
+def test_recurrent_layers_of_a_gpu_are_not_known_on_the_cpu(layer: type[nn.Module]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[0].square().mean()
+
+    def planned(device: str) -> Plan:
+        return planner.plan(Recurrent(), (torch.randn(3, 8),), budget="1GiB", device=device, solver="none")
+
+    with pytest.warns(PlanWarning, match=f"a GPU has kernels of its own for {layer.__name__}"):
+        assert "kernels of its own" in planned("A100-80GB").notes[0]
+    assert planned("cpu").notes == []
