@@ -30,6 +30,7 @@ from benchmarks.frontiers.answers import (
     DEVICE,
     Result,
     at_factor,
+    at_the_peak,
     batches,
     fitting_length,
     least_within,
@@ -228,6 +229,7 @@ def vgg_16() -> Result:
         "planned_bytes": solution.peak_bytes + step.footprint.resident.total,
         "fits": solution.feasible,
         "overhead": solution.seconds / step.eager_seconds - 1,
+        "peak": at_the_peak(step.graph, solution.schedule),
     }
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 
@@ -20,6 +21,7 @@ from planner.devices import find_device
 from planner.sizes import SizedSteps
 from planner.step import Step
 from solvers import portfolio
+from solvers.graph import Graph
 from solvers.schedule import alive_at, simulate
 from solvers.solution import Solution
 
@@ -69,6 +71,20 @@ def holders(step: Prepared) -> Result:
             masks += graph.values[value].bytes
     largest = sorted(by_name.items(), key=lambda item: -item[1])[:8]
     return {"peak_bytes": timeline.peak_bytes, "by_operation": dict(largest), "dropout_mask_bytes": masks}
+
+
+def at_the_peak(graph: Graph, schedule: np.ndarray, count: int = 3) -> Result:
+    """The operation at which a schedule peaks, and the largest of what is alive then."""
+    step = simulate(graph, schedule).peak_step
+    alive = sorted(alive_at(graph, schedule, step).tolist(), key=lambda v: -graph.values[v].bytes)[:count]
+
+    def made_by(op: int) -> str:
+        return graph.ops[op].name.split(" ")[0].removeprefix("aten.").removesuffix(".default")
+
+    return {
+        "operation": made_by(int(schedule[step])),
+        "alive": [[made_by(int(graph.producer[value])), graph.values[value].bytes] for value in alive],
+    }
 
 
 def batches(

@@ -193,11 +193,13 @@ forward.
 
 def _gigabytes(name: str, result: Result) -> str:
     published = result["published"]
+    alive = ", ".join(f"{made_by} {size / 1e9:.2f} GB" for made_by, size in result["peak"]["alive"])
     return (
         f"**{name}**, batch {result['batch']}: {result['unplanned_bytes'] / 1e9:.2f} GB unplanned, "
         f"{result['planned_bytes'] / 1e9:.2f} GB planned ({'fits' if result['fits'] else 'does not fit'}) "
         f"at {result['overhead']:+.1%}; published {published['unplanned_gb']} -> "
-        f"{published['planned_gb']} GB at +{published['overhead']:.0%}."
+        f"{published['planned_gb']} GB at +{published['overhead']:.0%}. "
+        f"The largest that are alive at its peak, in {result['peak']['operation']}: {alive}."
     )
 
 
