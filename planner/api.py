@@ -1,5 +1,6 @@
 """The public functions: plan, sweep, auto_checkpoint."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -191,6 +192,7 @@ def sweep(
     graph = prepared.problem.graph
     constraints = select(graph, keep=keep, recompute=recompute)
     wanted = [prepared.budget(b) for b in budgets or ()]
+    end = time.perf_counter() + time_limit
     if budgets is None:
         least = portfolio.solve(graph, None, time_limit=time_limit / 4, constraints=constraints)
         most = simulate(graph, graph.base_schedule).peak_bytes
@@ -202,7 +204,7 @@ def sweep(
     answers = portfolio.sweep(
         graph,
         [room for room in rooms if room is not None],
-        time_limit=time_limit,
+        time_limit=max(0.0, end - time.perf_counter()),
         progress=lambda text, fraction: report(text, 0.4 + 0.58 * fraction),
         constraints=constraints,
     )

@@ -71,12 +71,7 @@ def find_blocks(
     forward = (graph.producer >= 0) & (graph.producer < graph.forward_length)
     of_value = np.where(forward, np.searchsorted(edges, graph.producer, side="right"), -1)
     of_op = np.searchsorted(edges, np.arange(graph.forward_length), side="right")
-    crossing = [cuts.crossing(w) for w in walls]
-    boundary = np.zeros((count, count), dtype=np.int64)
-    for i in range(count):
-        before = crossing[i - 1] if i else np.zeros(0, dtype=np.int64)
-        for j in range(i + 1, count):
-            boundary[i, j] = graph.bytes[np.setdiff1d(crossing[j - 1], before, assume_unique=True)].sum()
+    boundary = boundary_bytes(graph, cuts, walls)
     always = constraints.apply(pinned | cuts.kept_at(walls))
     options = priced_options(graph, uses, pinned, constraints, cuts, walls, prices, stop)
     everything = constraints.apply(np.ones(len(graph.values), dtype=bool))
@@ -98,6 +93,16 @@ def find_blocks(
         np.array([t[1] for t in table]),
         np.array([t[2] for t in table]),
     )
+
+
+def boundary_bytes(graph: Graph, cuts: Cuts, walls: list[int]) -> np.ndarray:
+    """``[i, j]``: bytes that cross into block j and not into block i < j, int64."""
+    crosses = np.zeros((len(walls) + 1, len(graph.values)))
+    for n, wall in enumerate(walls):
+        crosses[n + 1, cuts.crossing(wall)] = 1.0
+    shared = (crosses * graph.bytes) @ crosses.T
+    result: np.ndarray = np.triu(shared.diagonal() - shared, 1).astype(np.int64)
+    return result
 
 
 def priced_options(

@@ -29,8 +29,9 @@ from solvers.milp import Outcome, Program
 from solvers.schedule import simulate
 
 SECONDS = 1000.0
-MOST_VARIABLES = 15_000
-"""Larger programs are not solved: they take minutes, whatever the time limit."""
+MOST_VARIABLES, MOST_INTEGER = 60_000, 15_000
+"""Larger programs are not solved, larger ones not as integer programs: they take minutes, whatever the time
+limit."""
 INTEGER_SECONDS = 2.0
 """Wall seconds that the integer program gets."""
 
@@ -155,7 +156,7 @@ def bound_at(
                     terms[rerun[int(graph.producer[v])]] = 1.0
                 program.row(terms, low=0.0)
     program.row(memory, high=(budget - fixed) / unit)
-    if len(program.cost) > MOST_VARIABLES:
+    if len(program.cost) > (MOST_INTEGER if integer else MOST_VARIABLES):
         return graph.base_seconds
     answer = program.solve(relax=not integer, time_limit=time_limit, absolute_gap=1e-5)
     if answer.outcome is Outcome.INFEASIBLE:

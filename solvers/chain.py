@@ -105,8 +105,10 @@ def improve(
     tried: set[tuple[int, ...]] = set()
     for n, count in enumerate(counts):
         for positions in families(cuts)[:kinds]:
+            if search.out_of_time():
+                return
             walls = choose_walls(weights(graph, needed), positions, count)
-            if search.out_of_time() or not walls or tuple(walls) in tried:
+            if not walls or tuple(walls) in tried:
                 continue
             tried.add(tuple(walls))
             key, most = tuple(walls), table_bytes(budget, everything)

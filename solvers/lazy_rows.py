@@ -49,8 +49,8 @@ ROUNDED = 1e-5
 """A rounded point this close to the relaxed program, as a fraction of the step, is as good as solved."""
 MOST_INTEGER = 8_000
 """Programs of more variables are rounded only."""
-MOST_VARIABLES = 15_000
-"""Larger programs are left alone: even the relaxed ones take minutes."""
+MOST_VARIABLES = 60_000
+"""Larger programs are left alone."""
 GAPS = (0.005, 0.001, 0.0001)
 """Relative gaps of the recomputed seconds at which the program counts as solved, while moments are looked
 for, then, and at last with all values free; a twentieth, as a fraction of the step, is enough as well."""

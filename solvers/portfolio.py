@@ -12,6 +12,7 @@ largest, every schedule found for one is a candidate for all that follow.
 Not optimal in general; the solution's ``gap`` says how far it can be from the optimum.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,15 +42,19 @@ NEARER = 2e-4
 """Large graphs this near to the bound are done when the single-recompute program is."""
 FAR = 1e-2
 """Farther from the bound than this, lower sets are tried as well."""
+IN_TIME = 0.95
+"""The share of a time limit after which nothing is begun any more: what has begun ends within the rest."""
 EACH = 30.0
 """Wall seconds for each budget of a sweep at most."""
-PATIENCE = (1 / 8, 0.5, 1 / 60)
+PATIENCE = (1 / 8, 0.5, 1 / 120)
 """On large graphs the process seconds that each kind of program gets: the first as a share of the time limit,
 but no more than the second, unless the third as a share is more."""
+USUAL = 4_000
+"""Larger graphs get more patience, in proportion to their forward operations."""
 SMALL_PATIENCE = 6.0
 """The same on small graphs."""
-TRADING = 1 / 100
-"""The share of the time left that local improvement gets."""
+TRADING = (1 / 100, 1 / 200)
+"""The share of the time left that local improvement gets, on small graphs and on large ones."""
 
 
 def solve(
@@ -68,7 +73,7 @@ def solve(
         budget: Bytes of dynamic peak. None asks for the least peak at no more than one extra forward;
             a budget below that is met all the same if more recomputation reaches it, and only then
             does a step take longer than with one extra forward.
-        time_limit: Wall seconds; 60 where none is given.
+        time_limit: Wall seconds, 60 where none is given; most answers take a second or two.
         progress: Told about advances.
         constraints: Values that are always kept or always recomputed.
         known: Schedules found before (for other budgets, say) that are candidates too.
@@ -77,8 +82,10 @@ def solve(
         The fastest schedule found, with a bound that holds for every schedule, optimal where the two
         meet; infeasible with the least peak found, at however much recomputation.
     """
+    begin = time.perf_counter()
     shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
-    return _solve(shared, budget, TIME_LIMIT if time_limit is None else time_limit, progress, known)
+    left = (TIME_LIMIT if time_limit is None else time_limit) - (time.perf_counter() - begin)
+    return _solve(shared, budget, max(0.0, left), progress, known)
 
 
 @dataclass(frozen=True)
@@ -119,14 +126,15 @@ def sweep(
     """
     wanted = list(budgets)
     ascending = sorted(set(wanted))
+    begin = time.perf_counter()
     shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
     found: dict[int, Solution] = {}
-    left = EACH * len(ascending) if time_limit is None else time_limit
+    left = EACH * len(ascending) if time_limit is None else time_limit - (time.perf_counter() - begin)
     for n, budget in enumerate(ascending):
         known = [s.schedule for s in list(found.values())[-1:]]
-        share = min(EACH, left / (len(ascending) - n))
+        share = min(EACH, max(0.0, left) / (len(ascending) - n))
         solution = _solve(shared, budget, share, None, known)
-        left = max(0.0, left - solution.solve_seconds)
+        left -= solution.solve_seconds
         found[budget] = solution
         if progress is not None:
             progress(f"budget {n + 1} of {len(ascending)}", (n + 1) / len(ascending))
@@ -142,7 +150,7 @@ def _solve(
 ) -> Solution:
     programs = shared.programs
     graph = programs.graph
-    search = Search(NAME, graph, budget, time_limit, progress, programs.constraints)
+    search = Search(NAME, graph, budget, IN_TIME * time_limit, progress, programs.constraints)
     everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
     for schedule in known:
         search.try_schedule(schedule)
@@ -156,6 +164,7 @@ def _solve(
         return _judge(search, Bound(graph.base_seconds, -1))
     large = graph.forward_length > ilp.FINE
     few, most, many = PATIENCE
+    most *= max(1.0, graph.forward_length / USUAL)
     patience = (
         max(min(few * time_limit, most), many * time_limit) if large else min(time_limit, SMALL_PATIENCE)
     )
@@ -183,7 +192,7 @@ def _solve(
         left = max(time_limit - search.elapsed, 1e-9)
         search.begin_stage((0.5, 0.9), min(1.0, search.wall(patience) / left))
         ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
-    search.begin_stage((0.9, 1.0), TRADING)
+    search.begin_stage((0.9, 1.0), TRADING[large])
     if not _done(search, bound) and _distance(search, bound) > FAR:
         lower_sets.improve(search, budget, everything.peak_bytes)
     if not _done(search, bound) and exact_ilp.count_slots(graph) <= SMALL:
