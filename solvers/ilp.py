@@ -69,7 +69,7 @@ WRITING_SECONDS = 3e-4
 PRESOLVE_SECONDS = 5e-6
 """What a solver takes for each coefficient before it looks at its time limit."""
 SOLVING_SECONDS = 2e-5
-"""What a solver takes at least, for each re-run variable: larger programs than there is time for are left out."""
+"""What a solver takes at least, for each re-run variable: a program without that much time is left out."""
 LATE_SECONDS = 1.5e-6
 """By how much, for each coefficient, a solver is late at its time limit."""
 MOMENTS = 2_000
