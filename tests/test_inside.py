@@ -242,7 +242,7 @@ def test_a_buffer_that_the_forward_changes() -> None:
 
         def run(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
-                x = x + layer(x)
+                x = x + layer(x) * (self.average + 1)  # which a second run would find changed
                 with torch.no_grad():
                     self.average.lerp_(x.mean(0), 0.1)
                 x = x + self.average.clone()
