@@ -25,7 +25,7 @@ from planner import _torch, _torch_tracing
 from planner._torch_autocast import autocast_of_cuda
 from planner._torch_kernels import Attention, dispatched_in_python, kernels_of_cuda
 from planner.errors import CaptureError, PlanWarning
-from planner.generators import GeneratorStates
+from planner.generators import GeneratorStates, OwnGenerators
 from planner.graph_runner import GraphRunner, collector, notes_on
 from planner.joint import JointGraph
 from planner.python_state import remember
@@ -173,6 +173,8 @@ class _Capture:
     ) -> None:
         self.copied, self.report, self._generators, self._cuda = copied, report, generators, cuda
         self.notes: list[str] = []
+        self._own_generators = OwnGenerators(copied.module, copied.step.args, copied.step.kwargs)
+        self._own_states = self._own_generators.states()
         self.parameters = list(copied.module.parameters())
         self.buffers = list(copied.module.buffers())
         self.inputs = unique_storages(tensors_in((copied.step.args, dict(copied.step.kwargs))))
@@ -334,6 +336,7 @@ class _Capture:
         """A context in which the copy runs, from the same state each time."""
         self.copied.reset()
         self._generators.restore()
+        self._own_generators.restore(self._own_states)
         _drop_gradients(self._resident)
         try:
             with self.copied.running():

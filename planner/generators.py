@@ -1,11 +1,13 @@
-"""The random generators that a training step may draw from: PyTorch's, Python's and numpy's."""
+"""The random generators that a training step may draw from: PyTorch's, Python's, numpy's, the model's own."""
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
@@ -37,3 +39,56 @@ class GeneratorStates:
         cuda = len(self.cuda) == len(other.cuda) and all(map(torch.equal, self.cuda, other.cuda))
         numpy = self.numpy[2] == other.numpy[2] and bool((self.numpy[1] == other.numpy[1]).all())
         return bool(torch.equal(self.cpu, other.cpu)) and cuda and self.python == other.python and numpy
+
+
+class OwnGenerators:
+    """Generators that a model holds or a step is given, besides those that everybody draws from.
+
+    Args:
+        model: Attributes of its modules are looked at.
+        args, kwargs: What the step is given; looked into.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        held = [value for part in model.modules() for value in vars(part).values()]
+        given = pytree.tree_leaves((tuple(args), dict(kwargs or {})))
+        self._found = {id(x): x for x in (*held, *given) if isinstance(x, _KINDS)}.values()
+
+    def states(self) -> list[Any]:
+        """Where each stands, as can be compared with ``==``."""
+        return [_state(generator) for generator in self._found]
+
+    def restore(self, states: list[Any]) -> None:
+        """Put each back to where it stood."""
+        for generator, state in zip(self._found, states, strict=True):
+            if isinstance(generator, torch.Generator):
+                generator.set_state(torch.tensor(state, dtype=torch.uint8))
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            else:
+                generator.set_state(state)
+
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _plain(
+        generator.bit_generator.state
+        if isinstance(generator, np.random.Generator)
+        else generator.get_state(legacy=False)
+    )
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state

@@ -8,7 +8,7 @@ import torch
 
 from planner import _torch
 from planner.errors import PlanMismatch
-from planner.generators import GeneratorStates
+from planner.generators import GeneratorStates, OwnGenerators
 from planner.install import PlannedCall, apply, installed_plan
 from planner.measure import measure_peak, measure_seconds
 from planner.plan_file import Plan
@@ -103,7 +103,7 @@ def verify(
         for call in (original, original, planned, planned):
             _torch.install_call(model, call)
             state.restore()
-            outcomes.append(_Outcome(model, step))
+            outcomes.append(_Outcome(model, step, state.own_generators))
         reference, again, first, second = outcomes
         del first
 
@@ -137,6 +137,8 @@ class _State:
         self._copies = [t.detach().clone() for t in self._tensors]
         self._gradients = [t.grad for t in self._tensors]
         self._rng = GeneratorStates.now()
+        self.own_generators = OwnGenerators(model, step.args, step.kwargs)
+        self._own_states = self.own_generators.states()
 
     def restore(self, *, gradients: bool = False) -> None:
         """Put values and generators back; gradients too, or else drop them."""
@@ -146,12 +148,13 @@ class _State:
                     tensor.copy_(copy)
                 tensor.grad = gradient if gradients else None
         self._rng.restore()
+        self.own_generators.restore(self._own_states)
 
 
 class _Outcome:
     """What a step leaves: copies, so that the next step cannot change them."""
 
-    def __init__(self, model: torch.nn.Module, step: Step) -> None:
+    def __init__(self, model: torch.nn.Module, step: Step, own_generators: OwnGenerators) -> None:
         output, loss = step.run(model)
         losses = [loss] if loss is not None else differentiable_outputs(output)
         self.loss = [x.detach().clone() for x in losses]
@@ -162,7 +165,7 @@ class _Outcome:
             if tensor.requires_grad:
                 self.gradients[f"input {i}"] = None if tensor.grad is None else tensor.grad.detach().clone()
         self.buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-        self.rng = GeneratorStates.now()
+        self.rng, self.own_rng = GeneratorStates.now(), own_generators.states()
 
 
 def _report(
@@ -191,7 +194,7 @@ def _report(
     loss_equal = compare("loss", numbered(reference.loss), numbered(again.loss), numbered(planned.loss))
     gradients_equal = compare("gradient of", reference.gradients, again.gradients, planned.gradients)
     buffers_equal = compare("buffer", reference.buffers, again.buffers, planned.buffers)
-    rng_equal = reference.rng.same_as(planned.rng)
+    rng_equal = reference.rng.same_as(planned.rng) and reference.own_rng == planned.own_rng
     if not rng_equal:
         problems.append("the random generators stand elsewhere after the planned step")
     measured_total = plan.resident.total + peak

@@ -7,7 +7,9 @@ import torch
 
 import planner
 from planner import replay
+from planner.generators import OwnGenerators
 from planner.install import installed_plan
+from tests.side_by_side import Layers, layers
 from tests.small import small_gpt, small_resnet
 
 
@@ -105,3 +107,37 @@ def test_the_report_is_plain_data() -> None:
     plan = planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n")
     report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
     assert json.loads(json.dumps(report.to_dict()))["ok"] is True
+
+
+class Noisy(Layers):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.torch_generator = torch.Generator().manual_seed(3)
+        self.python_generator = random.Random(3)
+        self.numpy_generator = np.random.default_rng(3)
+        self.older_generator = np.random.RandomState(3)
+
+    def draw(self) -> list[float]:
+        drawn = float(torch.rand((), generator=self.torch_generator)), self.python_generator.random()
+        return [*drawn, float(self.numpy_generator.random()), float(self.older_generator.rand())]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self.draw()) * super().run(x)
+
+
+@pytest.mark.heavy
+def test_generators_of_the_models_own_stand_where_they_stood() -> None:
+    model, args, kwargs = layers(Noisy)
+    assert isinstance(model, Noisy)
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert model.draw() == Noisy().draw()
+    own = OwnGenerators(model)
+    states = own.states()
+    drawn = model.draw()
+    assert all(a != b for a, b in zip(states, own.states(), strict=True))
+    own.restore(states)
+    assert model.draw() == drawn
