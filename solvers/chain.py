@@ -193,11 +193,13 @@ class Table:
             return -1 if not value.argmin() else n + int(value.argmin()) - 1
         taken = np.rint(blocks.option_bytes[:, s] / self.slot).astype(np.int64)
         left = m - taken - int(np.rint(blocks.boundary[s, s + 1] / self.slot))
-        value = np.where((left >= 0) & (m >= peak), value + self.seconds[s + 1, t, left], np.inf)
+        value += self.seconds[s + 1, t, np.maximum(left, 0)]
+        value[(left < 0) | (m < peak)] = np.inf
         cuts = np.arange(s + 1, t + 1)
         left = m - np.rint(blocks.boundary[s, cuts] / self.slot).astype(np.int64)
         total = np.concatenate(([0.0], np.cumsum(blocks.forward_seconds)))
-        split = self.seconds[cuts, t, left] + self.seconds[s, s:t, m] + (total[cuts] - total[s])
+        split = self.seconds[cuts, t, np.maximum(left, 0)] + self.seconds[s, s:t, m]
+        split += total[cuts] - total[s]
         split[(left < 0) | (m < least_slots(blocks, np.array([s]), t - s, self.slot)[0])] = np.inf
         if split.min() < value.min():
             return int(cuts[split.argmin()])

@@ -68,8 +68,6 @@ WRITING_SECONDS = 3e-4
 """What it takes to write a program for each forward operation."""
 PRESOLVE_SECONDS = 5e-6
 """What a solver takes for each coefficient before it looks at its time limit."""
-SOLVING_SECONDS = 2e-5
-"""What a solver takes at least, for each re-run variable: a program without that much time is left out."""
 LATE_SECONDS = 1.5e-6
 """By how much, for each coefficient, a solver is late at its time limit."""
 MOMENTS = 2_000
@@ -171,7 +169,6 @@ def improve(
     none are given, until one takes no more than ``enough`` seconds."""
     programs = programs or Programs(search.graph, search.constraints)
     sizes = programs.sizes() if sizes is None else sizes
-    sizes = [s for n, s in enumerate(sizes) if not n or s * SOLVING_SECONDS <= search.seconds_left]
     for n, size in enumerate(sizes):
         if search.out_of_time() or programs.writing_seconds(size) > search.seconds_left:
             return

@@ -1,11 +1,18 @@
 """Blocks in a row: several recomputations, long chains, low budgets."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from solvers import Graph, check, lower_sets, simulate, sqrt_n
 from solvers import chain as chain_solver
-from solvers.chain import choose_walls
+from solvers.blocks import find_blocks
+from solvers.chain import choose_walls, distinct_slots, fill, judge, plan
+from solvers.constraints import NO_CONSTRAINTS
+from solvers.cuts import find_cuts, forward_uses, pinned_values
+from solvers.search import Search
+from solvers.sqrt_n import families, weights
 from tests.graphs import chain, random_dag, transformer, unet
 
 LONG = chain(1000)
@@ -46,3 +53,27 @@ def test_walls_are_balanced() -> None:
     walls = choose_walls(weight, np.arange(1, 100), 10)
     assert len(walls) <= 9
     assert max(np.diff([0, *walls, 100])) <= 20
+
+
+def test_plans_take_the_seconds_that_their_table_promises() -> None:
+    graph = chain(200)
+    uses = forward_uses(graph)
+    pinned = pinned_values(graph, uses)
+    cuts = find_cuts(graph, uses, pinned)
+    walls = choose_walls(weights(graph, (uses.last_backward >= 0) & ~pinned), families(cuts)[0], 10)
+    blocks = find_blocks(graph, uses, cuts, pinned, NO_CONSTRAINTS, walls)
+    dear = blocks.option_bytes.copy()
+    dear[-1] *= 100  # an option that fits in none of the tables
+    everything = simulate(graph, graph.base_schedule).peak_bytes
+    for blocks_ in (blocks, replace(blocks, option_bytes=dear)):
+        more = []
+        for share in (1.0, 0.3, 0.12):
+            table = fill(blocks_, int(share * everything))
+            for slots in distinct_slots(table.seconds[0, -1]).tolist():
+                retained = plan(blocks_, cuts, table, slots)
+                assert retained is not None
+                made = judge(Search("chain", graph, None), blocks_, cuts, pinned, retained)
+                check(graph, made.schedule)
+                more.append(made.seconds - table.seconds[0, -1, slots])
+        assert len(more) > 20
+        assert np.ptp(more) <= 1e-9 * graph.base_seconds
