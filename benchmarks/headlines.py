@@ -134,6 +134,25 @@ def bert_length(size: str, length: int, published: Result) -> Result:
 _register_berts()
 
 
+class Mixed(nn.Module):
+    """A model in mixed precision, by PyTorch's autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        with torch.autocast("cuda", torch.float16):
+            return self.model(**inputs)
+
+
+@part("bert-large-512-amp")
+def bert_large_512_amp() -> Result:
+    """BERT-Large in mixed precision."""
+    published = {"unplanned": 18, "planned": 180, "ratio": 10.0}
+    return batches(Mixed(bert("eager", **LARGE)), lambda batch: words(batch, 512), "Adam", published)
+
+
 @part("bert-100-layers")
 def bert_100_layers() -> Result:
     """100 layers of BERT-Base's width, 32 x 128 tokens, the whole step in 32 GB."""

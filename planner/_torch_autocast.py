@@ -23,6 +23,7 @@ from torch.library import Library
 from torch.utils import _pytree as pytree
 
 from planner.errors import CaptureError, PlanWarning
+from planner.step import autocast_state, set_autocast_state, under_autocast
 
 aten = torch.ops.aten
 _KEY = torch._C.DispatchKey.AutocastCPU
@@ -94,9 +95,8 @@ def autocast_of_cuda() -> Iterator[list[str]]:
         stack.callback(library._destroy)
         _register(library, stack, owner)
         stack.enter_context(_regions_are_cudas(owner))
-        state = _state()
-        stack.callback(_set_state, state)
-        _set_state(dict.fromkeys(_KINDS, (dtype is not None, dtype or torch.get_autocast_dtype("cuda"))))
+        state = (dtype is not None, dtype or torch.get_autocast_dtype("cuda"))
+        stack.enter_context(under_autocast(dict.fromkeys(_KINDS, state)))
         yield [] if dtype is None else [f"cuda:{str(dtype).removeprefix('torch.')}"]
 
 
@@ -120,16 +120,6 @@ def _surrounding_dtype() -> torch.dtype | None:
 
 
 # ---- regions ------------------------------------------------------------------------------------------
-
-
-def _state() -> dict[str, tuple[bool, torch.dtype]]:
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
-
-
-def _set_state(state: dict[str, tuple[bool, torch.dtype]]) -> None:
-    for kind, (enabled, dtype) in state.items():
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
 
 
 @contextlib.contextmanager
@@ -160,7 +150,7 @@ def _regions_are_cudas(owner: int) -> Iterator[None]:
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
         if is_ours(self.device):
-            self._planned_before = _state()
+            self._planned_before = autocast_state()
             if not hasattr(self, "_planned_enabled") and not self._enabled and not torch.cuda.is_available():
                 warnings.warn(
                     "a region of autocast that was made outside of the forward is off, as PyTorch makes "
@@ -171,18 +161,21 @@ def _regions_are_cudas(owner: int) -> Iterator[None]:
                 )
         result = enter(self)
         if is_ours(self.device):
-            _set_state(dict.fromkeys(_KINDS, (self._enabled, self.fast_dtype)))
+            set_autocast_state(dict.fromkeys(_KINDS, (self._enabled, self.fast_dtype)))
         return result
 
     @functools.wraps(leave)
     def left(self: Any, *error: Any) -> Any:
         result = leave(self, *error)
         if hasattr(self, "_planned_before"):
-            _set_state(self.__dict__.pop("_planned_before"))
+            set_autocast_state(self.__dict__.pop("_planned_before"))
         return result
 
     try:
-        region.__init__, region.__enter__, region.__exit__ = made, entered, left
+        # Dynamo captures regions by itself, and is not to look into these where it gave a region up.
+        region.__init__, region.__enter__, region.__exit__ = map(
+            torch.compiler.disable, (made, entered, left)
+        )
         yield
     finally:
         region.__init__, region.__enter__, region.__exit__ = make, enter, leave

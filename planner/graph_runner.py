@@ -20,6 +20,7 @@ from planner.autocast import inside_region, share_casts
 from planner.codegen import compile_graph
 from planner.joint import JointGraph, read_joint
 from planner.rewrite import Halves, emit, no_recomputation
+from planner.step import autocast_state, under_autocast
 from planner.tracking import StepRecorder
 from planner.uses import compile_by_use, copied, is_sum
 
@@ -129,7 +130,8 @@ class GraphRunner:
         self._known: list[list[torch.Tensor | None]] = []  # by execution: values of outputs without data
         self._halves: Halves | None = None
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
-        self._inside_autocast = False
+        # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
+        self._inside_autocast, self._autocast = inside_region(), autocast_state()
 
     @property
     def unused_outputs(self) -> tuple[int, ...]:
@@ -170,17 +172,17 @@ class GraphRunner:
 
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
-        self._inside_autocast = inside_region()
-        compiled = compile_by_use(
-            detach_outputs(self.graph, self.unused_outputs),
-            self._inputs_as_captured(),
-            self.by_use,
-            prepare=self._prepare,
-            partition=self._partition,
-            forward_compiler=self._forward_stub,
-            backward_compiler=self._backward_stub,
-            layouts=self.gradients.layouts,
-        )
+        with under_autocast(self._autocast):
+            compiled = compile_by_use(
+                detach_outputs(self.graph, self.unused_outputs),
+                self._inputs_as_captured(),
+                self.by_use,
+                prepare=self._prepare,
+                partition=self._partition,
+                forward_compiler=self._forward_stub,
+                backward_compiler=self._backward_stub,
+                layouts=self.gradients.layouts,
+            )
         self._compiled, self.left = compiled.call, compiled.left
         self.gradients.layouts = {i: d for i, d in self.gradients.layouts.items() if i not in compiled.relaid}
 

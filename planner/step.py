@@ -68,6 +68,35 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+AutocastState = dict[str, tuple[bool, torch.dtype]]
+"""By kind of device, whether autocast is on, and what it casts to."""
+
+
+def autocast_state() -> AutocastState:
+    """The state of autocast here."""
+    return {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+    }
+
+
+def set_autocast_state(state: AutocastState) -> None:
+    """Put autocast into a state, without entering or leaving a region."""
+    for kind, (enabled, dtype) in state.items():
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+@contextlib.contextmanager
+def under_autocast(state: AutocastState) -> Iterator[None]:
+    """A context in which autocast is in a state."""
+    before = autocast_state()
+    try:
+        set_autocast_state(state)
+        yield
+    finally:
+        set_autocast_state(before)
+
+
 def autocast_regions() -> list[str]:
     """The autocast regions that are on here, as in ``cuda:bfloat16``."""
     return [

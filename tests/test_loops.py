@@ -130,6 +130,31 @@ def test_backward_is_not_under_autocast_though_the_forward_is() -> None:
     assert_trains_alike(model, args, lambda m: [step(m)], expected_runs=1, autocast=torch.bfloat16)
 
 
+class BreaksBelow(nn.Module):
+    """A graph breaks in a part, so that the region around it is not in any graph."""
+
+    class Part(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            torch._dynamo.graph_break()
+            return self.layers[1](x).square().mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = self.Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = self.part(x)
+        return loss
+
+
+def test_a_region_of_autocast_that_is_in_no_graph_is_around_those_that_it_is_around() -> None:
+    model, args, _ = layers(BreaksBelow)
+    plan = assert_trains_alike(model, args, steps(args), expected_runs=4)
+    assert "aten._to_copy.default" in {op.name for graph in plan.graphs for op in graph.ops}
+
+
 def test_weights_that_are_used_twice_under_autocast() -> None:
     model, args, _ = layers(Shared)
 

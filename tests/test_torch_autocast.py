@@ -177,6 +177,34 @@ def test_a_step_is_planned_as_with_the_casts_that_cuda_makes() -> None:
     assert planned(Block()).baseline.dynamic_peak_bytes != inside.baseline.dynamic_peak_bytes
 
 
+@pytest.mark.parametrize("below", [False, True])
+def test_a_graph_may_break_inside_of_a_region(below: bool) -> None:
+    def forward(block: Block, x: torch.Tensor) -> torch.Tensor:
+        y = block.second(block.norm(block.first(x)))
+        torch._dynamo.graph_break()
+        scores = torch.bmm(y, y.transpose(1, 2)).softmax(-1)
+        return F.gelu(torch.bmm(scores, y)).sum()
+
+    class Part(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x)
+
+    class Broken(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", HALF):
+                return self.part(x) if below else forward(self, x)
+
+    plan = planned(Broken())
+    assert len(plan.graphs) == 2
+    found = dict(operations(plan))
+    assert found["aten._softmax.default"] == 4 * 32 * 32 * 4
+    assert found["aten.gelu.default"] == 4 * 32 * 96 * 2
+
+
 def test_a_region_around_the_planning_is_taken_to_be_on() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CUDA is not available")
