@@ -6,7 +6,7 @@ work with torch 2.13.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -57,29 +57,6 @@ def same_shape(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-    """Run a captured forward on copies of its inputs that have no data and are leaves; returns both.
-
-    Nothing of the inputs changes, and no kernel runs.
-    """
-    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or fake_mode()
-    with mode, torch.enable_grad():
-        copies = [
-            _leaf_like(mode.from_tensor(x) if not isinstance(x, FakeTensor) else x)
-            if isinstance(x, torch.Tensor)
-            else x
-            for x in inputs
-        ]
-        return copies, graph(*copies)
-
-
-def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
-    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    if tensor.constant is not None and isinstance(copy, FakeTensor):
-        copy.constant = tensor.constant.clone()
-    return copy
-
-
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without data."""
     return isinstance(value, FakeTensor)
@@ -113,6 +90,11 @@ def running_node_number() -> tuple[str, int] | None:
     """
     node = running_node()
     return None if node is None else (node.name(), node._sequence_nr())
+
+
+def current_backward() -> int:
+    """A number for the backward that is running in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
 
 
 def graph_is_kept() -> bool:

@@ -220,6 +220,29 @@ def kernels_of_eager(keep: Collection[str] = frozenset()) -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
+def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    """Run a captured forward on copies of its inputs that have no data and are leaves; returns both.
+
+    Nothing of the inputs changes, and no kernel runs.
+    """
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or fake_mode()
+    with mode, torch.enable_grad():
+        copies = [
+            _leaf_like(mode.from_tensor(x) if not isinstance(x, FakeTensor) else x)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in inputs
+        ]
+        return copies, graph(*copies)
+
+
+def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.constant is not None and isinstance(copy, FakeTensor):
+        copy.constant = tensor.constant.clone()
+    return copy
+
+
 def mutated_inputs(joint: torch.fx.GraphModule) -> frozenset[int]:
     """Which inputs of a joint graph the step overwrites (running statistics), by position.
 
@@ -238,6 +261,12 @@ def input_position(placeholder: torch.fx.Node) -> int | None:
     """Which of the forward's inputs an input of the joint graph is; None for what is no plain input."""
     description = placeholder.meta.get("desc")
     return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def forward_inputs(joint: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The inputs of a joint graph that are inputs of the forward."""
+    nodes = joint.graph.find_nodes(op="placeholder")
+    return [n for n in nodes if not isinstance(n.meta.get("desc"), TangentAOTInput)]
 
 
 def gradient_places(joint: torch.fx.GraphModule) -> dict[int, int]:
@@ -291,15 +320,23 @@ def output_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[
     return {i: d.idx for i, d in enumerate(outputs) if isinstance(d, PlainAOTOutput)}
 
 
-def compiled_node(results: Sequence[Any], args: Sequence[Any]) -> Any:
+def nodes_so_far() -> int:
+    """How many autograd nodes this thread has made."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def compiled_node(results: Sequence[Any], before: int) -> Any:
     """The autograd node of a compiled graph that was just called; None where it recorded none.
 
     An output that looks at another is taken anew from it by AOTAutograd, so the node may be one further down.
+
+    Args:
+        results: What the graph returned.
+        before: What :func:`nodes_so_far` was before the call.
     """
-    before = {a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None}
     for result in results:
         node = result.grad_fn if isinstance(result, torch.Tensor) else None
-        while node is not None and node not in before:
+        while node is not None and node._sequence_nr() >= before:
             if node.name() == "CompiledFunctionBackward":
                 return node
             node = node.next_functions[0][0] if node.next_functions else None

@@ -5,6 +5,7 @@ again, the gradients of its uses meet in half precision and are cast back once. 
 and adds up what has been cast back, which rounds differently and takes more memory.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +18,14 @@ from planner import _torch, _torch_joint
 
 aten = torch.ops.aten
 
+_BEYOND = 0
+"""The region that a forward is called in."""
 _EXPLICIT = {"to", "type", "type_as", "half", "bfloat16", "float", "_to_copy"}
 
 
-def share_casts(joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], *, inside: bool) -> None:
+def share_casts(
+    joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], *, inside: bool
+) -> dict[int, torch.dtype]:
     """Change a joint graph, in place, so that every region of autocast casts a parameter once.
 
     Args:
@@ -28,6 +33,9 @@ def share_casts(joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], *
         graph: The forward that it was traced from.
         inputs: Example inputs of that forward.
         inside: Whether the forward as a whole runs :func:`inside_region`.
+
+    Returns:
+        The inputs whose casts eager keeps beyond the forward, by position, and what they are cast to.
     """
     regions = _regions(graph, inside)
     groups: dict[tuple[Node, Any, int], list[Node]] = {}
@@ -43,6 +51,12 @@ def share_casts(joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], *
     for casts in groups.values():
         _share(joint, casts)
     joint.recompile()
+    kept: dict[int, torch.dtype] = {}
+    for source, dtype, region in groups:
+        position = _torch_joint.input_position(source)
+        if region == _BEYOND and position is not None:
+            kept[position] = dtype
+    return kept
 
 
 def inside_region() -> bool:
@@ -52,9 +66,27 @@ def inside_region() -> bool:
     return torch.autocast_decrement_nesting() > 0
 
 
+def notes_of_region(device: torch.device) -> dict[str, Any] | None:
+    """A dictionary that lasts as long as autocast keeps casts here; None where it casts nothing.
+
+    Autocast keeps the cast of an empty tensor with those of parameters, and the autograd node of that can
+    be written on. No kernel runs.
+    """
+    with _torch.without_modes():
+        empty = _empty_parameter(device)
+        used = torch.mm(empty, empty).grad_fn
+    node: Any = None if used is None else used.next_functions[0][0]
+    return node.metadata if node is not None and node.name() == "ToCopyBackward0" else None
+
+
+@functools.cache
+def _empty_parameter(device: torch.device) -> torch.Tensor:
+    return torch.empty((0, 0), device=device, requires_grad=True)
+
+
 def _regions(graph: GraphModule, inside: bool) -> dict[str, int]:
     """The outermost region of autocast that each node of a forward is in, by name."""
-    found, depth, region = {}, int(inside), 0
+    found, depth, region = {}, int(inside), _BEYOND
     for node in graph.graph.nodes:
         if node.target is torch.amp.autocast_mode._enter_autocast:
             region += depth == 0

@@ -28,9 +28,11 @@ from planner.errors import CaptureError, PlanWarning
 from planner.generators import GeneratorStates, OwnGenerators
 from planner.graph_runner import GraphRunner, collector, notes_on
 from planner.joint import JointGraph
+from planner.kept_casts import AGAIN
 from planner.python_state import remember
 from planner.step import Step, autocast_regions, tensors_in, unique_storages
 from planner.step_copy import StepCopy, described, lacks_data, with_data, without_data
+from planner.sums import hand_out_by_use, sums_between_graphs
 from planner.tracking import Recording, StepRecorder
 
 logger = logging.getLogger(__name__)
@@ -102,7 +104,6 @@ class CudaKernels:
     attention: Attention | None = None
 
 
-_ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_)
 _RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
 _OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
 """Names of kernels that only the CPU has contain one of these."""
@@ -206,10 +207,10 @@ class _Capture:
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)
             if not runners:
-                reasons = _torch_tracing.new_break_reasons(counted)
+                why = _torch_tracing.new_break_reasons(counted)
                 raise CaptureError(
                     "nothing of the module's forward could be captured, and torch.compile skips it too"
-                    f"{': ' + reasons[0] if reasons else ''}. TORCH_LOGS=graph_breaks shows the lines; move "
+                    f"{': ' + why[0] if why else ''}. TORCH_LOGS=graph_breaks shows the lines; move "
                     "what cannot be captured out of the forward, or plan the submodules that can"
                 )
             recording, forward_events = self._compiled_pass(target, runners)
@@ -218,9 +219,7 @@ class _Capture:
             self._warn_of_cpu_kernels(recording, runners)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
-        places = _torch_tracing.distinct_places(
-            _torch_tracing.break_reason(runners[i].graph) for i in sorted(ran)
-        )
+        reasons = [_torch_tracing.break_reason(runners[i].graph) for i in sorted(ran)]
         return CapturedStep(
             [
                 CapturedGraph(
@@ -238,7 +237,7 @@ class _Capture:
             self.buffers,
             self.inputs,
             list(self.gradients.values()),
-            breaks=places,
+            breaks=_torch_tracing.distinct_places(reasons),
             eager_operations=sum(
                 e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
             ),
@@ -264,7 +263,7 @@ class _Capture:
             if waiting:  # some code first ran now: a forward may go another way the second time
                 attempts += 1
             elif not asked:
-                waiting, asked = _hand_out_by_use(recording, runners), True
+                waiting, asked = hand_out_by_use(recording, runners), True
                 put_back()
             if not waiting:
                 return recording, forward_events
@@ -283,16 +282,16 @@ class _Capture:
 
     def _warn_of_other_order(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
         """Say so where gradients pass between graphs in another order, or layout, than eager's."""
-        sums = len(_sums_between_graphs(recording, runners))
+        sums = len(sums_between_graphs(recording, runners))
         relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)
-        if not sums and not relaid:
-            return
-        text = (
-            f"the forward is {len(runners)} graphs, and {sums + relaid} gradients between them are added up "
-            "in another order, or lie otherwise in memory, than without a plan: gradients may differ in the "
-            "last bits. planner.verify() tells"
-        )
-        self._warn(text)
+        if sums or relaid:
+            self._warn(
+                f"the forward is {len(runners)} graphs, and {sums + relaid} gradients between them are added "
+                "up in another order, or lie otherwise in memory, than without a plan: they may differ in "
+                "the last bits. planner.verify() tells"
+            )
+        if any(r.casts.again for r in runners):
+            self._warn(AGAIN)
 
     def _warn_of_cpu_kernels(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
         """Say so where a GPU would run another kernel than the one that is planned."""
@@ -379,40 +378,6 @@ class _Marked(torch.nn.Module):
         output = self._target[0](*args, **kwargs)
         self.events = len(self._recorder.recording.events)
         return output
-
-
-def _sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) -> list[tuple[int, int]]:
-    """Gradients that are added to others although a graph has added them up inside already.
-
-    Without a plan the uses of a tensor are added one by one, the last first.
-
-    Returns:
-        The graph and the position of the input (-1: unknown) of each.
-    """
-    sums = {r.index: r.sums() for r in runners if r.joint is not None}
-    added_up: dict[int, tuple[int, int]] = {}
-    found = []
-    for event in recording.events:
-        call = event.graph
-        if call is not None and call.backward:
-            for output, position in sums[call.graph].items():
-                if call.outputs[output] >= 0:
-                    added_up[call.outputs[output]] = (call.graph, position)
-        elif call is None and event.backward and event.call is not None:
-            name = recording.calls[event.call].func.overloadpacket
-            if name in _ADDITIONS and len(event.reads) == 2 and event.reads[0] >= 0:
-                found += [added_up[r] for r in event.reads[1:] if r in added_up]
-    return found
-
-
-def _hand_out_by_use(recording: Recording, runners: Sequence[GraphRunner]) -> list[GraphRunner]:
-    """Ask graphs for gradients use by use where others are added before them; returns those graphs."""
-    asked: dict[int, set[int]] = {}
-    for graph, position in _sums_between_graphs(recording, runners):
-        asked.setdefault(graph, set()).add(position)
-    for graph, positions in asked.items():
-        runners[graph].by_use = frozenset(positions - {-1})
-    return [runners[graph] for graph in sorted(asked) if runners[graph].by_use]
 
 
 def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:

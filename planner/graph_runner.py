@@ -19,6 +19,7 @@ from planner.arrivals import Arrivals
 from planner.autocast import inside_region, share_casts
 from planner.codegen import compile_graph
 from planner.joint import JointGraph, read_joint
+from planner.kept_casts import KeptCasts
 from planner.rewrite import Halves, emit, no_recomputation
 from planner.step import autocast_state, under_autocast
 from planner.tracking import StepRecorder
@@ -103,6 +104,7 @@ class GraphRunner:
         left: Of those, once it is traced, the ones for which that could not be done.
         gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
             it was traced so.
+        casts: What it casts under autocast that would be kept without a plan.
         recorder: Told about every execution in the compiled pass, see :meth:`record_to`.
     """
 
@@ -132,6 +134,8 @@ class GraphRunner:
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._inside_autocast, self._autocast = inside_region(), autocast_state()
+        self._kept_casts: dict[int, torch.dtype] = {}
+        self.casts = KeptCasts()
 
     @property
     def unused_outputs(self) -> tuple[int, ...]:
@@ -183,11 +187,12 @@ class GraphRunner:
                 backward_compiler=self._backward_stub,
                 layouts=self.gradients.layouts,
             )
-        self._compiled, self.left = compiled.call, compiled.left
+        self._compiled, self.left = self.casts.watched(compiled.call), compiled.left
         self.gradients.layouts = {i: d for i, d in self.gradients.layouts.items() if i not in compiled.relaid}
 
     def _prepare(self, joint: GraphModule) -> None:
-        share_casts(joint, self.graph, self.example_inputs, inside=self._inside_autocast)
+        inside = self._inside_autocast
+        self._kept_casts = share_casts(joint, self.graph, self.example_inputs, inside=inside)
 
     def _inputs_as_captured(self) -> list[Any]:
         # A buffer of results that the step fills in place needs gradients once it has been run.
@@ -199,6 +204,7 @@ class GraphRunner:
         ]
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
+        self.casts.traced(joint, self._kept_casts)
         self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
         if self._data:
             self._halves = emit(self.joint, no_recomputation(self.joint))

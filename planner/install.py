@@ -22,6 +22,7 @@ from planner.errors import CaptureError, PlanFileError, PlanMismatch, PlanWarnin
 from planner.fingerprint import class_name, state_digest
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
+from planner.kept_casts import KeptCasts
 from planner.new_shapes import NewShapes, OnNewShape, checked, shape_key
 from planner.partial_backward import PartialBackward
 from planner.plan_file import GraphRecord, Plan
@@ -257,9 +258,11 @@ class PlanBackend:
         unused = record.unused_outputs if record is not None else []
         by_use = record.inputs_by_use if record is not None else []
         layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
-        inside = inside_region()
+        inside, kept = inside_region(), dict[int, torch.dtype]()
+        casts = KeptCasts(_warn)
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
+            casts.traced(joint, kept)
             return self._partition(record, backward, second_order, joint, outputs, exactly)
 
         obstacle = "it was called under autocast" if self._autocast else None
@@ -272,7 +275,7 @@ class PlanBackend:
             detach_outputs(graph, unused),
             example_inputs,
             by_use,
-            prepare=lambda joint: share_casts(joint, graph, example_inputs, inside=inside),
+            prepare=lambda joint: kept.update(share_casts(joint, graph, example_inputs, inside=inside)),
             partition=partition,
             forward_compiler=_compile_forward,
             backward_compiler=backward.compile,
@@ -284,7 +287,7 @@ class PlanBackend:
                 f"the gradients of {where} of a graph cannot be added up, or laid out in memory, as planned: "
                 "gradients may differ in the last bits from those without a plan. planner.verify() tells"
             )
-        return with_tripwires(second_order.watched(backward.watched(compiled.call)), unused)
+        return with_tripwires(second_order.watched(backward.watched(casts.watched(compiled.call))), unused)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,

@@ -56,8 +56,9 @@ class PartialBackward:
             return compiled
 
         def run(*args: Any) -> Any:
+            before = _torch_joint.nodes_so_far()
             results = compiled(*args)
-            node = _torch_joint.compiled_node(results, args)
+            node = _torch_joint.compiled_node(results, before)
             if node is not None:
                 node.register_prehook(self._look)
             return results

@@ -46,8 +46,9 @@ class SecondOrder:
         """The callable of a graph, whose autograd nodes see to it when they are to be differentiable."""
 
         def run(*args: Any) -> Any:
+            before = _torch_joint.nodes_so_far()
             results = compiled(*args)
-            node = _torch_joint.compiled_node(results, args)
+            node = _torch_joint.compiled_node(results, before)
             if node is not None:
                 kept = [] if self._obstacle else [args]
                 versions = _versions(kept)

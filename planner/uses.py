@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from planner import _torch, _torch_joint
+from planner import _torch_joint
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _counted(
     if not wanted:
         return {}, set()
     try:
-        copies, outputs = _torch.run_without_data(graph, inputs)
+        copies, outputs = _torch_joint.run_without_data(graph, inputs)
     except Exception as error:  # whatever operators raise on tensors without data
         logger.info("gradients are not handed out use by use: %s", error)
         return {}, set(wanted)

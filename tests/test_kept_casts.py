@@ -1,0 +1,134 @@
+"""Several calls inside one region of autocast, where weights are cast once without a plan."""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+
+
+class Encoder(nn.Module):
+    """Residual layers; each weight is used once in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.norm(x)
+
+
+class Repeats(nn.Module):
+    """A weight that is used twice in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class Shared(nn.Module):
+    """A layer that two graphs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        torch._dynamo.graph_break()
+        return self.layer(x).float().square().mean()
+
+
+Backward = Callable[[list[torch.Tensor]], None]
+
+
+def _together(outputs: list[torch.Tensor]) -> None:
+    pairs = itertools.pairwise([*outputs, outputs[0]])
+    sum((a.float() * b.float()).square().mean() for a, b in pairs).backward()  # type: ignore[union-attr]
+
+
+def _one_by_one(outputs: list[torch.Tensor]) -> None:
+    for output in outputs:
+        output.float().square().mean().backward()
+
+
+def _last_only(outputs: list[torch.Tensor]) -> None:
+    outputs[-1].float().square().mean().backward()
+
+
+def _twice(outputs: list[torch.Tensor]) -> None:
+    loss = sum(o.float().square().mean() for o in outputs)
+    loss.backward(retain_graph=True)  # type: ignore[union-attr]
+    loss.backward()  # type: ignore[union-attr]
+
+
+def _gradients(model: nn.Module, calls: int, backward: Backward, kind: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(16, 32, generator=generator) for _ in range(calls)]
+    model.zero_grad()
+    with torch.autocast("cpu", kind):
+        outputs = [model(x) for x in inputs]
+    backward(outputs)
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        yield
+
+
+def _planned(model: nn.Module, kind: torch.dtype) -> planner.Plan:
+    with torch.autocast("cpu", kind):
+        return planner.plan(model, (torch.randn(16, 32),), budget="min", solver="sqrt_n")
+
+
+@pytest.mark.usefixtures("no_warning")
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_gradients_of_calls_in_one_region_meet_as_without_a_plan(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Encoder()
+    plan = _planned(model, kind)
+    for calls, backward in itertools.product((1, 2, 4), (_together, _one_by_one, _last_only, _twice)):
+        expected = _gradients(planner.remove(model), calls, backward, kind)
+        found = _gradients(plan.apply(model), calls, backward, kind)
+        assert all(map(torch.equal, expected, found)), (calls, backward)
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_gradients_of_graphs_in_one_region_meet_as_without_a_plan() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(64, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
+        report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert len(plan.graphs) == 2
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+def test_what_cannot_be_told_apart_is_warned_of_once() -> None:
+    torch.manual_seed(0)
+    model = Repeats()
+    plan = _planned(model, torch.bfloat16)
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        _gradients(model, 1, _together, torch.bfloat16)
+        _gradients(model, 1, _together, torch.bfloat16)  # another region
+    with pytest.warns(planner.PlanWarning, match="again inside one region of autocast"):
+        _gradients(model, 2, _together, torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        _gradients(model, 3, _together, torch.bfloat16)  # said once
