@@ -27,9 +27,6 @@ def table(results: dict[str, Result], device: Device) -> str:
         chosen = {n: r for n, r in results.items() if r["kind"] == kind}
         if chosen:
             lines += [*rows(chosen), ""]
-    for name, result in results.items():
-        if result["kind"] == "gigabytes":
-            lines += [_gigabytes(name, result), ""]
     return "\n".join(lines)
 
 
@@ -191,16 +188,20 @@ forward.
 """
 
 
-def _gigabytes(name: str, result: Result) -> str:
-    published = result["published"]
-    alive = ", ".join(f"{made_by} {size / 1e9:.2f} GB" for made_by, size in result["peak"]["alive"])
-    return (
-        f"**{name}**, batch {result['batch']}: {result['unplanned_bytes'] / 1e9:.2f} GB unplanned, "
-        f"{result['planned_bytes'] / 1e9:.2f} GB planned ({'fits' if result['fits'] else 'does not fit'}) "
-        f"at {result['overhead']:+.1%}; published {published['unplanned_gb']} -> "
-        f"{published['planned_gb']} GB at +{published['overhead']:.0%}. "
-        f"The largest that are alive at its peak, in {result['peak']['operation']}: {alive}."
-    )
+def _gigabyte_rows(results: dict[str, Result]) -> list[str]:
+    rows = ["### A given number of gigabytes", ""]
+    for name, result in results.items():
+        published = result["published"]
+        alive = ", ".join(f"{made_by} {size / 1e9:.2f} GB" for made_by, size in result["peak"]["alive"])
+        rows.append(
+            f"**{name}**, batch {result['batch']}: {result['unplanned_bytes'] / 1e9:.2f} GB unplanned, "
+            f"{result['planned_bytes'] / 1e9:.2f} GB planned at {result['overhead']:+.1%}"
+            f"{'' if result['fits'] else ', which is the least'}; "
+            f"published {published['unplanned_gb']} -> "
+            f"{published['planned_gb']} GB at +{published['overhead']:.0%}. "
+            f"The largest that are alive at its peak, in {result['peak']['operation']}: {alive}."
+        )
+    return rows
 
 
 _SECTIONS: tuple[tuple[str, Callable[[dict[str, Result]], list[str]]], ...] = (
@@ -208,5 +209,6 @@ _SECTIONS: tuple[tuple[str, Callable[[dict[str, Result]], list[str]]], ...] = (
     ("length", _length_rows),
     ("plan", _plan_rows),
     ("least", _least_rows),
+    ("gigabytes", _gigabyte_rows),
     ("planning", _planning_rows),
 )
