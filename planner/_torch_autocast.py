@@ -128,6 +128,8 @@ def _regions_are_cudas(owner: int) -> Iterator[None]:
     region: Any = autocast_mode.autocast
     make, enter, leave = region.__init__, region.__enter__, region.__exit__
 
+    switched_on: list[Any] = []
+
     def is_ours(device_type: object) -> bool:
         return threading.get_ident() == owner and device_type in _KINDS
 
@@ -152,10 +154,12 @@ def _regions_are_cudas(owner: int) -> Iterator[None]:
         if is_ours(self.device):
             self._planned_before = autocast_state()
             if not hasattr(self, "_planned_enabled") and not self._enabled and not torch.cuda.is_available():
+                switched_on.append(self)
+                self._enabled = True
                 warnings.warn(
-                    "a region of autocast that was made outside of the forward is off, as PyTorch makes "
-                    "those for 'cuda' where there is no CUDA; make it inside of the forward, or plan where "
-                    "the GPU is",
+                    "a region of autocast that was made before the planning is off. PyTorch switches "
+                    "torch.autocast('cuda') off where there is no CUDA, so this is planned as autocast to "
+                    f"{self.fast_dtype}; if it is meant to be off, make it inside of the forward",
                     PlanWarning,
                     stacklevel=2,
                 )
@@ -179,6 +183,8 @@ def _regions_are_cudas(owner: int) -> Iterator[None]:
         yield
     finally:
         region.__init__, region.__enter__, region.__exit__ = make, enter, leave
+        for made_before in switched_on:
+            made_before._enabled = False
 
 
 # ---- operators ----------------------------------------------------------------------------------------

@@ -220,8 +220,10 @@ def test_a_region_around_the_planning_is_taken_to_be_on() -> None:
         torch.set_autocast_enabled("cuda", False)
 
 
-def test_a_region_that_is_off_since_it_was_made_too_early_is_said() -> None:
+def test_a_region_that_was_made_before_is_taken_to_be_on() -> None:
     with pytest.warns(UserWarning, match="CUDA is not available"):
         region = torch.autocast("cuda", HALF)
-    with pytest.warns(PlanWarning, match="made outside of the forward is off"):
-        planned(Block(lambda: region))
+    with pytest.warns(PlanWarning, match=r"made before.*planned as autocast to torch\.bfloat16"):
+        before = planned(Block(lambda: region))
+    assert operations(before) == operations(planned(Block(lambda: torch.autocast("cuda", HALF))))
+    assert not region._enabled
