@@ -159,10 +159,10 @@ def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
 
 
 # Decompositions that tracing may keep: of batch normalisations, which must not update statistics
-# inside a graph; of dropout, whose mask then takes a byte an element (see planner/exact.py); and of
-# operations that only arrange views or sizes.
+# inside a graph; and of operations that only arrange views or sizes. That of dropout, whose mask then takes
+# a byte an element (see planner/exact.py), is `_dropout`.
 _HARMLESS_DECOMPOSITIONS = {
-    "native_batch_norm", "cudnn_batch_norm", "dropout", "empty", "one_hot", "broadcast_tensors",
+    "native_batch_norm", "cudnn_batch_norm", "empty", "one_hot", "broadcast_tensors",
     "tensor_split", "unsafe_chunk", "pad_sequence",
 }  # fmt: skip
 # Those of them that stand for what CUDA runs, see planner/_torch_kernels.py.
@@ -204,20 +204,36 @@ def kernels_of_eager(keep: Collection[str] = frozenset()) -> Iterator[None]:
     Args:
         keep: Names of operators whose decompositions stay.
     """
+    dropout = torch.ops.aten.dropout.default
     taken = [
         (op, dict(op.py_kernels)) for op in _decomposed_operators() if op.overloadpacket.__name__ not in keep
     ]
+    taken.append((dropout, dict(dropout.py_kernels)))
     try:
         for op, kernels in taken:
             for key in _DECOMPOSED_AT:
                 if key in kernels:
                     del op.py_kernels[key]
             op._dispatch_cache.clear()
+        dropout.py_kernels.update(dict.fromkeys(_DECOMPOSED_AT, _dropout))
         yield
     finally:
         for op, kernels in taken:
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+def _dropout(tensor: torch.Tensor, probability: float, train: bool) -> torch.Tensor:
+    """Dropout that keeps everything is its input, and what keeps nothing draws no numbers, as in eager.
+
+    PyTorch's decomposition copies the one and draws for the other.
+    """
+    if not train or probability == 0:
+        return tensor
+    if probability == 1:
+        return tensor.mul(torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+    kept: torch.Tensor = torch.ops.aten.native_dropout(tensor, probability, train)[0]
+    return kept
 
 
 def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 import planner
 from planner.plan_file import Plan
@@ -174,3 +175,13 @@ def test_an_operator_without_a_shape_function_is_named() -> None:
     model, args, _ = layers(_with(doubled))
     with pytest.raises(planner.CaptureError, match=r"doubled.*no fake impl"):
         plan_of(model, args)
+
+
+def test_dropout_of_nothing_copies_nothing_and_of_everything_draws_no_numbers() -> None:
+    def none_and_all(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.0) + F.dropout(x.sin(), 1.0)
+
+    _, plan = _trains(_with(none_and_all))
+    names = [op.name for op in plan.graphs[0].ops]
+    assert "aten.clone.default" not in names
+    assert names.count("aten.native_dropout.default") == 4  # of the layers themselves
