@@ -178,7 +178,9 @@ def _change_schedule(data: st.DataObject, document: dict[str, Any]) -> dict[str,
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(backward) - 1))
         operation = data.draw(st.integers(0, len(operations) - 1))
-        match data.draw(st.sampled_from(["insert", "remove", "move", "unused", "name", "identity"])):
+        match data.draw(
+            st.sampled_from(["insert", "remove", "move", "unused", "by use", "name", "identity"])
+        ):
             case "insert":
                 backward.insert(position, operation)
             case "remove":
@@ -187,6 +189,8 @@ def _change_schedule(data: st.DataObject, document: dict[str, Any]) -> dict[str,
                 backward.insert(data.draw(st.integers(0, len(backward) - 1)), backward.pop(position))
             case "unused":
                 graph["unused_outputs"] = data.draw(st.lists(st.integers(0, 5), max_size=4))
+            case "by use":
+                graph["inputs_by_use"] = data.draw(st.lists(st.integers(0, 45), max_size=6))
             case "name":
                 operations[operation]["name"] = operations[position % len(operations)]["name"]
             case _:
@@ -229,3 +233,48 @@ def test_a_changed_schedule_trains_as_eager_or_is_refused(data: st.DataObject) -
 @given(data=st.data())
 def test_many_changed_schedules_train_as_eager_or_are_refused(data: st.DataObject) -> None:
     _apply_a_changed_plan(data)
+
+
+def _trained(document: dict[str, Any], told: str | None) -> list[torch.Tensor | None]:
+    plan = Plan.loads(json.dumps(document))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", planner.PlanWarning)
+        found = _after_a_step(plan.apply(_net()))
+    texts = [str(w.message) for w in caught if w.category is planner.PlanWarning]
+    assert [told in text for text in texts] == [True] if told else not texts
+    return found
+
+
+@pytest.mark.parametrize(
+    ("by_use", "told"),
+    [([*range(40)], "input 39"), ([2**20], "input 1048576"), ([3, 3, 0], None)],
+    ids=["all and more", "none", "twice"],
+)
+def test_gradients_by_use_of_any_inputs_are_those_of_eager(by_use: list[int], told: str | None) -> None:
+    document = copy.deepcopy(_plan_document())
+    document["graphs"][0]["inputs_by_use"] = by_use
+    for ours, theirs in zip(_trained(document, told), _after_a_step(_net()), strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("output", "dimensions", "told"),
+    [(0, [1, 0], None), (0, [2, 0, 1], "output 0"), (0, [], "output 0"), (900, [0, 1], "output 900")],
+)
+def test_layouts_of_gradients_that_are_wrong_do_no_harm(
+    output: int, dimensions: list[int], told: str | None
+) -> None:
+    document = copy.deepcopy(_plan_document())
+    document["graphs"][0]["gradient_layouts"] = [{"output": output, "dimensions": dimensions}]
+    for ours, theirs in zip(_trained(document, told), _after_a_step(_net()), strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.allclose(ours, theirs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dimensions", [[0, 0], [1], [0, 2], [-1, 0], [0, 64], list(range(65)), "ab", None])
+def test_layouts_of_gradients_that_are_none_are_refused(dimensions: object) -> None:
+    document = copy.deepcopy(DOCUMENT)
+    document["graphs"][0]["gradient_layouts"] = [{"output": 0, "dimensions": dimensions}]
+    with pytest.raises(planner.PlanFileError, match=r"graphs\[0\].gradient_layouts\[0\].dimensions"):
+        Plan.loads(json.dumps(document))
