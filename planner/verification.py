@@ -12,6 +12,7 @@ from planner.generators import GeneratorStates, OwnGenerators
 from planner.install import PlannedCall, apply, installed_plan
 from planner.measure import measure_peak, measure_seconds
 from planner.plan_file import Plan
+from planner.python_state import remember
 from planner.step import Loss, Step, differentiable_outputs, tensors_in
 
 
@@ -92,7 +93,7 @@ def verify(
             f"the plan is for {modes[plan.model.training]} mode, the model is in {modes[model.training]} mode"
         )
     step = Step(tuple(args), dict(kwargs or {}), loss)
-    state = _State(model, step)
+    before = _State(model, step)
     installed = _torch.installed_call(model)
     original = installed.previous if isinstance(installed, PlannedCall) else installed
     try:
@@ -100,9 +101,13 @@ def verify(
         planned = _torch.installed_call(model)
         sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
         outcomes = []
+        before.restore()
+        _torch.install_call(model, original)
+        step.run(model)
+        state = _State(model, step, before)  # what a first forward caches is there from now on
         for call in (original, original, planned, planned):
-            _torch.install_call(model, call)
             state.restore()
+            _torch.install_call(model, call)
             outcomes.append(_Outcome(model, step, state.own_generators))
         reference, again, first, second = outcomes
         del first
@@ -123,25 +128,33 @@ def verify(
             state.restore()
             seconds = measure_seconds([_fresh(runner(c), model) for c in sides], repeats, device=state.device)
     finally:
+        before.restore(gradients=True)
         _torch.install_call(model, installed)
-        state.restore(gradients=True)
     return _report(plan, reference, again, second, peaks[1].peak_bytes, peaks[0].peak_bytes, seconds)
 
 
 class _State:
     """Everything that a step changes, so that it can be put back."""
 
-    def __init__(self, model: torch.nn.Module, step: Step) -> None:
+    def __init__(self, model: torch.nn.Module, step: Step, earlier: "_State | None" = None) -> None:
         self._tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
-        self._copies = [t.detach().clone() for t in self._tensors]
+        known: dict[int, torch.Tensor] = {}
+        if earlier is not None:
+            known = {id(t): c for t, c in zip(earlier._tensors, earlier._copies, strict=True)}
+        self._copies: list[torch.Tensor] = [
+            known[id(t)] if id(t) in known and _same(t, known[id(t)], 0.0) else t.detach().clone()
+            for t in self._tensors
+        ]
         self._gradients = [t.grad for t in self._tensors]
         self._rng = GeneratorStates.now()
         self.own_generators = OwnGenerators(model, step.args, step.kwargs)
         self._own_states = self.own_generators.states()
+        self._put_python_back = remember(model)
 
     def restore(self, *, gradients: bool = False) -> None:
-        """Put values and generators back; gradients too, or else drop them."""
+        """Put values, generators and Python's state back; gradients too, or else drop them."""
+        self._put_python_back()
         with torch.no_grad():
             for tensor, copy, gradient in zip(self._tensors, self._copies, self._gradients, strict=True):
                 if not _same(tensor, copy, 0.0):

@@ -141,3 +141,31 @@ def test_generators_of_the_models_own_stand_where_they_stood() -> None:
     assert all(a != b for a, b in zip(states, own.states(), strict=True))
     own.restore(states)
     assert model.draw() == drawn
+
+
+@pytest.mark.heavy
+def test_state_that_the_forward_replaces_or_caches_is_put_back() -> None:
+    class Keeping(Layers):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.register_buffer("average", torch.zeros(32))
+            self.calls, self.cache = 0, {}
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            if len(x) not in self.cache:
+                self.cache[len(x)] = torch.linspace(0, 1, len(x)).unsqueeze(1)
+            for layer in self.layers:
+                x = x + layer(x) * (self.average + 1) * self.cache[len(x)]
+                self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+            return x / self.calls
+
+    model, args, kwargs = layers(Keeping)
+    average = model.average
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert model.average is average
+    assert (model.calls, model.cache) == (0, {})
+    assert not average.any()
