@@ -302,9 +302,17 @@ def gradients_of_outputs(joint: torch.fx.Graph) -> dict[int, torch.Tensor]:
     return {s.idx: n.meta["val"] for n, s in _gradients(joint) if isinstance(s, PlainAOTOutput)}
 
 
-def has_shared_outputs(joint: torch.fx.Graph) -> bool:
-    """Whether outputs of a joint graph look at one result of it, which then is an output in their place."""
-    return any(isinstance(source, IntermediateBaseAOTOutput) for _, source in _gradients(joint))
+def gradients_of_results(joint: torch.fx.Graph) -> dict[int, torch.fx.Node]:
+    """The gradients of a joint graph, by position of one of the outputs that they are of.
+
+    Where several outputs look at one result of the graph, its gradient is theirs.
+    """
+    found = {}
+    for node, source in _gradients(joint):
+        output = source.base_of if isinstance(source, IntermediateBaseAOTOutput) else source
+        if isinstance(output, PlainAOTOutput):
+            found[output.idx] = node
+    return found
 
 
 def _gradients(joint: torch.fx.Graph) -> list[tuple[torch.fx.Node, Any]]:

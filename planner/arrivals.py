@@ -27,25 +27,31 @@ class Arrivals:
         self.layouts: dict[int, tuple[int, ...]] = {}
         self._arrived: dict[int, list[tuple[int, ...]]] = {}
 
-    def watch(self, output: int, tensor: torch.Tensor) -> None:
-        """Watch an output: a tensor that nothing inside the graph uses."""
-        self.awaited.add(output)
-        tensor.register_hook(functools.partial(self._receive, output, _steps(tensor)))
+    def watch(self, output: int, tensor: torch.Tensor, *, of_input: bool) -> None:
+        """Watch an output.
 
-    def _receive(self, output: int, steps: tuple[int, ...], gradient: torch.Tensor) -> None:
+        Args:
+            output: Its position.
+            tensor: The output, as a tensor that nothing inside the graph uses.
+            of_input: Whether it is a view of an input; these are taken as without a plan.
+        """
+        self.awaited.add(output)
+        steps = None if of_input else _steps(tensor)
+        tensor.register_hook(functools.partial(self._receive, output, steps))
+
+    def _receive(self, output: int, steps: tuple[int, ...] | None, gradient: torch.Tensor) -> None:
         self.received.add(output)
         arrived = _steps(gradient)
-        if 0 not in arrived and arrived != steps:
+        if steps is not None and 0 not in arrived and arrived != steps:
             self.layouts[output] = _order(gradient)
             self._arrived.setdefault(output, []).append(arrived)
 
     def relaid(self, joint: JointGraph) -> int:
-        """How often a gradient arrived that a traced backward takes a copy of, since it was traced for one
-        that lies otherwise. Outputs that are views of inputs are taken as without a plan."""
+        """How often a gradient arrived that a traced backward may take a copy of, since it was traced for one
+        that lies otherwise, or for that of a result which several outputs look at."""
         traced = _torch_joint.gradients_of_outputs(joint.graph)
-        shared = _torch_joint.has_shared_outputs(joint.graph)
         return sum(
-            steps != _steps(traced[i]) if i in traced else shared
+            i not in traced or steps != _steps(traced[i])
             for i, arrived in self._arrived.items()
             for steps in arrived
         )

@@ -32,7 +32,7 @@ from planner.kept_casts import AGAIN
 from planner.python_state import remember
 from planner.step import Step, autocast_regions, tensors_in, unique_storages
 from planner.step_copy import StepCopy, described, lacks_data, with_data, without_data
-from planner.sums import hand_out_by_use, sums_between_graphs
+from planner.sums import hand_out_by_use, reordered_views, sums_between_graphs
 from planner.tracking import Recording, StepRecorder
 
 logger = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ class _Capture:
 
     def _warn_of_other_order(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
         """Say so where gradients pass between graphs in another order, or layout, than eager's."""
-        sums = len(sums_between_graphs(recording, runners))
+        sums = len(sums_between_graphs(recording, runners)) + reordered_views(runners)
         relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)
         if sums or relaid:
             self._warn(

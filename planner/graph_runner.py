@@ -147,11 +147,12 @@ class GraphRunner:
             return self._compiled(*args)
         outputs = list(self.graph(*args))
         self._known.append([_torch_tracing.known_values(o) for o in outputs])
+        given = {_torch.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 # An alias, because gradients pass through the tensor itself inside the graph as well.
                 outputs[i] = tensor.view_as(tensor)
-                self.gradients.watch(i, outputs[i])
+                self.gradients.watch(i, outputs[i], of_input=_torch.storage_key(tensor) in given)
         return tuple(outputs)
 
     def sums(self) -> dict[int, int]:

@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 
 import torch
+from torch.fx import Node
 
+from planner import _torch, _torch_joint
 from planner.graph_runner import GraphRunner
 from planner.tracking import Recording
+from planner.uses import is_sum
 
 _ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_)
+_MOST_ELEMENTS = 2**24
 
 
 def sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) -> list[tuple[int, int]]:
@@ -42,3 +46,51 @@ def hand_out_by_use(recording: Recording, runners: Sequence[GraphRunner]) -> lis
     for graph, positions in asked.items():
         runners[graph].by_use = frozenset(positions - {-1})
     return [runners[graph] for graph in sorted(asked) if runners[graph].by_use]
+
+
+def reordered_views(runners: Sequence[GraphRunner]) -> int:
+    """How many results of graphs get gradients in another order than without a plan: where several outputs
+    look at one, their gradients come before those of its uses inside, whichever came last in the forward."""
+    return sum(_reordered(runner) for runner in runners if runner.joint is not None)
+
+
+def _reordered(runner: GraphRunner) -> int:
+    assert runner.joint is not None
+    outputs: Sequence[Node] = runner.graph.graph.output_node().args[0]  # type: ignore[assignment]
+    traced = _torch_joint.gradients_of_results(runner.joint.graph)
+    groups: dict[int, list[int]] = {}
+    for i in sorted(runner.gradients.received):
+        groups.setdefault(_torch.storage_key(outputs[i].meta["example_value"]), []).append(i)
+    count = 0
+    for group in groups.values():
+        gradients = [traced[i] for i in group if i in traced]
+        if len(group) > 1 and len(gradients) == 1:
+            uses = _sums_after(gradients[0])
+            views = [outputs[i].meta["example_value"] for i in group]
+            # Two are the same either way round; of views that have nothing in common, the rest is zeros.
+            count += len(group) + uses > 2 and (uses > 0 or _overlap(views))
+    return count
+
+
+def _sums_after(gradient: Node) -> int:
+    """How many gradients are added to one."""
+    total: Node | None = gradient
+    count = -1
+    while total is not None:
+        count += 1
+        total = next((n for n in total.users if is_sum(n) and n.args[0] is total), None)
+    return count
+
+
+def _overlap(views: Sequence[torch.Tensor]) -> bool:
+    sizes = [_torch.storage_bytes(v) // v.element_size() for v in views]
+    if any(size > _MOST_ELEMENTS for size in sizes) or len({v.dtype for v in views}) > 1:
+        return True
+    with _torch.without_modes():
+        taken = torch.zeros(sizes[0], dtype=torch.bool)
+        for view in views:
+            mine = taken.as_strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
+            if bool(mine.any()):
+                return True
+            mine.fill_(True)
+    return False
