@@ -38,18 +38,18 @@ from planner.devices import find_device
 from planner.problem import build_problem
 from planner.step import Step
 from solvers import portfolio
-from solvers.bound import lower_bound
+from solvers.bound import holds_for_every_order, lower_bound
 from solvers.registry import SOLVERS
 from solvers.schedule import simulate
 from solvers.solution import Solution
 
 MIB = 2**20
 GOALS: dict[str, list[tuple[float, float]]] = {
-    "gpt": [(83.9, 4.0), (69.9, 7.2), (55.9, 11.4), (41.9, 16.5), (34.3, 21.5)],
+    "gpt": [(83.9, 4.0), (69.9, 7.2), (55.9, 11.4), (55.93, 11.4), (41.9, 16.5), (34.3, 21.5)],
     "resnet": [(120.3, 5.7), (95.9, 12.4), (84.6, 16.8), (77.1, 27.0)],
     "unet": [(49.0, 8.4), (46.4, 9.5), (40.4, 12.0)],
 }
-"""Goals of the project at full size: dynamic peak in MiB, most overhead in percent."""
+"""Goals of the project at full size: dynamic peak in MiB (40 % of gpt's is 55.93), most overhead in percent."""
 LEAST_GOALS = {"gpt": 33.6, "unet": 34.4}
 """Peaks in MiB to be reached at any overhead, or to be proven out of reach."""
 PEER_SOLVERS = ("checkpoint_all", "lower_sets", "chain")
@@ -237,8 +237,10 @@ class Run:
         }
         for mib, percent in goals:
             reached, bound = self.auto_overhead(int(mib * MIB)), self.least_overhead(int(mib * MIB))
+            moment = lower_bound(self.graph, int(mib * MIB)).moment
             self.result.goals.append(
                 {"mib": mib, "most": percent / 100, "overhead": reached, "bound": bound,
+                 "every_order": moment >= 0 and holds_for_every_order(self.graph, moment),
                  "reached": reached is not None and reached <= percent / 100 + TOLERANCE}
             )  # fmt: skip
         if least_goal is not None:

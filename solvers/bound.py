@@ -15,6 +15,10 @@ bound in little time. It is solved for several moments, the integer program for 
 and within a time limit: what is proven by then is a bound. An infeasible program proves the budget
 infeasible.
 
+Where all operations before t lead to it and all behind it follow from it, as they do where the loss of
+one output has just been differentiated, the order of the others does not matter: the bound then holds
+for every order in which the step can be computed (:func:`holds_for_every_order`).
+
 Not tight: several moments may together ask for more than each of them alone.
 """
 
@@ -97,6 +101,22 @@ def tightened(
         return bound
     proven = bound_at(graph, uses or forward_uses(graph), budget, bound.moment, seconds, integer=True)
     return Bound(max(bound.seconds, proven), bound.moment)
+
+
+def holds_for_every_order(graph: Graph, moment: int) -> bool:
+    """Whether what base operation ``moment`` proves is true however the operations are ordered: every
+    earlier one must come before it and every later one behind it, because of what they read."""
+    wanted = set(graph.ops[moment].inputs)
+    for op in reversed(graph.ops[:moment]):
+        if wanted.isdisjoint(op.outputs):
+            return False
+        wanted.update(op.inputs)
+    made = set(graph.ops[moment].outputs)
+    for op in graph.ops[moment + 1 : graph.base_length]:
+        if made.isdisjoint(op.inputs):
+            return False
+        made.update(op.outputs)
+    return True
 
 
 def highest(profile: np.ndarray, forward_length: int, count: int) -> list[int]:

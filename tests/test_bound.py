@@ -1,13 +1,16 @@
 """The lower bound: true, and met where it can be."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import Graph, portfolio, recompute, simulate
-from solvers.bound import lower_bound
-from tests.graphs import chain, graphs, transformer
+from solvers.bound import bound_at, holds_for_every_order, lower_bound
+from solvers.cuts import forward_uses
+from tests.graphs import Forward, chain, graphs, training_graph, transformer
 
 
 @settings(deadline=None)
@@ -40,3 +43,41 @@ def test_is_sharp_on_a_transformer(fraction: float) -> None:
     solution = portfolio.solve(graph, budget, time_limit=10)
     assert solution.gap is not None
     assert solution.gap <= 0.02
+
+
+def reordered(graph: Graph, seed: int) -> tuple[Graph, np.ndarray]:
+    """The graph with its backward operations in another order, and where each operation is now."""
+    rng = np.random.default_rng(seed)
+    order = list(range(graph.forward_length))
+    made = {v for op in graph.ops[: graph.forward_length] for v in op.outputs}
+    left = list(range(graph.forward_length, graph.base_length))
+    while left:
+        ready = [i for i in left if made.issuperset(graph.ops[i].inputs)]
+        order.append(int(rng.choice(ready)))
+        left.remove(order[-1])
+        made.update(graph.ops[order[-1]].outputs)
+    assert graph.base_length == len(graph.ops)
+    return Graph(tuple(graph.ops[i] for i in order), graph.values), np.argsort(order)
+
+
+def test_holds_for_every_order() -> None:
+    branches = [Forward((0 if i in (1, 5) else i - 1,), (100 + i,), 1.0 + i) for i in range(1, 9)]
+    plain = training_graph([Forward((), (50,)), *branches, Forward((4, 8), (90,)), Forward((9,), (4,))])
+    n = plain.forward_length
+    loss, first = plain.ops[n - 1 : n + 1]
+    first = replace(first, inputs=(*first.inputs, *loss.outputs))
+    graph = Graph((*plain.ops[:n], first, *plain.ops[n + 1 :]), plain.values)
+    budget = int(0.7 * simulate(graph, graph.base_schedule).peak_bytes)
+    bound = bound_at(graph, forward_uses(graph), budget, n, None, integer=True)
+    assert graph.base_seconds < bound < np.inf
+    assert holds_for_every_order(graph, n)
+    assert not holds_for_every_order(plain, n)  # there the loss may be computed later
+    assert not holds_for_every_order(graph, n + 3)  # of one branch, before or behind the other
+    seconds = set()
+    for seed in range(5):
+        other, place = reordered(graph, seed)
+        assert place[n] == n
+        again = bound_at(other, forward_uses(other), budget, n, None, integer=True)
+        assert again == pytest.approx(bound, rel=1e-6)
+        seconds.add(portfolio.solve(other, budget, time_limit=5).seconds)
+    assert min(seconds) >= bound - 1e-6

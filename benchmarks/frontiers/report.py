@@ -140,7 +140,8 @@ def goal_cells(goal: Record) -> list[str]:
     how = "proven impossible" if goal.get("proven_impossible") else ("yes" if goal["reached"] else "no")
     if goal["most"] is not None and goal.get("bound", 0.0) > goal["most"]:
         how = f"no: {percent(goal['bound'])} is proven the least"
-    return [f"{goal['mib']:.1f}", most, percent(goal["overhead"]), how]
+        how += ", in whatever order operations run" if goal.get("every_order") else ""
+    return [f"{goal['mib']:.4g}", most, percent(goal["overhead"]), how]
 
 
 # ---- files --------------------------------------------------------------------------------------------
