@@ -41,6 +41,9 @@ MOST_BLOCKS = 64
 """More blocks than this are merged: the table grows with the cube of their number."""
 SCANNED = (1.3, 30)
 """Of tables that are scanned: slots up to this factor of the budget, and about how many of them."""
+LEAST, SLOWER = 16, 1.02
+"""For the least peak so many plans of each table are judged, those of least memory first that take no longer
+than allowed by this factor."""
 COUNTS = (64, 48, 32, 24, 10)
 """Numbers of blocks tried."""
 TOGETHER = 60_000
@@ -331,7 +334,11 @@ def read_off(
     search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, table: Table, budget: int | None
 ) -> Candidate | None:
     """Find the memory in the table whose schedule, simulated, makes the most of the budget."""
-    distinct = distinct_slots(table.seconds[0, -1])
+    whole = table.seconds[0, -1]
+    distinct = distinct_slots(whole)
+    if budget is None and len(distinct):
+        more = whole[distinct] - whole[distinct[-1]]
+        distinct = distinct[search.graph.base_seconds + more <= SLOWER * search.most_seconds]
     best: Candidate | None = None
     low, high = 0, len(distinct) - 1
     tried: set[int] = set()
@@ -342,7 +349,9 @@ def read_off(
         assert retained is not None
         candidate = judge(search, blocks, cuts, pinned, retained)
         if budget is None:
-            low += max(1, len(distinct) // 40)
+            if len(tried) == LEAST:
+                break
+            low += 1
             continue
         if candidate.peak_bytes <= budget:
             if best is None or candidate.seconds < best.seconds:

@@ -45,7 +45,7 @@ SLIGHTLY = 1.02
 """Answers above the budget by less than this factor are brought down by corrections."""
 APART = 60
 """New moments of one simulation are this fraction of the step apart."""
-ROUNDED = 1e-5
+ROUNDED = 1e-6
 """A rounded point this close to the relaxed program, as a fraction of the step, is as good as solved."""
 MOST_INTEGER = 8_000
 """Programs of more variables are rounded only."""

@@ -32,7 +32,7 @@ SMALL = 500
 """Graphs of so few slots (forward times backward operations) are solved exactly as well."""
 TIME_LIMIT = 60.0
 """Wall seconds for one budget where none are given."""
-ENOUGH = 1e-5
+ENOUGH = 1e-6
 """A schedule this close to the bound, relative to the seconds of the step, ends the search."""
 OPTIMAL_GAP = 1e-6
 """A schedule with no larger a gap is called optimal."""
@@ -49,6 +49,8 @@ EACH = 30.0
 PATIENCE = (1 / 8, 0.5, 1 / 120)
 """On large graphs the process seconds that each kind of program gets: the first as a share of the time limit,
 but no more than the second, unless the third as a share is more."""
+WALLED = 1.5
+"""What the programs with walls get of it."""
 USUAL = 4_000
 """Larger graphs get more patience, in proportion to their forward operations."""
 SMALL_PATIENCE = 6.0
@@ -151,6 +153,9 @@ def _solve(
     programs = shared.programs
     graph = programs.graph
     search = Search(NAME, graph, budget, IN_TIME * time_limit, progress, programs.constraints)
+    large = graph.forward_length > ilp.FINE
+    few, most, many = PATIENCE
+    most *= max(1.0, graph.forward_length / USUAL)
     everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
     for schedule in known:
         search.try_schedule(schedule)
@@ -162,9 +167,6 @@ def _solve(
         return search.solution()
     if search.fits(everything):
         return _judge(search, Bound(graph.base_seconds, -1))
-    large = graph.forward_length > ilp.FINE
-    few, most, many = PATIENCE
-    most *= max(1.0, graph.forward_length / USUAL)
     patience = (
         max(min(few * time_limit, most), many * time_limit) if large else min(time_limit, SMALL_PATIENCE)
     )
@@ -190,7 +192,7 @@ def _solve(
             chain.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
     if not _done(search, bound) and (far or not large):
         left = max(time_limit - search.elapsed, 1e-9)
-        search.begin_stage((0.5, 0.9), min(1.0, search.wall(patience) / left))
+        search.begin_stage((0.5, 0.9), min(1.0, search.wall(WALLED * patience) / left))
         ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
     search.begin_stage((0.9, 1.0), TRADING[large])
     if not _done(search, bound) and _distance(search, bound) > FAR:
