@@ -338,6 +338,12 @@ def tangent_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict
     return {outputs.index(source): i for i, source in enumerate(sources)}
 
 
+def gradients_of_nodes(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, torch.Tensor]:
+    """The gradients that a joint graph was traced with, by position among the forward's outputs."""
+    values = [node.meta["val"] for node, _ in _gradients(joint.graph)]
+    return {i: values[p] for i, p in tangent_positions(joint, forward_outputs).items()}
+
+
 def output_positions(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:
     """Which of the forward's results the outputs of a compiled graph's autograd node are."""
     outputs = list(joint.graph.output_node().meta["desc"])[:forward_outputs]

@@ -4,8 +4,11 @@ A backward that is traced for gradients that lie otherwise than eager's sums ove
 """
 
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from planner import _torch_joint
 from planner.joint import JointGraph
@@ -57,12 +60,68 @@ class Arrivals:
         )
 
 
+class Expected:
+    """Looks at the gradients that a planned graph gets, whether they lie in memory as planned.
+
+    Args:
+        warn: Told, once, if one does not.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._expected: Mapping[int, tuple[int, ...]] = {}
+        self._told = False
+
+    def traced(self, joint: GraphModule, forward_outputs: int) -> None:
+        """Say what the backward was traced for."""
+        gradients = _torch_joint.gradients_of_nodes(joint, forward_outputs)
+        self._expected = {i: g.stride() for i, g in gradients.items() if _has_steps(g)}
+
+    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The callable of the graph, whose gradients are looked at."""
+        if not self._expected:
+            return compiled
+
+        def run(*args: Any) -> Any:
+            before = _torch_joint.nodes_so_far()
+            results = compiled(*args)
+            node = None if self._told else _torch_joint.compiled_node(results, before)
+            if node is not None:
+                node.register_prehook(self._look)
+            return results
+
+        return run
+
+    def _look(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        for i, strides in self._expected.items():
+            gradient = gradients[i]
+            if gradient is None or gradient.stride() == strides or not _has_steps(gradient):
+                continue
+            steps = _steps(gradient)
+            if self._told or 0 in steps or steps == _steps(gradient, strides):
+                continue
+            self._told = True
+            self._warn(
+                f"a gradient of shape {tuple(gradient.shape)} lies otherwise in memory than in the planned "
+                "step: it is copied, and gradients may differ in the last bits from those without a plan. "
+                "Plan again with loss= a callable that computes the loss you train with"
+            )
+
+
+def _has_steps(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and all(
+        isinstance(n, int) for n in (*tensor.shape, *tensor.stride())
+    )
+
+
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     steps = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], -tensor.shape[d], d)))
 
 
-def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
+def _steps(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Strides of the dimensions that have more than one element: a tensor's own, or those given."""
     if tensor.layout is not torch.strided:
         return ()
-    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    found = tensor.stride() if strides is None else strides
+    return tuple(step for step, size in zip(found, tensor.shape, strict=True) if size > 1)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint
 from planner.adapt import adapt
+from planner.arrivals import Expected
 from planner.autocast import inside_region, share_casts
 from planner.capture import run_forward
 from planner.codegen import compile_graph
@@ -259,10 +260,11 @@ class PlanBackend:
         by_use = record.inputs_by_use if record is not None else []
         layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
         inside, kept = inside_region(), dict[int, torch.dtype]()
-        casts = KeptCasts(_warn)
+        casts, expected = KeptCasts(_warn), Expected(_warn)
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
             casts.traced(joint, kept)
+            expected.traced(joint, outputs)
             return self._partition(record, backward, second_order, joint, outputs, exactly)
 
         obstacle = "it was called under autocast" if self._autocast else None
@@ -287,7 +289,9 @@ class PlanBackend:
                 f"the gradients of {where} of a graph cannot be added up, or laid out in memory, as planned: "
                 "gradients may differ in the last bits from those without a plan. planner.verify() tells"
             )
-        return with_tripwires(second_order.watched(backward.watched(casts.watched(compiled.call))), unused)
+        return with_tripwires(
+            second_order.watched(backward.watched(expected.watched(casts.watched(compiled.call)))), unused
+        )
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,

@@ -95,6 +95,17 @@ class Views(nn.Module):
         return (y * z).square().mean() + part.exp().mean()
 
 
+class Classes(nn.Module):
+    """Scores of classes, which come last, where a cross entropy wants them in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bias = nn.Linear(24, 48), nn.Parameter(torch.randn(48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.bias
+
+
 Built = tuple[nn.Module, tuple[Any, ...], Callable[[Any], torch.Tensor] | None]
 
 
@@ -158,3 +169,25 @@ def test_an_order_that_views_change_is_warned_of() -> None:
     with pytest.warns(planner.PlanWarning, match="another order"):
         plan = planner.plan(Views(2), (torch.randn(64, 64),), budget="min", solver="sqrt_n")
     assert any("another order" in note for note in plan.notes)
+
+
+def test_a_loss_that_transposes_is_planned_or_warned_of() -> None:
+    torch.manual_seed(0)
+    classes = torch.randint(48, (32, 40))
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.transpose(1, 2), classes)
+
+    model, x = Classes(), torch.randn(32, 40, 24)
+    plan, _ = _exactly((model, (x,), loss), "min")
+    assert plan.graphs[0].gradient_layouts
+    planner.plan(model, (x,), budget="min", solver="sqrt_n").apply(model)  # for another loss
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        model(x).square().mean().backward()
+        model(x).sum().backward()
+    with pytest.warns(planner.PlanWarning, match="lies otherwise in memory"):
+        loss(model(x)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        loss(model(x)).backward()  # said once
