@@ -95,7 +95,7 @@ def _planned(model: nn.Module, kind: torch.dtype) -> planner.Plan:
 
 
 @pytest.mark.usefixtures("no_warning")
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.heavy)])
 def test_gradients_of_calls_in_one_region_meet_as_without_a_plan(kind: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Encoder()
@@ -106,6 +106,7 @@ def test_gradients_of_calls_in_one_region_meet_as_without_a_plan(kind: torch.dty
         assert all(map(torch.equal, expected, found)), (calls, backward)
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("no_warning")
 def test_gradients_of_graphs_in_one_region_meet_as_without_a_plan() -> None:
     torch.manual_seed(0)

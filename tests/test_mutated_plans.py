@@ -246,9 +246,7 @@ def _trained(document: dict[str, Any], told: str | None) -> list[torch.Tensor | 
 
 
 @pytest.mark.parametrize(
-    ("by_use", "told"),
-    [([*range(40)], "input 39"), ([2**20], "input 1048576"), ([3, 3, 0], None)],
-    ids=["all and more", "none", "twice"],
+    ("by_use", "told"), [([*range(40), 3, 3], "input 39"), ([], None)], ids=["all and more", "none"]
 )
 def test_gradients_by_use_of_any_inputs_are_those_of_eager(by_use: list[int], told: str | None) -> None:
     document = copy.deepcopy(_plan_document())
@@ -260,7 +258,7 @@ def test_gradients_by_use_of_any_inputs_are_those_of_eager(by_use: list[int], to
 
 @pytest.mark.parametrize(
     ("output", "dimensions", "told"),
-    [(0, [1, 0], None), (0, [2, 0, 1], "output 0"), (0, [], "output 0"), (900, [0, 1], "output 900")],
+    [(0, [1, 0], "lies otherwise in memory"), (0, [2, 0, 1], "output 0"), (900, [0, 1], "output 900")],
 )
 def test_layouts_of_gradients_that_are_wrong_do_no_harm(
     output: int, dimensions: list[int], told: str | None

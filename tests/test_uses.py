@@ -134,8 +134,16 @@ def _exactly(built: Built, budget: str) -> tuple[Plan, Report]:
     return plan, report
 
 
-@pytest.mark.parametrize("budget", ["500%", "min"])
-@pytest.mark.parametrize("build", [_straddles, _hands_on])
+@pytest.mark.parametrize(
+    ("build", "budget"),
+    [
+        (_hands_on, "min"),
+        *(
+            pytest.param(*case, marks=pytest.mark.heavy)
+            for case in ((_straddles, "min"), (_hands_on, "500%"))
+        ),
+    ],
+)
 def test_uses_before_and_after_a_break_add_up_as_without_a_plan(
     build: Callable[[], Built], budget: str
 ) -> None:
@@ -144,6 +152,7 @@ def test_uses_before_and_after_a_break_add_up_as_without_a_plan(
     assert any(g.inputs_by_use for g in plan.graphs)
 
 
+@pytest.mark.heavy
 def test_uses_in_the_loss_add_up_as_without_a_plan() -> None:
     torch.manual_seed(0)
     model = Tied()
@@ -163,6 +172,7 @@ def test_gradients_lie_in_memory_as_without_a_plan() -> None:
     assert plan.graphs[0].gradient_layouts[0].dimensions == [0, 2, 1]
 
 
+@pytest.mark.heavy
 def test_an_order_that_views_change_is_warned_of() -> None:
     torch.manual_seed(0)
     _exactly((Views(0), (torch.randn(64, 64),), None), "min")  # two gradients are the same either way round
@@ -171,6 +181,7 @@ def test_an_order_that_views_change_is_warned_of() -> None:
     assert any("another order" in note for note in plan.notes)
 
 
+@pytest.mark.heavy
 def test_a_loss_that_transposes_is_planned_or_warned_of() -> None:
     torch.manual_seed(0)
     classes = torch.randint(48, (32, 40))
