@@ -200,7 +200,7 @@ def _solve(
     if not _done(search, bound) and exact_ilp.count_slots(graph) <= SMALL:
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget)
     for _ in range(3):
-        if search.fastest is None or _done(search, bound):
+        if search.fastest is None or search.out_of_time() or _done(search, bound):
             break
         before = search.fastest.seconds
         delay(search, search.fastest)
@@ -223,8 +223,9 @@ def _distance(search: Search, bound: Bound) -> float:
 
 
 def _done(search: Search, bound: Bound) -> bool:
-    """Whether time is out or the best schedule is as good as proven possible."""
-    return search.out_of_time() or _distance(search, bound) <= ENOUGH
+    """Whether all the time is up, not only the stage's, or the best schedule is as good as can be proven."""
+    late = search.time_limit is not None and search.elapsed > search.time_limit
+    return late or _distance(search, bound) <= ENOUGH
 
 
 def _judge(search: Search, bound: Bound) -> Solution:

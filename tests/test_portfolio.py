@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from solvers import Graph, check, milp, portfolio, simulate
 from solvers.registry import SOLVERS
+from solvers.search import Search
 from tests.graphs import graphs, random_dag, transformer
 
 
@@ -68,3 +69,18 @@ def test_no_time_at_all_gives_a_typed_answer(solver: str) -> None:
     assert solution.feasible == (simulate(graph, solution.schedule).peak_bytes <= budget)
     if solution.bound_seconds is not None and solution.feasible:
         assert solution.bound_seconds <= solution.seconds
+
+
+def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(search: Search, *_: object, **__: object) -> bool:
+        search.stage_end = search.elapsed - 1
+        return False
+
+    graph = transformer(4)
+    budget = simulate(graph, graph.base_schedule).peak_bytes // 2
+    found = portfolio.solve(graph, budget, time_limit=2)
+    monkeypatch.setattr(portfolio.lazy_rows, "improve", slow)
+    monkeypatch.setattr(portfolio.lower_sets, "improve", lambda *_: None)
+    again = portfolio.solve(graph, budget, time_limit=2)
+    assert again.feasible
+    assert again.seconds <= 1.05 * found.seconds
