@@ -7,6 +7,7 @@ step that runs with data, what the graph computes.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,11 +149,15 @@ class GraphRunner:
         outputs = list(self.graph(*args))
         self._known.append([_torch_tracing.known_values(o) for o in outputs])
         given = {_torch.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
+        handed = Counter(_torch.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                # An alias, because gradients pass through the tensor itself inside the graph as well.
-                outputs[i] = tensor.view_as(tensor)
-                self.gradients.watch(i, outputs[i], of_input=_torch.storage_key(tensor) in given)
+                # Another tensor, because gradients pass through this one inside the graph as well; where
+                # it shares no memory no view, because a change in place of a view goes past the view.
+                key = _torch.storage_key(tensor)
+                alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
+                outputs[i] = tensor.clone() if alone else tensor.view_as(tensor)
+                self.gradients.watch(i, outputs[i], of_input=key in given)
         return tuple(outputs)
 
     def sums(self) -> dict[int, int]:
@@ -359,6 +364,12 @@ def _input_values(module: GraphModule) -> list[Any]:
     return [_value(n) for n in module.graph.nodes if n.op == "placeholder"]
 
 
+def _last_element(tensor: torch.Tensor) -> int:
+    """How many elements of its storage a tensor spans from its first on."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in steps)
+
+
 def _fresh(values: Sequence[Any], input_values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Tensors without data like ``values``, aliasing each other and the arguments as those do."""
     bases: dict[int, torch.Tensor] = {}
@@ -376,6 +387,13 @@ def _fresh(values: Sequence[Any], input_values: Sequence[Any], arguments: Sequen
         key = _torch.storage_key(value)
         if key not in bases:
             span = value.untyped_storage().nbytes() // max(value.element_size(), 1)
+            if value.storage_offset() == 0 and _last_element(value) == span:
+                # No view, since autograd lets nobody change in place a view that a function returns.
+                bases[key] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+                results.append(bases[key])
+                continue
             bases[key] = torch.empty(span, dtype=value.dtype, device=value.device)
         base = bases[key]
         if base.dtype != value.dtype:
