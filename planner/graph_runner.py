@@ -364,12 +364,6 @@ def _input_values(module: GraphModule) -> list[Any]:
     return [_value(n) for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def _last_element(tensor: torch.Tensor) -> int:
-    """How many elements of its storage a tensor spans from its first on."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 0 if tensor.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in steps)
-
-
 def _fresh(values: Sequence[Any], input_values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Tensors without data like ``values``, aliasing each other and the arguments as those do."""
     bases: dict[int, torch.Tensor] = {}
@@ -386,14 +380,14 @@ def _fresh(values: Sequence[Any], input_values: Sequence[Any], arguments: Sequen
             continue
         key = _torch.storage_key(value)
         if key not in bases:
-            span = value.untyped_storage().nbytes() // max(value.element_size(), 1)
-            if value.storage_offset() == 0 and _last_element(value) == span:
-                # No view, since autograd lets nobody change in place a view that a function returns.
-                bases[key] = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
-                results.append(bases[key])
+            # No view where that does: nobody may change in place a view that a function returns.
+            whole = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            bytes_ = value.untyped_storage().nbytes()
+            if value.storage_offset() == 0 and whole.untyped_storage().nbytes() == bytes_:
+                bases[key] = whole
+                results.append(whole)
                 continue
+            span = bytes_ // max(value.element_size(), 1)
             bases[key] = torch.empty(span, dtype=value.dtype, device=value.device)
         base = bases[key]
         if base.dtype != value.dtype:
