@@ -9,9 +9,11 @@ import difflib
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from planner import _torch
 from planner.joint import JointGraph
 from planner.plan_file import GraphRecord
 
@@ -142,3 +144,26 @@ def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, 
         for block in matcher.get_matching_blocks():
             pairs.update({start + block.a + i: start + block.b + i for i in range(block.size)})
     return pairs
+
+
+def among_sizes(record: GraphRecord, graph: GraphModule, inputs: Sequence[Any]) -> GraphRecord:
+    """A record with its positions of inputs and outputs as they are in a graph, where symbolic sizes may lie
+    between; the plan was made for numbers."""
+    outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
+    values = [o.meta.get("example_value") if isinstance(o, Node) else o for o in outputs]
+    if not any(map(_torch.is_size, (*inputs, *values))):
+        return record
+    of_input, of_output = _positions(inputs), _positions(values)
+    layouts = [g.model_copy(update={"output": of_output(g.output)}) for g in record.gradient_layouts]
+    places = {
+        "unused_outputs": [of_output(i) for i in record.unused_outputs],
+        "inputs_by_use": [of_input(i) for i in record.inputs_by_use],
+        "gradient_layouts": layouts,
+    }
+    return record.model_copy(update=places)
+
+
+def _positions(values: Sequence[Any]) -> Callable[[int], int]:
+    places = [i for i, value in enumerate(values) if not _torch.is_size(value)]
+    # What is beyond the end stays beyond it.
+    return lambda index: places[index] if index < len(places) else len(values) + index

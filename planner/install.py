@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint
-from planner.adapt import adapt
+from planner.adapt import adapt, among_sizes
 from planner.arrivals import Expected
 from planner.autocast import inside_region, share_casts
 from planner.capture import run_forward
@@ -223,6 +223,8 @@ class PlanBackend:
             isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
         ):
             return graph.forward
+        if record is not None:
+            record = among_sizes(record, graph, example_inputs)
         unused = record.unused_outputs if record is not None else []
         absent = [i for i in unused if not is_tensor_output(graph, i)]
         if absent:
@@ -269,6 +271,8 @@ class PlanBackend:
 
         obstacle = "it was called under autocast" if self._autocast else None
         if self._plan.rung != "one-graph":
+            if record is None:  # a graph that the plan has not seen: any of its gradients may meet others
+                by_use = list(range(len(example_inputs)))
             # Held for a second run, what one part hands to another would live for longer than planned.
             obstacle = "it is captured in several parts"
         second_order = SecondOrder(graph, obstacle, _warn)

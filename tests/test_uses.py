@@ -1,5 +1,6 @@
 """Gradients that meet between graphs are added up in eager's order, and lie in memory as eager's do."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,21 @@ class HandsOn(nn.Module):
         b = self.layers[3](y * y) + F.mse_loss(y, y.transpose(0, 1))
         torch._dynamo.graph_break()
         return (self.layers[4](y) * a * b).square().mean()
+
+
+class AnyRows(nn.Module):
+    """An activation that one graph uses several times and the next one once more, of any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layers[0](x))
+        torch._dynamo.graph_break()
+        a = torch.tanh(self.layers[1](y)) * torch.sigmoid(self.layers[2](y)) * y[: len(y) // 2].mean()
+        torch._dynamo.graph_break()
+        return (self.layers[3](y) * a).square().mean()
 
 
 class Tied(nn.Module):
@@ -150,6 +166,22 @@ def test_uses_before_and_after_a_break_add_up_as_without_a_plan(
     torch.manual_seed(0)
     plan, _ = _exactly(build(), budget)
     assert any(g.inputs_by_use for g in plan.graphs)
+
+
+def test_uses_add_up_as_without_a_plan_where_sizes_are_symbols() -> None:
+    torch.manual_seed(0)
+    model = AnyRows()
+    twin = copy.deepcopy(model)
+    plan, _ = _exactly((model, (torch.randn(64, 64),), None), "min")
+    assert any(g.inputs_by_use for g in plan.graphs)
+    plan.apply(model)
+    for rows in (48, 40, 36):
+        x = torch.randn(rows, 64)
+        for each in (model, twin):
+            each.zero_grad()
+            each(x).backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.heavy
