@@ -159,7 +159,10 @@ class Bench:
             model.zero_grad(set_to_none=True)
             try:
                 with autocast:
-                    plan = planner.plan(model, args, kwargs, budget=budget, costs="measured", time_limit=20)
+                    limit = 5 if self.small else 20
+                    plan = planner.plan(
+                        model, args, kwargs, budget=budget, costs="measured", time_limit=limit
+                    )
             except planner.InfeasibleBudget as error:
                 self.rows.append(Row(name, precision, f"plan {budget}", problem=str(error).splitlines()[0]))
                 continue

@@ -186,9 +186,7 @@ def test_frontiers_of_all_models_in_small(
     )
     (result,) = json.loads(capsys.readouterr().out)
     assert result["sweep"]["monotone"]
-    # At this size gradients are all of BERT's peak, so that nothing can be gained.
-    gains = name != "bert-large"
-    assert (result["least"]["peak_bytes"] < result["peak_bytes"]) == gains
+    assert result["least"]["peak_bytes"] < result["peak_bytes"]
     at_one = [p for p in result["points"] if p["setting"] == "ratio 1"]
     assert at_one
     # Even with all the memory it wants, the partitioner re-runs elementwise operations that a compiler could
@@ -196,4 +194,4 @@ def test_frontiers_of_all_models_in_small(
     launch = find_device("cpu").launch_seconds
     least = min(at_one, key=lambda p: p["overhead"])
     assert 0 <= least["overhead"] <= launch * least["reruns"] / result["seconds"] + 0.01
-    assert len(result["verdict"]["compared"]) > int(gains)
+    assert len(result["verdict"]["compared"]) > 1

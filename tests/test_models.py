@@ -18,7 +18,7 @@ def test_a_real_model_trains_within_its_budget(name: str) -> None:
     model, args, kwargs = build(name)
     least: Plan | None = None
     for budget in ("80%", "60%", "min"):
-        plan = planner.plan(model, args, kwargs, budget=budget, time_limit=5)
+        plan = planner.plan(model, args, kwargs, budget=budget, time_limit=3)
         report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
         assert report.ok, report.problems
         measured, predicted = report.measured_dynamic_peak_bytes, report.predicted_dynamic_peak_bytes
@@ -57,7 +57,7 @@ def test_sqrt_n_reaches_low_peaks_at_one_extra_forward(name: str, mebibytes: int
 def test_two_planned_steps_train_the_same_weights(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
     model, args, kwargs = build(name)
     twin = copy.deepcopy(model)
-    planner.auto_checkpoint(model, args, kwargs, budget="min", time_limit=5)
+    planner.auto_checkpoint(model, args, kwargs, budget="min", time_limit=3)
     for network in (model, twin):
         torch.manual_seed(5)
         chosen = optimizer(network.parameters(), lr=1e-2)  # type: ignore[call-arg]
