@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,12 +19,15 @@ import torch._subclasses.fake_tensor as fake_tensors
 from torch import _meta_registrations
 from torch._decomp import decomposition_table
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_legacy_mod_inlinelist, get_torch_obj_rule_map
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.iter import DictViewIterator
 from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -45,6 +49,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     _backends.add(backend)
     _answer_questions()
     _break_inside_loops()
+    _break_at_indices_that_are_data()
 
 
 @functools.cache
@@ -113,6 +118,37 @@ def _rest_of_iterator(iterator: Any, codegen: Any) -> None:
     codegen.foreach(left)
     codegen.append_output(create_build_tuple(len(left)))
     codegen.extend_output(create_call_function(1, False))
+
+
+@functools.cache
+def _break_at_indices_that_are_data() -> None:
+    """End a graph where a tensor without dimensions is an index, as of an expert in a loop over experts.
+
+    Its value is read there, which Dynamo notices no sooner than AOTAutograd refuses the graph.
+    """
+    insert = BuiltinVariable._handle_insert_op_in_graph
+
+    def unless_read(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if self.fn is operator.getitem and _innermost(tx.output.compiler_fn) in _backends:
+            keys = args[1].items if isinstance(args[1], TupleVariable) else args[1:]
+            if any(map(_is_number, keys)):
+                unimplemented(
+                    gb_type="an index that is data",
+                    context=str(args[1]),
+                    explanation="A tensor is indexed by the value of another one.",
+                    hints=[],
+                )
+        return insert(self, tx, args, kwargs)
+
+    _replace(BuiltinVariable, "_handle_insert_op_in_graph", unless_read)
+
+
+def _is_number(variable: Any) -> bool:
+    if not isinstance(variable, TensorVariable):
+        return False
+    tensor = variable.as_proxy().node.meta.get("example_value")
+    kinds = (torch.int8, torch.int16, torch.int32, torch.int64)
+    return isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and tensor.dtype in kinds
 
 
 def said_once() -> set[Callable[..., Any]]:

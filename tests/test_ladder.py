@@ -133,6 +133,39 @@ def test_the_rung_is_shown() -> None:
 # ---- data decide ----------------------------------------------------------------------------------------
 
 
+class LoopOverExperts(nn.Module):
+    """A mixture of experts as Hugging Face's: a loop over those that are needed, numbers on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *size) / 8) for size in ((64, 32), (32, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        mask = F.one_hot(chosen, 5).permute(2, 1, 0)
+        output = torch.zeros_like(x)
+        for expert in mask.sum(dim=(-1, -2)).nonzero():
+            expert = expert[0]
+            if expert == 4:
+                continue
+            place, token = torch.where(mask[expert])
+            wide = F.silu(F.linear(x[token], self.up[expert]))
+            output.index_add_(0, token, F.linear(wide, self.down[expert]) * weights[token, place, None])
+        return output.square().mean()
+
+
+@pytest.mark.heavy
+def test_a_loop_over_experts_is_planned_around_their_indices() -> None:
+    torch.manual_seed(0)
+    model, args = LoopOverExperts(), (torch.randn(48, 32),)
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    assert plan.rung == "partly-captured"
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
 class DrawsAndCounts(nn.Module):
     """Python and PyTorch draw, data decide, and a buffer counts."""
 
