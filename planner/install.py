@@ -271,7 +271,8 @@ class PlanBackend:
 
         obstacle = "it was called under autocast" if self._autocast else None
         if self._plan.rung != "one-graph":
-            if record is None:  # a graph that the plan has not seen: any of its gradients may meet others
+            if record is None and any(g.inputs_by_use for g in self._plan.graphs):
+                # A graph that the plan has not seen, of a model in which gradients meet: any of its own may.
                 by_use = list(range(len(example_inputs)))
             # Held for a second run, what one part hands to another would live for longer than planned.
             obstacle = "it is captured in several parts"
