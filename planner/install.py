@@ -23,7 +23,8 @@ from planner.errors import CaptureError, PlanFileError, PlanMismatch, PlanWarnin
 from planner.fingerprint import class_name, state_digest
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
-from planner.kept_casts import KeptCasts
+from planner.kept_casts import AGAIN, KeptCasts, unplanned_call
+from planner.meetings import Meetings
 from planner.new_shapes import NewShapes, OnNewShape, checked, shape_key
 from planner.partial_backward import PartialBackward
 from planner.plan_file import GraphRecord, Plan
@@ -170,10 +171,15 @@ class PlannedCall:
         self._shapes = NewShapes(model, plan, on_new_shape, _compiled, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan)
+        self._told_of_casts = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         if model.training is not self._training or not torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not self._told_of_casts:
+                self._told_of_casts = unplanned_call([p for p in model.parameters() if p.requires_grad])
+                if self._told_of_casts:
+                    _warn(AGAIN)
             return _torch.module_call(model, *args, **kwargs)
         if self._compare_ranks is not None and self._compare_ranks():
             self._compare_ranks = None
@@ -262,11 +268,12 @@ class PlanBackend:
         by_use = record.inputs_by_use if record is not None else []
         layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
         inside, kept = inside_region(), dict[int, torch.dtype]()
-        casts, expected = KeptCasts(_warn), Expected(_warn)
+        casts, expected, meetings = KeptCasts(_warn), Expected(_warn), Meetings(_warn)
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
             casts.traced(joint, kept)
             expected.traced(joint, outputs)
+            meetings.traced(joint, outputs, set(range(len(example_inputs))).difference(by_use))
             return self._partition(record, backward, second_order, joint, outputs, exactly)
 
         obstacle = "it was called under autocast" if self._autocast else None
@@ -285,7 +292,7 @@ class PlanBackend:
             prepare=lambda joint: kept.update(share_casts(joint, graph, example_inputs, inside=inside)),
             partition=partition,
             forward_compiler=_compile_forward,
-            backward_compiler=backward.compile,
+            backward_compiler=lambda module: meetings.noting(backward.compile(module)),
             layouts=layouts,
         )
         if compiled.left or compiled.relaid:
@@ -294,9 +301,8 @@ class PlanBackend:
                 f"the gradients of {where} of a graph cannot be added up, or laid out in memory, as planned: "
                 "gradients may differ in the last bits from those without a plan. planner.verify() tells"
             )
-        return with_tripwires(
-            second_order.watched(backward.watched(expected.watched(casts.watched(compiled.call)))), unused
-        )
+        call = meetings.watched(expected.watched(casts.watched(compiled.call)))
+        return with_tripwires(second_order.watched(backward.watched(call)), unused)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,

@@ -14,7 +14,7 @@ backward.
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,16 @@ class KeptCasts:
         return run
 
 
+def unplanned_call(parameters: Sequence[torch.Tensor]) -> bool:
+    """Take note of a call without the plan of a planned module, in evaluation mode say.
+
+    Returns:
+        Whether the region of autocast that it is in holds a planned call too that casts the same parameters.
+    """
+    notes = notes_of_region(parameters[0].device) if parameters else None
+    return notes is not None and notes.setdefault("planner", _Region()).add_unplanned(parameters)
+
+
 class _Call:
     """A call of a planned graph inside a region.
 
@@ -123,8 +133,10 @@ class _Region:
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
+        self._known = 0  # calls whose parameters are among those of the next two lines
         self._alone: set[int] = set()
         self._others: set[int] = set()
+        self._unplanned: set[int] = set()
         self._sums: dict[int, torch.Tensor] = {}
         self._backward = -1
 
@@ -135,18 +147,26 @@ class _Region:
             Whether a parameter is used again whose gradients cannot be told apart.
         """
         self._calls.append(call)
-        if len(self._calls) == 1:
-            return False
-        unclear = False
-        for one in self._calls if len(self._calls) == 2 else self._calls[-1:]:
+        return bool(len(self._calls) > 1 or self._unplanned) and self._know()
+
+    def add_unplanned(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Take note of parameters that are used without a plan; returns what :meth:`add` does."""
+        self._know()
+        self._unplanned.update(map(id, parameters))
+        return not self._unplanned.isdisjoint(self._alone | self._others)
+
+    def _know(self) -> bool:
+        unclear = again = False
+        for one in self._calls[self._known :]:
             alone = {identity for _, _, identity in one.casts()}
             others = {id(p) for p in one.parameters[len(one.alone) : -1]}
             one.first = alone - self._alone
             again = bool(self._alone & alone)
-            unclear = unclear or not others.isdisjoint(self._alone | self._others)
-            unclear = unclear or not self._others.isdisjoint(alone)
+            unclear = unclear or not others.isdisjoint(self._alone | self._others | self._unplanned)
+            unclear = unclear or not alone.isdisjoint(self._others | self._unplanned)
             self._alone |= alone
             self._others |= others
+        self._known = len(self._calls)
         if again:
             self._watch()
         return unclear

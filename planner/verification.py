@@ -104,6 +104,7 @@ def verify(
         before.restore()
         _torch.install_call(model, original)
         step.run(model)
+        before.restore_generators()  # what random numbers decide goes the way that was planned
         state = _State(model, step, before)  # what a first forward caches is there from now on
         for call in (original, original, planned, planned):
             state.restore()
@@ -160,6 +161,10 @@ class _State:
                 if not _same(tensor, copy, 0.0):
                     tensor.copy_(copy)
                 tensor.grad = gradient if gradients else None
+        self.restore_generators()
+
+    def restore_generators(self) -> None:
+        """Put the random generators back."""
         self._rng.restore()
         self.own_generators.restore(self._own_states)
 

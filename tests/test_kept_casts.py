@@ -133,3 +133,26 @@ def test_what_cannot_be_told_apart_is_warned_of_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", planner.PlanWarning)
         _gradients(model, 3, _together, torch.bfloat16)  # said once
+
+
+@pytest.mark.parametrize("planned_first", [True, False])
+def test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of(planned_first: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Encoder(), torch.randn(16, 32)
+    _planned(model, torch.bfloat16).apply(model)
+
+    def backward(training: bool, then: bool) -> None:
+        _together([model.train(training)(x), model.train(then)(x)])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        for training in (planned_first, not planned_first):
+            with torch.autocast("cpu", torch.bfloat16):  # each in its own region
+                model.train(training)(x).float().square().mean().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            backward(False, False)
+    for count in (1, 0):  # said once
+        with warnings.catch_warnings(record=True) as told, torch.autocast("cpu", torch.bfloat16):
+            warnings.simplefilter("always")
+            backward(planned_first, not planned_first)
+        assert sum("again inside one region of autocast" in str(w.message) for w in told) == count

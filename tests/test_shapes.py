@@ -137,6 +137,44 @@ def test_graphs_around_graph_breaks_take_other_batches_by_their_own_plans(captur
     assert _peak(model, *args) == plan.predicted.dynamic_peak_bytes
 
 
+class KeepsAHidden(nn.Module):
+    """Several graphs whose sizes vary, and an output that the loss leaves unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.aside = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        count = len(x) * 2
+        aside = self.aside(x).tanh()
+        y = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return {"loss": (self.second(y) * y).square().sum() / count, "hidden": aside}
+
+
+def test_an_unused_output_stays_unused_at_other_batches(captures: list[int]) -> None:
+    torch.manual_seed(0)
+    model = KeepsAHidden().train()
+    twin = copy.deepcopy(model)
+    plan = planner.plan(
+        model, (torch.randn(32, 16),), loss=lambda output: output["loss"], budget="min", solver="sqrt_n"
+    )
+    assert any(graph.unused_outputs for graph in plan.graphs)
+    plan.apply(model)
+    for batch in (32, 20, 24, 9):
+        x = torch.randn(batch, 16)
+        for each in (model, twin):
+            each.zero_grad()
+            each(x)["loss"].backward()
+        for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (found.grad is None) == (expected.grad is None)
+            assert found.grad is None or torch.equal(found.grad, expected.grad)
+        assert model.aside.weight.grad is None
+        with pytest.raises(planner.PlanMismatch, match="did not use"):
+            model(x)["hidden"].sum().backward()
+    assert len(captures) <= 2 * len(plan.graphs)  # once as planned, and once for all others
+
+
 def _announced(text: str) -> int:
     found = re.search(r"([\d,]+) bytes of that are its own", text)
     assert found is not None

@@ -1,0 +1,106 @@
+"""Gradients of a planned graph that meet others which the plan has not seen, as of a regulariser.
+
+Without a plan the autograd engine adds the gradients of a tensor's uses one by one, the last use first. A
+graph hands out the sum of those inside it. That is the same if nothing came before it; if something did, the
+sum is rounded in another order. Where a plan knows of such meetings the graph hands out its parts (see
+:mod:`planner.uses`); here those are noticed that it does not know of.
+
+An input whose gradient is such a sum costs a hook per step on whatever that gradient is handed to; others
+cost nothing. The engine adds to what came first in place, so the memory that arrives tells what did.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.fx import GraphModule
+
+from planner import _torch_joint
+from planner.uses import is_sum
+
+
+class Meetings:
+    """Watches the gradients of one planned graph's inputs that are added up inside it.
+
+    Args:
+        warn: Told, once, if something came before one of them.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._told = False
+        self._places: dict[int, int] = {}
+        self._handed_out: dict[int, int] = {}
+        self._handles: dict[int, Any] = {}
+
+    def traced(self, joint: GraphModule, forward_outputs: int, inputs: Collection[int]) -> None:
+        """Say what the graph adds up, once AOTAutograd has traced it.
+
+        Args:
+            joint: The joint graph.
+            forward_outputs: How many of its outputs the forward has.
+            inputs: Positions of the inputs to watch, all but those whose gradients are handed out use by use.
+        """
+        flat: Sequence[Any] = joint.graph.output_node().args[0]  # type: ignore[assignment]
+        self._places = {
+            position: place - forward_outputs
+            for position, place in _torch_joint.gradient_places(joint).items()
+            if position in inputs and is_sum(flat[place])
+        }
+
+    def noting(self, backward: _torch_joint.BoxedFunction) -> _torch_joint.BoxedFunction:
+        """The compiled backward, which notes where in memory the sums lie that it hands out."""
+        if not self._places:
+            return backward
+
+        def run(args: list[Any]) -> Sequence[Any]:
+            results = backward(args)
+            for position, place in self._places.items():
+                if results[place] is not None:
+                    self._handed_out[position] = results[place].data_ptr()
+            return results
+
+        return run
+
+    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The callable of the graph, each of whose calls looks at what becomes of its sums."""
+        if not self._places:
+            return compiled
+
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            if not self._told and torch.is_grad_enabled():
+                for position in self._places:
+                    self._watch(position, args[position])
+            return results
+
+        return run
+
+    def _watch(self, position: int, tensor: torch.Tensor) -> None:
+        if not tensor.requires_grad or tensor._backward_hooks:  # hooks may hand on another gradient
+            return
+        edge = get_gradient_edge(tensor)
+
+        def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            handle.remove()
+            gradient = gradients[edge.output_nr]
+            if self._told or gradient is None or torch.is_grad_enabled():
+                return
+            if gradient.layout is not torch.strided or gradient.data_ptr() != self._handed_out.get(position):
+                self._tell(gradient)
+
+        handle = edge.node.register_prehook(look)
+        if tensor.is_leaf:  # its node may outlive the step
+            if position in self._handles:
+                self._handles[position].remove()
+            self._handles[position] = handle
+
+    def _tell(self, gradient: torch.Tensor) -> None:
+        self._told = True
+        self._warn(
+            f"a weight or input of shape {tuple(gradient.shape)} that the planned module uses several times has "
+            "gradients from outside of it too, which the plan has not seen (a regulariser, a second call): they "
+            "are added up in another order and may differ in the last bits from those without a plan. Plan "
+            "again with loss= a callable that computes the loss you train with"
+        )

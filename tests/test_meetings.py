@@ -1,0 +1,148 @@
+"""Gradients from outside that the plan has not seen, and that meet the sums of its graphs, are told of."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner import meetings
+
+
+class Tied(nn.Module):
+    """Words in and out share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.mix(torch.tanh(self.words(x)))))
+
+
+class Twice(nn.Module):
+    """Uses its input several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x)) * torch.sigmoid(self.second(x))
+
+
+def _words() -> torch.Tensor:
+    return torch.randint(64, (8, 24))
+
+
+def _planned(model: nn.Module, *args: torch.Tensor) -> nn.Module:
+    planner.plan(model, args, budget="min", solver="sqrt_n").apply(model)
+    return model
+
+
+def _tied() -> nn.Module:
+    torch.manual_seed(0)
+    return _planned(Tied().train(), _words())
+
+
+def _regularised(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(_words()).square().mean()
+    return loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+def _called_twice(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(_words()).square().mean() + model(_words()).exp().mean()
+    return loss
+
+
+@pytest.mark.parametrize("loss", [_regularised, _called_twice])
+def test_a_weight_that_is_used_elsewhere_too_is_told_of_once(loss: Callable[[nn.Module], Any]) -> None:
+    model = _tied()
+    with pytest.warns(planner.PlanWarning, match=r"\(64, 32\).* from outside"):
+        loss(model).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        loss(model).backward()
+
+
+def test_an_input_that_is_used_elsewhere_too_is_told_of() -> None:
+    torch.manual_seed(0)
+    before, model = nn.Linear(32, 32), _planned(Twice().train(), torch.randn(16, 32, requires_grad=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        model(before(torch.randn(16, 32))).sum().backward()
+    x = before(torch.randn(16, 32))
+    loss = (model(x) + x).sum()
+    with pytest.warns(planner.PlanWarning, match=r"\(16, 32\).* from outside"):
+        loss.backward()
+
+
+def _as_planned(model: nn.Module) -> None:
+    model(_words()).square().mean().backward()
+
+
+def _accumulated(model: nn.Module) -> None:
+    for _ in range(3):
+        model(_words()).square().mean().backward()
+
+
+def _kept(model: nn.Module) -> None:
+    loss = model(_words()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _without_backward(model: nn.Module) -> None:
+    model(_words())
+    model(_words()).square().mean().backward()
+
+
+def _asked_for(model: nn.Module) -> None:
+    torch.autograd.grad(model(_words()).square().mean(), list(model.parameters()))
+    model(_words()).square().mean().backward()
+
+
+def _halved(model: nn.Module) -> None:
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient / 2)
+    model(_words()).square().mean().backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("loop", [_as_planned, _accumulated, _kept, _without_backward, _asked_for, _halved])
+def test_nothing_is_told_of_without_reason(loop: Callable[[nn.Module], None]) -> None:
+    model = _tied()
+    twin = planner.remove(copy.deepcopy(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        for each in (model, twin):
+            torch.manual_seed(1)
+            loop(each)
+    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert found.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(found.grad, expected.grad)
+
+
+def test_looking_costs_no_memory_and_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    watch = meetings.Meetings._watch
+
+    def counted(self: Any, position: int, tensor: torch.Tensor) -> None:
+        looked.append(position)
+        watch(self, position, tensor)
+
+    monkeypatch.setattr(meetings.Meetings, "_watch", counted)
+    torch.manual_seed(0)
+    model, x = Tied().train(), _words()
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert looked
+    assert all(not p._backward_hooks and not p._post_accumulate_grad_hooks for p in model.parameters())
