@@ -99,8 +99,8 @@ class Meetings:
     def _tell(self, gradient: torch.Tensor) -> None:
         self._told = True
         self._warn(
-            f"a weight or input of shape {tuple(gradient.shape)} that the planned module uses several times has "
-            "gradients from outside of it too, which the plan has not seen (a regulariser, a second call): they "
-            "are added up in another order and may differ in the last bits from those without a plan. Plan "
-            "again with loss= a callable that computes the loss you train with"
+            f"a weight or input of shape {tuple(gradient.shape)} that the planned module uses several times "
+            "has gradients from outside too, which the plan has not seen (a regulariser, a second call): "
+            "they are added up in another order and may differ in the last bits from those without a plan. "
+            "Plan again with loss= a callable that computes the loss you train with"
         )
