@@ -188,7 +188,7 @@ def descend(search: Search, programs: Programs | None = None) -> None:
     while search.least is not None and not search.out_of_time():
         high = search.least.peak_bytes
         target = (low + high) // 2
-        if high - target < 0.005 * high:
+        if target == low or high - target < 0.005 * high:
             return
         program = programs.program(size)
         share = None if np.isinf(search.seconds_left) else search.seconds_left / 3
