@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import frontier, scaling
+from benchmarks import breaks, frontier, scaling
+from benchmarks.broken.record import Break, Change, StaleBreakError
 from benchmarks.frontiers import peers, report
 from benchmarks.models import MODELS, build
 from planner.capture import capture
@@ -195,3 +196,61 @@ def test_frontiers_of_all_models_in_small(
     least = min(at_one, key=lambda p: p["overhead"])
     assert 0 <= least["overhead"] <= launch * least["reruns"] / result["seconds"] + 0.01
     assert len(result["verdict"]["compared"]) > 1
+
+
+def test_every_break_fits_the_code_and_names_tests_that_there_are() -> None:
+    names = [one.name for one in breaks.BREAKS]
+    assert len(set(names)) == len(names)
+    for one in breaks.BREAKS:
+        assert one.tests
+        for path, text in one.broken_files(breaks.ROOT).items():
+            assert text != path.read_text()
+        for test in one.tests:
+            file, _, function = test.partition("::")
+            text = (breaks.ROOT / file).read_text()
+            assert f"\ndef {function.partition('[')[0]}(" in text, f"{one.name}: there is no {test}"
+
+
+def test_a_break_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("a = 1\nb = 1\n")
+
+    def broken(*changes: tuple[str, str]) -> dict[Path, str]:
+        made = tuple(Change("code.py", old, new) for old, new in changes)
+        return Break("name", "", "", made, ("test.py::test",)).broken_files(tmp_path)
+
+    assert broken(("a = 1", "a = 2"), ("b = 1", "b = 3")) == {tmp_path / "code.py": "a = 2\nb = 3\n"}
+    for text, words in (("= 1", "2 times"), ("c = 1", "0 times")):
+        with pytest.raises(StaleBreakError, match=f"name: .* {words}, expected once"):
+            broken((text, "= 2"))
+    with pytest.raises(StaleBreakError, match="no Python"):
+        broken(("a = 1", "a ="))
+    with pytest.raises(StaleBreakError, match="no break 'x'"):
+        breaks.chosen("x")
+
+
+@pytest.mark.parametrize(
+    ("code", "noticed", "why"),
+    [
+        ("def test():\n    assert 2 == 1\n", True, "assert 2 == 1"),
+        *(
+            pytest.param(code, False, why, marks=pytest.mark.heavy)
+            for code, why in (
+                ("def test():\n    pass\n", "the tests pass"),
+                ("import no_such_module\n\ndef test():\n    assert 2 == 1\n", "pytest ended with"),
+                ("import time\n\ndef test():\n    time.sleep(60)\n", "took too long"),
+            )
+        ),
+    ],
+    ids=["fails", "passes", "cannot be imported", "takes too long"],
+)
+def test_a_break_is_noticed_only_where_a_test_fails(
+    tmp_path: Path, code: str, noticed: bool, why: str
+) -> None:
+    (tmp_path / "test_code.py").write_text(code)
+    seconds = 1.5 if "sleep" in code else 60
+    outcome = breaks.run_tests(tmp_path, tmp_path / "cache", ["test_code.py::test"], seconds)
+    row = breaks.judge(Break("name", "promise", "what", (), ("test_code.py::test",)), outcome)
+    assert row.noticed is noticed
+    assert why in row.why
+    assert row.test == ("test_code.py::test" if noticed else "")
+    assert ("`test_code::test`" if noticed else f"**none**: {row.why}") in breaks._shown(row)

@@ -56,5 +56,19 @@ def test_a_variable_in_no_row_has_a_value() -> None:
     assert answer.values[-1] == 0
 
 
+def test_a_time_limit_is_kept_and_an_unfinished_answer_is_not_called_optimal() -> None:
+    # Splitting markets: some split is found at once, and that none is better is proven in ten seconds.
+    generator, program = np.random.default_rng(0), Program()
+    shops = [program.variable(integer=True) for _ in range(26)]
+    for _ in range(4):
+        sizes = generator.integers(100, size=len(shops))
+        over, under = (program.variable(1.0, high=np.inf) for _ in range(2))
+        terms = dict(zip(shops, map(float, sizes), strict=True)) | {over: 1.0, under: -1.0}
+        program.row(terms, low=sizes.sum() // 2, high=sizes.sum() // 2)
+    answer = program.solve(time_limit=0.5)
+    assert answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
+    assert answer.bound <= answer.objective
+
+
 def test_empty_program() -> None:
     assert Program().solve().outcome is Outcome.OPTIMAL

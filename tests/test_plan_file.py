@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import pickle
 import random
 import stat
 from pathlib import Path
@@ -162,6 +163,27 @@ def test_a_cut_short_file_is_refused(tmp_path: Path, share: float) -> None:
 )
 def test_other_json_is_refused(text: str) -> None:
     assert _loaded_or_refused(text) is None
+
+
+class _Writes:
+    """Unpickling this, or evaluating its text, makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_reading_a_file_runs_no_code(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert _loaded_or_refused(pickle.dumps(_Writes(made), protocol)) is None
+    code = f"__import__('os').mkdir({str(made)!r})"
+    assert _loaded_or_refused(code) is None
+    for path in ("graphs.0.ops.3.name", "graphs.0.structure", "model.class_name", "rung"):
+        _loaded_or_refused(_changed(path, code))
+    assert not made.exists()
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

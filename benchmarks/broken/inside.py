@@ -1,0 +1,184 @@
+"""Breaks of what is promised for what users have inside their modules."""
+
+from benchmarks.broken.record import Break, Change
+
+_COPIED = "    loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))\n"
+
+
+def _ends_graphs(variable: str, method: str) -> Change:
+    """Dynamo ends a graph where it would follow a call of some kind."""
+    return Change(
+        "planner/_torch_tracing.py",
+        "    _break_inside_loops()\n    _break_at_indices_that_are_data()\n",
+        "    _break_inside_loops()\n    _break_at_indices_that_are_data()\n"
+        f"    from torch._dynamo.variables.{variable}\n"
+        "\n"
+        "    def end(*_: Any, **__: Any) -> Any:\n"
+        '        unimplemented(gb_type="a call", context="", explanation="It may do anything.", hints=[])\n'
+        "\n"
+        f'    _replace({variable.split()[-1]}, "{method}", end)\n',
+    )
+
+
+CHECKPOINTS_END_GRAPHS = _ends_graphs(
+    "higher_order_ops import CheckpointHigherOrderVariable", "_call_function"
+)
+
+
+def _strips(*kinds: str) -> Change:
+    """The copy that is captured has no hooks of some kinds."""
+    cleared = "".join(f"        part.{kind}.clear()\n" for kind in kinds)
+    return Change("planner/step_copy.py", _COPIED, f"    for part in copied.modules():\n{cleared}{_COPIED}")
+
+
+INSIDE = [
+    Break(
+        "checkpoints-of-the-user",
+        "The user's own torch.utils.checkpoint calls are seen through.",
+        "A graph ends at each call of torch.utils.checkpoint.",
+        (CHECKPOINTS_END_GRAPHS,),
+        ("tests/test_inside.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
+    ),
+    Break(
+        "gradient-checkpointing-enable",
+        "gradient_checkpointing_enable() of Hugging Face's models is seen through.",
+        "A graph ends at each call of torch.utils.checkpoint.",
+        (CHECKPOINTS_END_GRAPHS,),
+        ("tests/test_inside.py::test_gradient_checkpointing_of_hugging_face_is_seen_through",),
+    ),
+    Break(
+        "checkpoints-are-said",
+        "The plan says how many checkpoints of the user's it sees through.",
+        "The notes of a plan leave them out.",
+        (
+            Change(
+                "planner/graph_runner.py",
+                "    if not calls:\n        return []\n",
+                "    if calls:\n        return []\n",
+            ),
+        ),
+        ("tests/test_inside.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
+    ),
+    Break(
+        "forward-hooks",
+        "Forward hooks on submodules are planned, and run.",
+        "The copy that is captured has no forward hooks.",
+        (_strips("_forward_hooks", "_forward_pre_hooks"),),
+        ("tests/test_inside.py::test_forward_hooks_on_submodules_change_what_is_computed",),
+    ),
+    Break(
+        "backward-hooks",
+        "Backward hooks on submodules are planned, and run.",
+        "The copy that is captured has no backward hooks.",
+        (_strips("_backward_hooks", "_backward_pre_hooks"),),
+        ("tests/test_inside.py::test_backward_hooks_on_submodules_change_gradients",),
+    ),
+    Break(
+        "outer-hooks",
+        "Hooks on the planned module itself run.",
+        "The planned call goes past the module's hooks.",
+        (
+            Change(
+                "planner/install.py",
+                "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+                "        return self._forward(*args, **kwargs)\n",
+            ),
+        ),
+        ("tests/test_install.py::test_hooks_on_the_outside_run",),
+    ),
+    Break(
+        "autograd-function",
+        "A torch.autograd.Function of the user's is captured with its own backward.",
+        "A graph ends at each function of the user's.",
+        (_ends_graphs("misc import AutogradFunctionVariable", "call_apply"),),
+        ("tests/test_operators.py::test_a_custom_autograd_function",),
+    ),
+    Break(
+        "custom-operators",
+        "Operators of torch.library that draw random numbers draw the same when they are run again.",
+        "Only PyTorch's own operators are run again from the state of the generator.",
+        (
+            Change(
+                "planner/_torch.py",
+                "    return uses_generator(operator) or is_foreign(operator)\n",
+                "    return uses_generator(operator)\n",
+            ),
+        ),
+        ("tests/test_operators.py::test_an_operator_that_draws_numbers_draws_the_same_again",),
+    ),
+    Break(
+        "in-place",
+        "Operations in place: what reads a buffer or input that the forward changes is not run again.",
+        "What the forward overwrites is not known.",
+        (
+            Change(
+                "planner/joint.py",
+                "    mutated = _torch_joint.mutated_inputs(module)\n",
+                "    mutated = frozenset[int]()\n",
+            ),
+        ),
+        ("tests/test_inside.py::test_a_buffer_that_the_forward_changes",),
+    ),
+    Break(
+        "layerdrop",
+        "Layers that are left out by Python's random numbers: planning draws none of the user's.",
+        "Planning does not put Python's generator back.",
+        (
+            Change(
+                "planner/generators.py",
+                "        random.setstate(self.python)\n",
+                "",
+            ),
+        ),
+        ("tests/test_inside.py::test_layers_that_are_left_out_by_chance[DroppedByPython]",),
+    ),
+    Break(
+        "cache",
+        "Planning does not fill caches of the user's module.",
+        "The captured copy shares dictionaries and lists with the module, and does not put them back.",
+        (
+            Change(
+                "planner/python_state.py",
+                "_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)\n",
+                "_CONTAINERS = (OrderedDict, defaultdict, set, deque)\n",
+            ),
+            Change(
+                "planner/_torch.py",
+                "    memo: dict[int, Any] = dict(replaced)\n",
+                "    memo: dict[int, Any] = dict(replaced)\n"
+                "    for part in module.modules():\n"
+                "        held = [v for n, v in vars(part).items() if not n.startswith('_')]\n"
+                "        memo.update({id(v): v for v in held if isinstance(v, dict | list)})\n",
+            ),
+        ),
+        ("tests/test_inside.py::test_a_cache_that_the_first_forward_fills",),
+    ),
+    Break(
+        "path-not-planned",
+        "A path of the forward that the plan has not seen is told of.",
+        "Such a path is adapted to without a word.",
+        (
+            Change(
+                "planner/install.py",
+                "            _warn(\n"
+                '                "the forward took a path that the plan has not seen; of the',
+                "            logger.info(\n"
+                '                "the forward took a path that the plan has not seen; of the',
+            ),
+        ),
+        ("tests/test_install.py::test_a_path_that_was_not_planned_is_right_and_said",),
+    ),
+    Break(
+        "breaks-in-loops",
+        "Graph breaks inside loops leave graphs that are planned.",
+        "Dynamo gives up a function whose loop breaks.",
+        (
+            Change(
+                "planner/_torch_tracing.py",
+                "    _break_inside_loops()\n    _break_at_indices",
+                "    _break_at_indices",
+            ),
+        ),
+        ("tests/test_ladder.py::test_breaks_inside_a_loop_leave_graphs_that_are_planned",),
+    ),
+]

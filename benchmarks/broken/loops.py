@@ -1,0 +1,252 @@
+"""Breaks of what is promised for training loops: autocast, accumulation, losses, derivatives."""
+
+from benchmarks.broken.record import Break, Change
+
+DROPS_GRADIENTS = Change(
+    "planner/install.py",
+    "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+    "        model.zero_grad()\n"
+    "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+)
+DETACHES_INPUTS = Change(
+    "planner/install.py",
+    "        return program(self._model, args, kwargs)\n",
+    "        args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)\n"
+    "        return program(self._model, args, kwargs)\n",
+)
+WRITES_GRADIENTS_ITSELF = Change(
+    "planner/install.py",
+    "        call = meetings.watched(expected.watched(casts.watched(compiled.call)))\n",
+    "        def direct(*args: Any) -> Any:\n"
+    "            given = list(args)\n"
+    "            for i, tensor in enumerate(args):\n"
+    "                if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:\n"
+    "                    given[i] = tensor.detach().requires_grad_()\n"
+    "                    given[i].register_hook(lambda found, p=tensor: _add(p, found))\n"
+    "            return compiled.call(*given)\n"
+    "\n"
+    "        def _add(parameter: Any, found: Any) -> None:\n"
+    "            parameter.grad = found if parameter.grad is None else parameter.grad + found\n"
+    "\n"
+    "        call = direct\n",
+)
+ABSENT_IS_ZERO = Change(
+    "planner/partial_backward.py",
+    "        if absent:\n            self._told.absent = absent\n",
+    "        if absent == frozenset(self._tangents.values()):\n            self._told.absent = absent\n",
+)
+
+LOOPS = [
+    Break(
+        "autocast-bfloat16",
+        "A loop under autocast to bfloat16 trains as without a plan.",
+        "The planned call runs outside of the region of autocast that it is in.",
+        (
+            Change(
+                "planner/install.py",
+                "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+                '        with torch.autocast("cpu", enabled=False):\n'
+                "            return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_autocast_with_a_gradient_scaler[dtype0]",),
+    ),
+    Break(
+        "autocast-backward",
+        "Backward is not under autocast though the forward is.",
+        "The backward is traced under the autocast of the forward.",
+        (
+            Change(
+                "planner/_torch_joint.py",
+                '        backward_pass_autocast="off",\n',
+                '        backward_pass_autocast="same_as_forward",\n',
+            ),
+        ),
+        ("tests/test_loops.py::test_backward_is_not_under_autocast_though_the_forward_is",),
+    ),
+    Break(
+        "autocast-float16-scaler",
+        "Autocast to float16 with a GradScaler trains as without a plan, skipped steps included.",
+        "Gradients of scalar outputs are taken to be one, as if the loss was never scaled.",
+        (
+            Change(
+                "planner/rewrite.py",
+                "        if original in self._tangents:\n            return self._tangents[original]\n",
+                "        if original in self._tangents:\n"
+                '            value = original.meta["val"]\n'
+                "            if value.dim() == 0:\n"
+                '                one = self.graph.call_function(torch.ones, ((),), {"dtype": value.dtype})\n'
+                '                one.meta["val"] = value\n'
+                "                return one\n"
+                "            return self._tangents[original]\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_autocast_with_a_gradient_scaler[dtype1]",),
+    ),
+    Break(
+        "casts-are-shared",
+        "A weight that is used twice in a region of autocast is cast once, as without a plan.",
+        "Casts of one weight are left as AOTAutograd traces them, one for each use.",
+        (
+            Change(
+                "planner/autocast.py",
+                "    for casts in groups.values():\n        _share(joint, casts)\n",
+                "",
+            ),
+        ),
+        ("tests/test_loops.py::test_weights_that_are_used_twice_under_autocast",),
+    ),
+    Break(
+        "calls-in-one-region",
+        "Gradients of several calls inside one region of autocast meet as without a plan.",
+        "Each call casts its gradients back by itself.",
+        (
+            Change(
+                "planner/kept_casts.py",
+                "            if later is not None:\n                total = later + total\n",
+                "            if later is not None and not len(gradients):\n"
+                "                total = later + total\n",
+            ),
+        ),
+        ("tests/test_kept_casts.py::test_gradients_of_calls_in_one_region_meet_as_without_a_plan[kind0]",),
+    ),
+    Break(
+        "accumulation",
+        "Gradients are accumulated over several backwards; zero_grad(set_to_none=False) keeps its tensors.",
+        "A planned call drops the gradients that are there when it begins.",
+        (DROPS_GRADIENTS,),
+        ("tests/test_loops.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
+    ),
+    Break(
+        "clipping",
+        "Norms by which gradients are clipped are those without a plan, to the last bit.",
+        "What the forward saves for the backward is rounded to bfloat16.",
+        (
+            Change(
+                "planner/install.py",
+                '    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))\n',
+                "    count = user_outputs(module)\n"
+                '    run = compile_graph(module, "forward", fixed_outputs=count)\n'
+                "\n"
+                "    def rounding(args: list[Any]) -> Any:\n"
+                "        results = list(run(args))\n"
+                "        for i in range(len(results) if count is None else count, len(results)):\n"
+                "            if isinstance(results[i], torch.Tensor) and results[i].dtype is torch.float32:\n"
+                "                results[i] = results[i].bfloat16().float()\n"
+                "        return results\n"
+                "\n"
+                "    return rounding\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
+    ),
+    Break(
+        "zero-grad-to-none",
+        "After zero_grad(set_to_none=True) what the loss does not reach keeps no gradient at all.",
+        "A planned call makes gradients of zeros where there are none.",
+        (
+            Change(
+                "planner/install.py",
+                "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+                "        for parameter in model.parameters():\n"
+                "            if parameter.requires_grad and parameter.grad is None:\n"
+                "                parameter.grad = torch.zeros_like(parameter)\n"
+                "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[logits_loss]",),
+    ),
+    Break(
+        "several-losses",
+        "Several losses and outputs, each with a backward of its own.",
+        "Outputs without a gradient count as outputs with a gradient of zeros.",
+        (ABSENT_IS_ZERO,),
+        ("tests/test_loops.py::test_two_losses_with_a_backward_each",),
+    ),
+    Break(
+        "output-used-again",
+        "An output that the loss stops using leaves no gradient, and one that it uses again does.",
+        "Which outputs had no gradient is remembered from one backward to the next.",
+        (
+            Change(
+                "planner/partial_backward.py",
+                'self._told.__dict__.pop("absent", None)',
+                'self._told.__dict__.get("absent", None)',
+            ),
+        ),
+        ("tests/test_loops.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[extra_loss]",),
+    ),
+    Break(
+        "unused-outputs",
+        "A gradient for an output that the plan takes for unused is an error, not lost.",
+        "Outputs that are cut off do not say so when they are used.",
+        (
+            Change(
+                "planner/install.py",
+                "        return with_tripwires(second_order.watched(backward.watched(call)), unused)\n",
+                "        return with_tripwires(second_order.watched(backward.watched(call)), [])\n",
+            ),
+        ),
+        ("tests/test_install.py::test_a_gradient_where_the_plan_expects_none_is_an_error_not_a_zero",),
+    ),
+    Break(
+        "inputs-need-gradients",
+        "Inputs that need gradients get them, and so does what comes before the module.",
+        "The planned call detaches its inputs.",
+        (DETACHES_INPUTS,),
+        ("tests/test_loops.py::test_inputs_that_need_gradients",),
+    ),
+    Break(
+        "autograd-grad",
+        "torch.autograd.grad gives the gradients of some or all parameters, and writes to none.",
+        "The planned backward writes to .grad by itself, past the autograd engine.",
+        (WRITES_GRADIENTS_ITSELF,),
+        ("tests/test_loops.py::test_autograd_grad_of_some_and_of_all_parameters",),
+    ),
+    Break(
+        "optimizer-in-backward",
+        "Optimizers that step in hooks after a gradient is accumulated do so.",
+        "The planned backward writes to .grad by itself, past the autograd engine.",
+        (WRITES_GRADIENTS_ITSELF,),
+        ("tests/test_loops.py::test_an_optimizer_that_steps_inside_backward",),
+    ),
+    Break(
+        "retain-graph",
+        "backward(retain_graph=True), and backward once more.",
+        "What the forward saves is donated to the backward.",
+        (
+            Change(
+                "planner/_torch_joint.py",
+                "        _donate_nothing(forward, num_fwd_outputs)\n",
+                "",
+            ),
+        ),
+        ("tests/test_loops.py::test_retain_graph",),
+    ),
+    Break(
+        "double-backward",
+        "Gradients of gradients (create_graph=True) are those without a plan, and it is said.",
+        "Nothing looks whether a backward is to be differentiable.",
+        (
+            Change(
+                "planner/install.py",
+                "with_tripwires(second_order.watched(backward.watched(call)), unused)",
+                "with_tripwires(backward.watched(call), unused)",
+            ),
+        ),
+        ("tests/test_loops.py::test_a_gradient_penalty_falls_back_to_the_original_and_says_so",),
+    ),
+    Break(
+        "gradients-from-outside",
+        "Gradients that meet a shared weight's from outside the planned step are told of.",
+        "Nothing looks at what gradients meet.",
+        (
+            Change(
+                "planner/install.py",
+                "meetings.watched(expected.watched(casts.watched(compiled.call)))",
+                "expected.watched(casts.watched(compiled.call))",
+            ),
+        ),
+        ("tests/test_meetings.py::test_a_weight_that_is_used_elsewhere_too_is_told_of_once",),
+    ),
+]

@@ -1,0 +1,302 @@
+"""Breaks of what is promised for models: which parameters train, and what becomes of a planned module."""
+
+from benchmarks.broken.record import Break, Change
+
+_HELD = (
+    "        first: list[Any] = []\n"
+    "\n"
+    "        def held(*args: Any) -> Any:\n"
+    "            first[:] = first or args\n"
+    "            return compiled.call(\n"
+    "                *[f if isinstance(f, torch.nn.Parameter) else a for f, a in zip(first, args)]\n"
+    "            )\n"
+    "\n"
+)
+HOLDS_PARAMETERS = Change(
+    "planner/install.py",
+    "        call = meetings.watched(expected.watched(casts.watched(compiled.call)))\n",
+    f"{_HELD}        call = meetings.watched(expected.watched(casts.watched(held)))\n",
+)
+TRAINS_ALL = Change(
+    "planner/step_copy.py",
+    "    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))\n",
+    "    copied.requires_grad_(True)\n    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))\n",
+)
+
+
+def _reused_buffers(made: str, key: str) -> Change:
+    """What the forward saves lies in buffers that a later call writes to."""
+    return Change(
+        "planner/install.py",
+        '    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))\n',
+        "    count = user_outputs(module)\n"
+        '    run = compile_graph(module, "forward", fixed_outputs=count)\n'
+        f"    held: dict[Any, Any] = {made}\n"
+        "\n"
+        "    def reusing(args: list[Any]) -> Any:\n"
+        "        inputs = {id(a) for a in args}\n"
+        "        results = list(run(args))\n"
+        "        for i in range(len(results) if count is None else count, len(results)):\n"
+        "            value = results[i]\n"
+        "            if isinstance(value, torch.Tensor) and id(value) not in inputs:\n"
+        f"                buffer = held.setdefault({key}, torch.empty_like(value).detach())\n"
+        "                results[i] = buffer.data.copy_(value.detach())\n"
+        "        return results\n"
+        "\n"
+        "    return reusing\n",
+    )
+
+
+MODELS = [
+    Break(
+        "frozen-layers",
+        "Frozen layers are planned as frozen, and stay so.",
+        "A module is captured with all of its parameters trainable.",
+        (TRAINS_ALL,),
+        ("tests/test_loops.py::test_lora_in_a_frozen_transformer",),
+    ),
+    Break(
+        "lora",
+        "LoRA: the base stays frozen, the correction trains, the peak is the planned one.",
+        "A module with a plan has all of its parameters trainable.",
+        (
+            Change(
+                "planner/install.py",
+                "    vars(model)[_Companion.NAME] = _Companion(model)\n",
+                "    vars(model)[_Companion.NAME] = _Companion(model)\n    model.requires_grad_(True)\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_lora_in_a_frozen_transformer",),
+    ),
+    Break(
+        "toggling-requires-grad",
+        "Layers that are frozen and thawed after apply train by what is left of the plan.",
+        "Where other parameters train than planned, nothing is recomputed.",
+        (
+            Change(
+                "planner/install.py",
+                "            return adapted.backward\n        same = ",
+                "            return no_recomputation(joint)\n        same = ",
+            ),
+        ),
+        ("tests/test_loops.py::test_layers_that_are_frozen_and_thawed_after_apply_follow_the_plan",),
+    ),
+    Break(
+        "tied-weights",
+        "Tied weights are one weight, whose gradients are added up as without a plan.",
+        "Gradients are handed out use by use, and only that of the last use is added up.",
+        (
+            Change(
+                "planner/install.py",
+                "        by_use = record.inputs_by_use if record is not None else []\n",
+                "        by_use = list(range(len(example_inputs)))\n",
+            ),
+            Change(
+                "planner/uses.py",
+                "*[args[i] for i in sources])",
+                "*[args[i].detach() for i in sources])",
+            ),
+        ),
+        ("tests/test_loops.py::test_tied_weights",),
+    ),
+    Break(
+        "tied-across-graphs",
+        "The uses of a weight in several graphs are added up in the order in which they are without a plan.",
+        "Graphs are never asked for gradients use by use.",
+        (
+            Change(
+                "planner/sums.py",
+                "    for graph, positions in asked.items():\n",
+                "    for graph, positions in dict[int, set[int]]().items():\n",
+            ),
+        ),
+        ("tests/test_uses.py::test_uses_add_up_as_without_a_plan_where_sizes_are_symbols",),
+    ),
+    Break(
+        "weight-norm",
+        "torch.nn.utils.weight_norm, whose weights are made by a hook before each forward.",
+        "Only parameters and buffers lose their data in the copy that is captured.",
+        (
+            Change(
+                "planner/step_copy.py",
+                "[*part._parameters.values(), *part._buffers.values(), *vars(part).values()]",
+                "[*part._parameters.values(), *part._buffers.values()]",
+            ),
+        ),
+        ("tests/test_loops.py::test_weight_norm_and_spectral_norm_by_hooks",),
+    ),
+    Break(
+        "spectral-norm",
+        "spectral_norm: its buffers are updated once a step, and never read again after that.",
+        "Operations that read what the step overwrites may be run again.",
+        (
+            Change(
+                "planner/joint.py",
+                "        return self.batch_norm or not self.reads_mutated\n",
+                "        return True\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_parametrizations_and_their_buffers",),
+    ),
+    Break(
+        "ema",
+        "An average of weights that is kept in a deep copy is computed with the copy's weights.",
+        "Deep copies share the installed call, which is bound to the original.",
+        (
+            Change(
+                "planner/install.py",
+                "            _install(copied, call.plan, None, call.on_new_shape, call.loss)\n",
+                "            _torch.install_call(copied, call)\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_an_average_of_weights_kept_in_a_copy",),
+    ),
+    Break(
+        "deepcopy",
+        "A deep copy of a planned module trains by the plan.",
+        "Deep copies are made without the plan.",
+        (
+            Change(
+                "planner/install.py",
+                "            _install(copied, call.plan, None, call.on_new_shape, call.loss)\n",
+                "            _torch.install_call(copied, None)\n",
+            ),
+        ),
+        ("tests/test_install.py::test_copies_and_pickles_train_by_the_plan",),
+    ),
+    Break(
+        "pickle",
+        "pickle and torch.save(model): what is loaded trains by the plan.",
+        "Pickles hold no plan.",
+        (
+            Change(
+                "planner/install.py",
+                "        if not isinstance(call, PlannedCall):\n"
+                "            return _companion_from_pickle, (self._model, None)\n",
+                "        if call is not None:\n"
+                "            return _companion_from_pickle, (self._model, None)\n",
+            ),
+        ),
+        ("tests/test_install.py::test_copies_and_pickles_train_by_the_plan",),
+    ),
+    Break(
+        "no-grad-between",
+        "A forward under no_grad, or in eval mode, is the module's own.",
+        "Forwards under no_grad go through the plan.",
+        (
+            Change(
+                "planner/install.py",
+                "if model.training is not self._training or not torch.is_grad_enabled():",
+                "if model.training is not self._training:",
+            ),
+        ),
+        ("tests/test_install.py::test_eval_no_grad_and_inference_mode_run_the_original",),
+    ),
+    Break(
+        "no-grad-state",
+        "A forward under no_grad between two training forwards changes nothing of theirs.",
+        "After a forward without gradients the module runs without its plan.",
+        (
+            Change(
+                "planner/install.py",
+                "            return _torch.module_call(model, *args, **kwargs)\n"
+                "        if self._compare_ranks",
+                "            self._training = model.training and torch.is_grad_enabled()\n"
+                "            return _torch.module_call(model, *args, **kwargs)\n"
+                "        if self._compare_ranks",
+            ),
+        ),
+        ("tests/test_loops.py::test_forwards_without_gradients_and_in_eval_mode_in_between",),
+    ),
+    Break(
+        "gan",
+        "Two planned modules in one step, as in a GAN.",
+        "What forwards save lies in buffers that all planned modules share.",
+        (
+            _reused_buffers("_HELD", "(i, value.shape, value.dtype)"),
+            Change(
+                "planner/install.py",
+                "logger = logging.getLogger(__name__)\n",
+                "logger = logging.getLogger(__name__)\n_HELD: dict[Any, Any] = {}\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_a_generator_and_a_discriminator",),
+    ),
+    Break(
+        "called-twice",
+        "The same module called twice in one step.",
+        "What a forward saves lies in buffers that its next call writes to.",
+        (_reused_buffers("{}", "i"),),
+        (
+            "tests/test_install.py::test_a_module_called_twice_in_one_step",
+            "tests/test_loops.py::test_one_module_called_twice_in_a_step",
+        ),
+    ),
+    Break(
+        "two-instances",
+        "One plan on two instances; each runs its own weights.",
+        "The plan is installed in the module's class.",
+        (
+            Change(
+                "planner/_torch.py",
+                "    module._compiled_call_impl = call\n",
+                "    type(module)._compiled_call_impl = call\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_one_plan_on_two_instances",),
+    ),
+    Break(
+        "generate",
+        "Hugging Face's generate() between training steps, in train and in eval mode.",
+        "Calls that run the original lose their keyword arguments.",
+        (
+            Change(
+                "planner/install.py",
+                "            return _torch.module_call(model, *args, **kwargs)\n",
+                "            return _torch.module_call(model, *args)\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_generating_between_training_steps",),
+    ),
+    Break(
+        "to-dtype",
+        "model.to(dtype) after apply: right, and said where it takes more memory.",
+        "Operations that produce more bytes than planned are not told of.",
+        (
+            Change(
+                "planner/install.py",
+                "if not same and _grown(record, joint) and not self._told_of_shapes():",
+                "if not same and _grown(record, joint) and self._told_of_shapes():",
+            ),
+        ),
+        ("tests/test_loops.py::test_another_dtype_after_apply_is_said_and_right[dtype1]",),
+    ),
+    Break(
+        "to-device",
+        "model.to(device) and back after apply (here the meta device and the CPU): the plan goes on.",
+        "A module whose parameters are other tensors than at apply runs without its plan.",
+        (
+            Change(
+                "planner/install.py",
+                "        self._told_of_casts = False\n",
+                "        self._told_of_casts = False\n"
+                "        self._known = [id(p) for p in model.parameters()]\n",
+            ),
+            Change(
+                "planner/install.py",
+                "        if self._compare_ranks is not None and self._compare_ranks():\n",
+                "        if self._known != [id(p) for p in model.parameters()]:\n"
+                "            return _torch.module_call(model, *args, **kwargs)\n"
+                "        if self._compare_ranks is not None and self._compare_ranks():\n",
+            ),
+        ),
+        ("tests/test_loops.py::test_new_weights_and_a_trip_to_another_device",),
+    ),
+    Break(
+        "load-state-dict",
+        "load_state_dict after apply, with and without assign=True.",
+        "Graphs hold on to the parameters of their first call.",
+        (HOLDS_PARAMETERS,),
+        ("tests/test_loops.py::test_new_weights_and_a_trip_to_another_device",),
+    ),
+]

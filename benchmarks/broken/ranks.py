@@ -1,0 +1,50 @@
+"""Breaks of what is promised for data-parallel training."""
+
+from benchmarks.broken.loops import ABSENT_IS_ZERO, DROPS_GRADIENTS
+from benchmarks.broken.record import Break, Change
+
+SPLITS_AT_BUCKETS = Change("planner/_torch.py", '    "optimize_ddp": False,\n', '    "optimize_ddp": True,\n')
+
+RANKS = [
+    Break(
+        "ddp",
+        "DistributedDataParallel: every rank trains by the plan, with the gradients that it has without.",
+        "Dynamo splits graphs at the wrapper's buckets, after which no plan fits them.",
+        (SPLITS_AT_BUCKETS,),
+        ("tests/test_ddp.py::test_two_ranks[plain]",),
+    ),
+    Break(
+        "ddp-unused-parameters",
+        "DistributedDataParallel with find_unused_parameters=True.",
+        "Outputs without a gradient count as outputs with a gradient of zeros.",
+        (ABSENT_IS_ZERO,),
+        ("tests/test_ddp.py::test_two_ranks[unused parameters]",),
+    ),
+    Break(
+        "ddp-static-graph",
+        "DistributedDataParallel with static_graph=True.",
+        "Dynamo splits graphs at the wrapper's buckets, after which no plan fits them.",
+        (SPLITS_AT_BUCKETS,),
+        ("tests/test_ddp.py::test_two_ranks[static graph]",),
+    ),
+    Break(
+        "ddp-no-sync",
+        "DistributedDataParallel with no_sync(): gradients are accumulated on each rank, then averaged.",
+        "A planned call drops the gradients that are there when it begins.",
+        (DROPS_GRADIENTS,),
+        ("tests/test_ddp.py::test_two_ranks[accumulating]",),
+    ),
+    Break(
+        "ddp-other-plans",
+        "Ranks with different plans are told so at the first forward.",
+        "Ranks leave word of their plans, and compare nothing.",
+        (
+            Change(
+                "planner/ranks.py",
+                '            if store.get(f"{name}/{rank}").decode() != digest:\n',
+                '            if not store.get(f"{name}/{rank}").decode():\n',
+            ),
+        ),
+        ("tests/test_ddp.py::test_two_ranks[other plans]",),
+    ),
+]

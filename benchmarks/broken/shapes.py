@@ -1,0 +1,92 @@
+"""Breaks of what is promised for inputs of other shapes than planned."""
+
+from benchmarks.broken.record import Break, Change
+
+SHAPES = [
+    Break(
+        "smaller-batch",
+        "A smaller last batch trains by the same plan, with the same gradients.",
+        "Generated code holds sizes as the numbers that they were captured with, not as symbols.",
+        (
+            Change(
+                "planner/codegen.py",
+                "        if isinstance(value, Node):\n            return self.names[value]\n",
+                "        if isinstance(value, Node):\n"
+                '            size = value.meta.get("val")\n'
+                "            if isinstance(size, torch.SymInt):\n"
+                "                return str(concrete_size(size))\n"
+                "            return self.names[value]\n",
+            ),
+        ),
+        (
+            "tests/test_install.py::test_another_batch_size_runs_the_same_plan",
+            "tests/test_shapes.py::test_batches_and_image_sizes_vary_too",
+        ),
+    ),
+    Break(
+        "few-captures",
+        "Lengths that vary cause a few captures, not one for each length.",
+        "Sizes that are found to vary do not become symbols.",
+        (
+            Change(
+                "planner/_torch.py",
+                '"automatic_dynamic_shapes": symbolic,',
+                '"automatic_dynamic_shapes": False,',
+            ),
+        ),
+        ("tests/test_shapes.py::test_a_hundred_lengths_are_a_few_captures[_gpt]",),
+    ),
+    Break(
+        "larger-shape-is-told",
+        "A shape that is larger than planned is told of in a warning.",
+        "Only plans that may be made anew warn of larger shapes.",
+        (
+            Change(
+                "planner/new_shapes.py",
+                'if self._policy == "reapply" and peak_bytes > then.dynamic_peak_bytes:',
+                'if self._policy == "replan" and peak_bytes > then.dynamic_peak_bytes:',
+            ),
+        ),
+        ("tests/test_shapes.py::test_a_peak_is_announced_where_the_loss_is_outside",),
+    ),
+    Break(
+        "larger-shape-peak",
+        "The warning of a larger shape holds the peak that the plan will have at it.",
+        "The peak is predicted for the step that recomputes nothing.",
+        (
+            Change(
+                "planner/new_shapes.py",
+                "    return simulate(prepared.problem.graph, schedule).peak_bytes\n",
+                "    graph = prepared.problem.graph\n"
+                "    return simulate(graph, graph.base_schedule if len(schedule) else schedule).peak_bytes\n",
+            ),
+        ),
+        ("tests/test_shapes.py::test_a_larger_shape_is_announced_with_its_peak",),
+    ),
+    Break(
+        "replan",
+        'on_new_shape="replan" keeps the budget at larger shapes, or says that nothing does.',
+        "A plan is only made anew where there is no budget in bytes.",
+        (
+            Change(
+                "planner/new_shapes.py",
+                'if self._policy == "replan" and not within:',
+                'if self._policy == "replan" and budget is None and not within:',
+            ),
+        ),
+        ("tests/test_shapes.py::test_replan_keeps_the_budget_or_says_that_it_cannot",),
+    ),
+    Break(
+        "error-on-new-shape",
+        'on_new_shape="error" refuses every other shape before anything is computed.',
+        "Only another number of inputs is refused.",
+        (
+            Change(
+                "planner/new_shapes.py",
+                'if self._policy == "error" and shapes != self._planned:',
+                'if self._policy == "error" and shapes.keys() != self._planned.keys():',
+            ),
+        ),
+        ("tests/test_shapes.py::test_error_refuses_before_anything_is_computed",),
+    ),
+]

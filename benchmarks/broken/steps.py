@@ -1,0 +1,74 @@
+"""Breaks of what every planned step promises: the same numbers, in the memory that was predicted."""
+
+from benchmarks.broken.record import Break, Change
+
+STEPS = [
+    Break(
+        "plan-is-run",
+        "A planned module recomputes what its plan says.",
+        "The plan is installed, and its steps recompute nothing.",
+        (
+            Change(
+                "planner/install.py",
+                "        return record.backward\n",
+                "        return no_recomputation(joint)\n",
+            ),
+        ),
+        ("tests/test_install.py::test_the_plan_is_really_run",),
+    ),
+    Break(
+        "freed-at-last-use",
+        "The measured peak is the predicted one, to the byte.",
+        "Generated code holds its results until it returns.",
+        (
+            Change(
+                "planner/codegen.py",
+                "                self.lines.append(call)\n            self._delete(dead)\n",
+                "                self.lines.append(call)\n",
+            ),
+        ),
+        ("tests/test_install.py::test_the_plan_is_really_run",),
+    ),
+    Break(
+        "dropout-again",
+        "Dropout that is run again draws the same mask.",
+        "It is run again from wherever the generator stands.",
+        (
+            Change(
+                "planner/replay.py",
+                "    _set_states(generators, state.split([len(s) for s in present]))\n    try:\n",
+                "    try:\n",
+            ),
+        ),
+        (
+            "tests/test_verification.py::test_a_right_plan_is_ok_and_everything_is_left_as_it_was",
+            "tests/test_install.py::test_dropout_rounds_as_in_eager[0.1-dtype0]",
+        ),
+    ),
+    Break(
+        "generator-afterwards",
+        "After a planned step the random generators stand where they stand without a plan.",
+        "The generator is left where a second run of dropout has moved it.",
+        (
+            Change(
+                "planner/replay.py",
+                "    finally:\n        _set_states(generators, present)\n",
+                "    finally:\n        del present\n",
+            ),
+        ),
+        ("tests/test_install.py::test_dropout_rounds_as_in_eager[0.1-dtype0]",),
+    ),
+    Break(
+        "batch-norm-again",
+        "Statistics of batch normalisations are updated once a step.",
+        "The copy of a batch normalisation's statistics that the step keeps is that of a second update.",
+        (
+            Change(
+                "planner/joint.py",
+                "        return self.batch_norm or not self.reads_mutated\n",
+                "        return not self.batch_norm and not self.reads_mutated\n",
+            ),
+        ),
+        ("tests/test_training.py::test_batch_norm_statistics_are_updated_once",),
+    ),
+]
