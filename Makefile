@@ -60,7 +60,7 @@ picture: venv  ## Draw the picture of the README from the demo's plan.
 zoo: venv  ## Plan, run and compare every model of the zoo; writes docs/zoo.md. Takes an hour; goes on where it stopped.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --results $(OUT)/zoo.jsonl --out docs/zoo.md
 
-breaks: venv  ## Switch off what keeps each promise: do the tests notice? Writes docs/results/breaks.md; half an hour.
+breaks: venv  ## Switch off what keeps each promise: do the tests notice? Writes docs/results/breaks.md; a quarter of an hour.
 	$(BIN)/python benchmarks/breaks.py --out docs/results/breaks.md
 
 bench: venv  ## Run the benchmarks, one after the other.

@@ -128,7 +128,7 @@ FILES = [
             ),
             Change("planner/files.py", "os.replace(temporary, target)", "os.replace(target, target)"),
         ),
-        ("tests/test_plan_file.py::test_a_failing_save_leaves_what_was_there",),
+        ("tests/test_plan_file.py::test_a_failing_save_leaves_what_was_there[True-os.fsync]",),
     ),
     Break(
         "interrupted-save",

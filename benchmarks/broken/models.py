@@ -252,8 +252,9 @@ MODELS = [
         (
             Change(
                 "planner/install.py",
-                "            return _torch.module_call(model, *args, **kwargs)\n",
-                "            return _torch.module_call(model, *args)\n",
+                "            return _torch.module_call(model, *args, **kwargs)\n"
+                "        if self._compare_ranks",
+                "            return _torch.module_call(model, *args)\n        if self._compare_ranks",
             ),
         ),
         ("tests/test_loops.py::test_generating_between_training_steps",),

@@ -40,10 +40,7 @@ STEPS = [
                 "    try:\n",
             ),
         ),
-        (
-            "tests/test_verification.py::test_a_right_plan_is_ok_and_everything_is_left_as_it_was",
-            "tests/test_install.py::test_dropout_rounds_as_in_eager[0.1-dtype0]",
-        ),
+        ("tests/test_install.py::test_the_plan_is_really_run",),
     ),
     Break(
         "generator-afterwards",
@@ -56,12 +53,12 @@ STEPS = [
                 "    finally:\n        del present\n",
             ),
         ),
-        ("tests/test_install.py::test_dropout_rounds_as_in_eager[0.1-dtype0]",),
+        ("tests/test_loops.py::test_retain_graph",),
     ),
     Break(
         "batch-norm-again",
-        "Statistics of batch normalisations are updated once a step.",
-        "The copy of a batch normalisation's statistics that the step keeps is that of a second update.",
+        "Batch normalisations are run again too, without their statistics, which are updated once a step.",
+        "They are never run again, as they read what the step overwrites.",
         (
             Change(
                 "planner/joint.py",
