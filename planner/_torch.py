@@ -116,6 +116,8 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
 # ---- Dynamo -------------------------------------------------------------------------------------
 
 _DYNAMO_CONFIG: dict[str, Any] = {
+    # A hook that is registered after the first step would otherwise never run.
+    "skip_nnmodule_hook_guards": False,
     # nn.LSTM and its kin are otherwise skipped without a word.
     "allow_rnn": True,
     # Past the limit Dynamo runs the original without a word.
@@ -265,6 +267,18 @@ def call_with_forward(
         return module._call_impl(*args, **kwargs)
     finally:
         restore()
+
+
+def hooks_on_all_modules() -> tuple[int, ...]:
+    """The hooks that are registered on all modules at once, by number; Dynamo does not notice new ones."""
+    if not torch.nn.modules.module._has_any_global_hook():
+        return ()
+    every = torch.nn.modules.module
+    kinds = (
+        every._global_forward_pre_hooks, every._global_forward_hooks,
+        every._global_backward_pre_hooks, every._global_backward_hooks,
+    )  # fmt: skip
+    return tuple(number for hooks in kinds for number in hooks)
 
 
 def installed_call(module: torch.nn.Module) -> Callable[..., Any] | None:

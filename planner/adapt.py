@@ -167,3 +167,25 @@ def _positions(values: Sequence[Any]) -> Callable[[int], int]:
     places = [i for i, value in enumerate(values) if not _torch.is_size(value)]
     # What is beyond the end stays beyond it.
     return lambda index: places[index] if index < len(places) else len(values) + index
+
+
+def describes(record: GraphRecord, joint: JointGraph) -> bool:
+    """Whether a plan's operations are those of a graph, and all that it re-runs may be re-run."""
+    return (
+        len(joint.ops) == len(record.ops)
+        and all(
+            op.name == known.name and op.backward == (known.phase == "backward")
+            for op, known in zip(joint.ops, record.ops, strict=True)
+        )
+        and all(joint.ops[index].recomputable for index in record.recomputed)
+    )
+
+
+def total_bytes(joint: JointGraph) -> int:
+    """Bytes that all operations of a graph bring into being, together."""
+    return sum(joint.storage_bytes[s] for op in joint.ops for s in op.allocates)
+
+
+def planned_bytes(record: GraphRecord) -> int:
+    """What :func:`total_bytes` was when the plan was made."""
+    return sum(op.bytes for op in record.ops)

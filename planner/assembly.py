@@ -275,6 +275,8 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
             GraphRecord(
                 fingerprint=joint.fingerprint,
                 structure=captured_graph.structure,
+                turn=captured_graph.turn,
+                turns=captured_graph.turns,
                 unused_outputs=list(captured_graph.unused_outputs),
                 inputs_by_use=list(captured_graph.inputs_by_use),
                 gradient_layouts=[

@@ -8,7 +8,7 @@ and adds up what has been cast back, which rounds differently and takes more mem
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -24,7 +24,7 @@ _EXPLICIT = {"to", "type", "type_as", "half", "bfloat16", "float", "_to_copy"}
 
 
 def share_casts(
-    joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], *, inside: bool
+    joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], around: "Surroundings"
 ) -> dict[int, torch.dtype]:
     """Change a joint graph, in place, so that every region of autocast casts a parameter once.
 
@@ -32,12 +32,12 @@ def share_casts(
         joint: The joint graph.
         graph: The forward that it was traced from.
         inputs: Example inputs of that forward.
-        inside: Whether the forward as a whole runs :func:`inside_region`.
+        around: What the forward as a whole runs in.
 
     Returns:
         The inputs whose casts eager keeps beyond the forward, by position, and what they are cast to.
     """
-    regions = _regions(graph, inside)
+    regions = _regions(graph, around)
     groups: dict[tuple[Node, Any, int], list[Node]] = {}
     for node in joint.graph.nodes:
         if node.target is not aten._to_copy.default or node.meta.get("partitioner_tag") == "is_backward":
@@ -59,11 +59,23 @@ def share_casts(
     return kept
 
 
-def inside_region() -> bool:
-    """Whether this code is inside of ``with torch.autocast``, be it switched off: casts are kept until the
-    outermost of these ends."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting() > 0
+class Surroundings(NamedTuple):
+    """What a forward is called in.
+
+    Attributes:
+        inside: Whether that is inside of ``with torch.autocast``, be it switched off: casts are kept until
+            the outermost of these ends.
+        keeps: Whether autocast keeps casts (``cache_enabled``).
+    """
+
+    inside: bool
+    keeps: bool
+
+    @classmethod
+    def here(cls) -> "Surroundings":
+        """Those of this moment."""
+        torch.autocast_increment_nesting()
+        return cls(torch.autocast_decrement_nesting() > 0, torch.is_autocast_cache_enabled())
 
 
 def notes_of_region(device: torch.device) -> dict[str, Any] | None:
@@ -84,16 +96,20 @@ def _empty_parameter(device: torch.device) -> torch.Tensor:
     return torch.empty((0, 0), device=device, requires_grad=True)
 
 
-def _regions(graph: GraphModule, inside: bool) -> dict[str, int]:
-    """The outermost region of autocast that each node of a forward is in, by name."""
-    found, depth, region = {}, int(inside), _BEYOND
+def _regions(graph: GraphModule, around: Surroundings) -> dict[str, int]:
+    """The outermost region of autocast that keeps the casts of each node of a forward, by name."""
+    found, region = {}, _BEYOND
+    depth, keeps = int(around.inside), [around.keeps]
     for node in graph.graph.nodes:
         if node.target is torch.amp.autocast_mode._enter_autocast:
             region += depth == 0
             depth += 1
+            _, _, _, wanted = node.args
+            keeps.append(keeps[-1] if wanted is None else bool(wanted))
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             depth -= 1
-        elif depth:
+            keeps.pop()
+        elif depth and keeps[-1]:
             found[node.name] = region
     return found
 

@@ -46,6 +46,8 @@ class CapturedGraph:
 
     Attributes:
         structure: Digest of the graph without shapes: what a plan recognises it by.
+        turn: How many graphs of that structure the step runs for the first time before it.
+        turns: How many graphs of that structure it runs.
         unused_outputs: Outputs that no gradient reached although they could have one.
         joint: Forward and backward; None where there is nothing to differentiate.
         inputs_by_use: Inputs whose gradients it hands out use by use, see :mod:`planner.uses`.
@@ -54,6 +56,8 @@ class CapturedGraph:
     """
 
     structure: str
+    turn: int
+    turns: int
     unused_outputs: tuple[int, ...]
     joint: JointGraph | None = None
     inputs_by_use: tuple[int, ...] = ()
@@ -219,11 +223,14 @@ class _Capture:
             self._warn_of_cpu_kernels(recording, runners)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
+        alike = {i: [k for k in sorted(ran) if runners[k].structure == runners[i].structure] for i in ran}
         reasons = [_torch_tracing.break_reason(runners[i].graph) for i in sorted(ran)]
         return CapturedStep(
             [
                 CapturedGraph(
                     r.structure,
+                    alike[r.index].index(r.index) if r.index in ran else 0,
+                    len(alike.get(r.index, ())),
                     r.unused_outputs,
                     r.joint if r.index in ran else None,
                     inputs_by_use=tuple(sorted(r.by_use - r.left)),

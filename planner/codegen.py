@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from planner import _torch_calls
 from planner._torch import concrete_size, tree_leaves
 from planner._torch_joint import BoxedFunction
+from planner.exact import is_sum_in_place
 from planner.simplify import simplify
 
 aten = torch.ops.aten
@@ -117,6 +118,8 @@ class _Writer:
         if target is aten.view.default or (target is aten._unsafe_view.default and node not in self._results):
             # Fake and real strides of some kernels disagree, and then a view cannot be taken.
             return self._written(torch.reshape, "reshape", node, sizes_in_tuples=True)
+        if is_sum_in_place(node):
+            return self._written(add_as_in_place, "add", node)
         binding = self._binding(node)
         if binding is not None:
             return self._written(binding, str(target), node, sizes_in_tuples=True)
@@ -165,6 +168,17 @@ class _Writer:
             self.constants[name] = value  # held, so that the id stays this object's
             self._constant_names[id(value)] = name
         return name
+
+
+def add_as_in_place(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients, as it lies in memory where the second is added to the first in place."""
+    total = torch.add(first, second)
+    steps, found = first.stride(), total.stride()
+    if steps != found and all(
+        a == b or n == 1 for a, b, n in zip(steps, found, total.shape, strict=True)
+    ):  # others of the first are not dense, and nothing is added to them in place
+        total.as_strided_(total.shape, steps)
+    return total
 
 
 class _Unpacked:

@@ -4,6 +4,10 @@ Tracing takes ``native_dropout`` on every device. On the CPU eager multiplies by
 divided by the probability to keep, where ``native_dropout`` multiplies the mask by the reciprocal.
 In half precision only their backwards round differently, in single precision both halves do, for
 about every fourth probability.
+
+Where two gradients meet, the engine adds the later to the earlier in place, if nobody else holds that. A sum
+that is traced is a tensor of its own, whose dimensions of one element get other steps. Kernels that look for
+images whose channels come last look at those steps as well, and then sum in another order.
 """
 
 import operator
@@ -12,8 +16,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner import _torch
+from planner.uses import is_sum
 
 aten = torch.ops.aten
+
+IN_PLACE = "planner_sum_in_place"
+"""Key among what is known of a node: see :func:`is_sum_in_place`."""
 
 
 def match_eager(module: GraphModule) -> None:
@@ -25,6 +33,34 @@ def match_eager(module: GraphModule) -> None:
             _dropout(module, node)
         elif node.target is aten.native_dropout_backward.default:
             _dropout_backward(module, node)
+    _mark_sums_in_place(module)
+
+
+def is_sum_in_place(node: Node) -> bool:
+    """Whether eager adds up two gradients in the memory of the first."""
+    return IN_PLACE in node.meta
+
+
+def _mark_sums_in_place(module: GraphModule) -> None:
+    last: dict[int, Node] = {}  # by storage, the last node that uses it
+    for node in module.graph.nodes:
+        for used in node.all_input_nodes:
+            if isinstance(used.meta.get("val"), torch.Tensor):
+                last[_torch.storage_key(used.meta["val"])] = node
+    for node in module.graph.nodes:
+        if (
+            node.meta.get("partitioner_tag") == "is_backward"
+            and is_sum(node)
+            and _may_be_image(node.meta["val"])
+        ):
+            first: Node = node.args[0]
+            made = first.op == "call_function" and first.meta.get("partitioner_tag") == "is_backward"
+            if made and last[_torch.storage_key(first.meta["val"])] is node:
+                node.meta[IN_PLACE] = True
+
+
+def _may_be_image(value: torch.Tensor) -> bool:
+    return value.dim() in (4, 5) and any(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _dropout(module: GraphModule, node: Node) -> None:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint, _torch_tracing
 from planner.arrivals import Arrivals
-from planner.autocast import inside_region, share_casts
+from planner.autocast import Surroundings, share_casts
 from planner.codegen import compile_graph
 from planner.joint import JointGraph, read_joint
 from planner.kept_casts import KeptCasts
@@ -134,7 +134,7 @@ class GraphRunner:
         self._halves: Halves | None = None
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
-        self._inside_autocast, self._autocast = inside_region(), autocast_state()
+        self._around, self._autocast = Surroundings.here(), autocast_state()
         self._kept_casts: dict[int, torch.dtype] = {}
         self.casts = KeptCasts()
 
@@ -197,8 +197,7 @@ class GraphRunner:
         self.gradients.layouts = {i: d for i, d in self.gradients.layouts.items() if i not in compiled.relaid}
 
     def _prepare(self, joint: GraphModule) -> None:
-        inside = self._inside_autocast
-        self._kept_casts = share_casts(joint, self.graph, self.example_inputs, inside=inside)
+        self._kept_casts = share_casts(joint, self.graph, self.example_inputs, self._around)
 
     def _inputs_as_captured(self) -> list[Any]:
         # A buffer of results that the step fills in place needs gradients once it has been run.

@@ -14,9 +14,9 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint
-from planner.adapt import adapt, among_sizes
+from planner.adapt import adapt, among_sizes, describes, planned_bytes, total_bytes
 from planner.arrivals import Expected
-from planner.autocast import inside_region, share_casts
+from planner.autocast import Surroundings, share_casts
 from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.errors import CaptureError, PlanFileError, PlanMismatch, PlanWarning
@@ -172,6 +172,7 @@ class PlannedCall:
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan)
         self._told_of_casts = False
+        self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
@@ -183,6 +184,15 @@ class PlannedCall:
             return _torch.module_call(model, *args, **kwargs)
         if self._compare_ranks is not None and self._compare_ranks():
             self._compare_ranks = None
+        hooks = _torch.hooks_on_all_modules()
+        if hooks != self._hooks:
+            if self._hooks is not None:
+                _warn(
+                    "hooks were registered on all modules at once, or taken away, since the first planned "
+                    "step: it runs as it is, without the plan. Apply the plan again to have them captured"
+                )
+                return _torch.module_call(model, *args, **kwargs)
+            self._hooks = hooks
         return _torch.call_with_forward(model, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +277,7 @@ class PlanBackend:
         unused = record.unused_outputs if record is not None else []
         by_use = record.inputs_by_use if record is not None else []
         layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
-        inside, kept = inside_region(), dict[int, torch.dtype]()
+        around, kept = Surroundings.here(), dict[int, torch.dtype]()
         casts, expected, meetings = KeptCasts(_warn), Expected(_warn), Meetings(_warn)
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
@@ -289,7 +299,7 @@ class PlanBackend:
             detach_outputs(graph, unused),
             example_inputs,
             by_use,
-            prepare=lambda joint: kept.update(share_casts(joint, graph, example_inputs, inside=inside)),
+            prepare=lambda joint: kept.update(share_casts(joint, graph, example_inputs, around)),
             partition=partition,
             forward_compiler=_compile_forward,
             backward_compiler=lambda module: meetings.noting(backward.compile(module)),
@@ -308,8 +318,14 @@ class PlanBackend:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,
         once for the shapes that were planned and again for others."""
         matching = [g for g in self._plan.graphs if g.structure == structure]
+        count = self._captured[structure]
         self._captured[structure] += 1
-        return matching[(self._captured[structure] - 1) % len(matching)] if matching else None
+        if not matching:
+            return None
+        turns = matching[0].turns
+        if not turns:
+            return matching[count % len(matching)]
+        return next((g for g in matching if g.turn == count % turns), None)
 
     def _partition(
         self,
@@ -322,7 +338,7 @@ class PlanBackend:
     ) -> tuple[GraphModule, GraphModule]:
         backward.traced(_torch_joint.tangent_positions(module, outputs))
         joint = read_joint(module, outputs)
-        if exactly and record is not None and not _describes(record, joint):
+        if exactly and record is not None and not describes(record, joint):
             raise CaptureError("traced into other operations than planned")
         second_order.traced(module, joint)
         halves = emit(joint, self._sequence(record, joint))
@@ -331,7 +347,7 @@ class PlanBackend:
     def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:
         """What a graph's backward runs, in order; says so where the plan is not followed to the letter."""
         if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
-            record = next((g for g in self._plan.graphs if _describes(g, joint)), None)
+            record = next((g for g in self._plan.graphs if describes(g, joint)), None)
         if record is None:
             adapted = max((adapt(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
             _warn(
@@ -339,7 +355,7 @@ class PlanBackend:
                 f"it re-runs the {adapted.followed} that are there, and it may exceed the budget"
             )
             return adapted.backward
-        if not _describes(record, joint):
+        if not describes(record, joint):
             if not all(joint.ops[i].recomputable for i in record.recomputed if i < joint.forward_length):
                 _warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
                 return no_recomputation(joint)
@@ -356,7 +372,7 @@ class PlanBackend:
         same = joint.fingerprint == record.fingerprint
         if not same and _grown(record, joint) and not self._told_of_shapes():
             _warn(
-                f"the operations produce {total_bytes(joint):,} bytes instead of {_planned_bytes(record):,}, "
+                f"the operations produce {total_bytes(joint):,} bytes instead of {planned_bytes(record):,}, "
                 "although the inputs have the planned shapes: something else in the model sets sizes. The "
                 "step may exceed the budget"
             )
@@ -370,32 +386,11 @@ class PlanBackend:
 
 
 def _grown(record: GraphRecord, joint: JointGraph) -> bool:
-    return total_bytes(joint) > _planned_bytes(record)
-
-
-def _planned_bytes(record: GraphRecord) -> int:
-    return sum(op.bytes for op in record.ops)
+    return total_bytes(joint) > planned_bytes(record)
 
 
 def _compile_forward(module: GraphModule) -> _torch_joint.BoxedFunction:
     return compile_graph(module, "forward", fixed_outputs=user_outputs(module))
-
-
-def total_bytes(joint: JointGraph) -> int:
-    """Bytes that all operations of a graph bring into being, together."""
-    return sum(joint.storage_bytes[s] for op in joint.ops for s in op.allocates)
-
-
-def _describes(record: GraphRecord, joint: JointGraph) -> bool:
-    """Whether a plan's operations are those of a graph, and all that it re-runs may be re-run."""
-    return (
-        len(joint.ops) == len(record.ops)
-        and all(
-            op.name == known.name and op.backward == (known.phase == "backward")
-            for op, known in zip(joint.ops, record.ops, strict=True)
-        )
-        and all(joint.ops[index].recomputable for index in record.recomputed)
-    )
 
 
 def _warn(text: str) -> None:

@@ -173,6 +173,13 @@ class GraphRecord(Record):
 
     fingerprint: Label = Field(description="identifies the graph together with its sizes")
     structure: Label = Field(description="identifies the graph whatever its sizes")
+    turn: Index = Field(
+        default=0,
+        description="how many graphs of that structure come before it, those without a backward too",
+    )
+    turns: Index = Field(
+        default=0, description="how many graphs of that structure the step has; 0: as many as are here"
+    )
     unused_outputs: list[Index] = Field(
         max_length=_MOST_OPS, description="outputs of the module that get no gradient"
     )
@@ -215,6 +222,8 @@ class GraphRecord(Record):
 
     @model_validator(mode="after")
     def _is_a_schedule(self) -> Self:
+        if self.turn >= max(self.turns, 1):
+            raise InconsistentError(f"turn {self.turn} of {self.turns}; they count from 0", "turn")
         forward_length, count = self.forward_length, len(self.ops)
         for index, op in enumerate(self.ops[forward_length:], forward_length):
             if op.phase == "forward":

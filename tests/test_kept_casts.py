@@ -156,3 +156,41 @@ def test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of(planned_first
             warnings.simplefilter("always")
             backward(planned_first, not planned_first)
         assert sum("again inside one region of autocast" in str(w.message) for w in told) == count
+
+
+@pytest.mark.parametrize("planned_with", [True, False])
+def test_autocast_that_keeps_no_casts(planned_with: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Repeats(), torch.randn(16, 32)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=planned_with):
+        plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            output = model(x)
+        output.float().square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    plan.apply(model)
+    assert all(map(torch.equal, expected, gradients()))
+
+
+class SwitchesOff(Repeats):
+    """Keeps no casts in a part of its own region."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = torch.tanh(self.layer(self.layer(x)))
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                return self.layer(torch.tanh(self.layer(x))).float().square().mean()
+
+
+@pytest.mark.heavy
+def test_autocast_that_keeps_no_casts_in_a_part() -> None:
+    torch.manual_seed(0)
+    model, x = SwitchesOff(), torch.randn(16, 32)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems

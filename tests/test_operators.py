@@ -185,3 +185,30 @@ def test_dropout_of_nothing_copies_nothing_and_of_everything_draws_no_numbers() 
     names = [op.name for op in plan.graphs[0].ops]
     assert "aten.clone.default" not in names
     assert names.count("aten.native_dropout.default") == 4  # of the layers themselves
+
+
+class OneImage(nn.Module):
+    """Residual blocks of images, then of tokens: the gradients of a single image come back transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(48, 48, 1), nn.BatchNorm2d(48), nn.GELU(), nn.Conv2d(48, 48, 1))
+            for _ in range(3)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(48) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(48), nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = x + norm(block(x))
+        x = x.flatten(2).transpose(1, 2)
+        x = x + torch.tanh(self.head(self.norm(x)))
+        return x.mean(dim=1).exp().sum()
+
+
+def test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan() -> None:
+    torch.manual_seed(0)
+    model, x = OneImage().train(), torch.randn(1, 48, 7, 7)
+    report = planner.verify(model, (x,), plan=plan_of(model, (x,)), repeats=0)
+    assert report.ok, report.problems

@@ -234,3 +234,29 @@ def test_a_loss_that_transposes_is_planned_or_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", planner.PlanWarning)
         loss(model(x)).backward()  # said once
+
+
+class FrozenFirst(nn.Module):
+    """Layers of the same code, a graph each, of which the first has nothing to differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = torch.tanh(layer(x)) * torch.sigmoid(x) + x
+            torch._dynamo.graph_break()
+            total = total + x
+        return total.square().mean()
+
+
+@pytest.mark.heavy
+def test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward() -> None:
+    torch.manual_seed(0)
+    plan, _ = _exactly((FrozenFirst(), (torch.randn(64, 64),), None), "min")
+    layers = [g for g in plan.graphs if g.turns == 4]
+    assert [g.turn for g in layers if g.structure == layers[0].structure] == [1, 2, 3]
