@@ -120,6 +120,7 @@ class GraphRunner:
     ) -> None:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs]
+        self._grad_enabled = torch.is_grad_enabled()  # off inside of functions of the user's
         self._cuda, self._data = cuda, data
         self.by_use: frozenset[int] = frozenset()
         self.left: frozenset[int] = frozenset()
@@ -182,7 +183,7 @@ class GraphRunner:
 
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
-        with under_autocast(self._autocast):
+        with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled):
             compiled = compile_by_use(
                 detach_outputs(self.graph, self.unused_outputs),
                 self._inputs_as_captured(),

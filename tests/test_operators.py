@@ -45,6 +45,23 @@ def test_a_custom_autograd_function() -> None:
     _trains(Rounded)
 
 
+class Breaking(torch.autograd.Function):
+    """Of which Dynamo captures the inside alone, where gradients are off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return StraightThrough.forward(ctx, x)
+
+    backward = StraightThrough.backward
+
+
+@pytest.mark.heavy
+def test_a_custom_autograd_function_that_breaks_the_graph() -> None:
+    model, args, _ = layers(_with(Breaking.apply))
+    assert_trains_alike(model, args, steps(args), expected_runs=None)
+
+
 @torch.library.custom_op("planner_tests::scaled_tanh", mutates_args=())
 def scaled_tanh(x: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.from_numpy(np.tanh(x.detach().numpy() * scale))

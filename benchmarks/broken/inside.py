@@ -94,6 +94,19 @@ INSIDE = [
         ("tests/test_operators.py::test_a_custom_autograd_function",),
     ),
     Break(
+        "autograd-function-breaks",
+        "A torch.autograd.Function of the user's that breaks the graph inside is planned around.",
+        "Graphs are traced with gradients on, wherever they were captured.",
+        (
+            Change(
+                "planner/graph_runner.py",
+                "with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled):",
+                "with under_autocast(self._autocast):",
+            ),
+        ),
+        ("tests/test_operators.py::test_a_custom_autograd_function_that_breaks_the_graph",),
+    ),
+    Break(
         "custom-operators",
         "Operators of torch.library that draw random numbers draw the same when they are run again.",
         "Only PyTorch's own operators are run again from the state of the generator.",
