@@ -16,6 +16,7 @@ from torch._C._dynamo.eval_frame import _FrameAction
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner._torch_numpy import NUMPY_SETTINGS
 from planner._torch_tracing import (
     answer_like_eager,
     go_on_inside_modules,
@@ -130,6 +131,7 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     "allow_unspec_int_on_nn_module": True,
     # Symbolic floats become tensors, which round differently.
     "specialize_float": True,
+    **NUMPY_SETTINGS,
     # What other processes found to vary says nothing about this one.
     "automatic_dynamic_local_pgo": False,
     "automatic_dynamic_remote_pgo": False,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch._functorch import aot_autograd as functorch_aot
 from torch._functorch._aot_autograd import (
     collect_metadata_analysis,
@@ -38,6 +39,10 @@ BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 
 Partition = Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 """Splits a joint graph with a number of forward outputs into a forward and a backward graph."""
+
+
+DATA_DECIDE = exceptions_allowed_to_be_fallback
+"""What tracing raises where only data tell sizes."""
 
 
 def compile_joint(

@@ -32,6 +32,8 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from planner._torch_numpy import numbers_of_numpy
+
 # ---- questions that code asks about being traced ----------------------------------------------------
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -50,6 +52,12 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     _answer_questions()
     _break_inside_loops()
     _break_at_indices_that_are_data()
+    _break_at_masks_that_are_written_through()
+    numbers_of_numpy(_is_ours)
+
+
+def _is_ours(tx: Any) -> bool:
+    return _innermost(tx.output.compiler_fn) in _backends
 
 
 @functools.cache
@@ -66,7 +74,7 @@ def _answer_questions() -> None:
 def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
     def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         told = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch" or _keeps_books(tx)
-        if told or _innermost(tx.output.compiler_fn) not in _backends:
+        if told or not _is_ours(tx):
             return truth(variable, tx, *args, **kwargs)
         return VariableTracker.build(tx, False)
 
@@ -79,7 +87,7 @@ def _keeps_books(tx: Any) -> bool:
 
 
 def _not_captured(_variable: Any, tx: Any) -> Any:
-    return VariableTracker.build(tx, False) if _innermost(tx.output.compiler_fn) in _backends else None
+    return VariableTracker.build(tx, False) if _is_ours(tx) else None
 
 
 def _innermost(backend: Any) -> Any:
@@ -100,7 +108,7 @@ def _break_inside_loops() -> None:
     has_backedge = InstructionTranslatorBase.maybe_has_backedge
 
     def only_for_others(self: Any) -> bool:
-        return _innermost(self.output.compiler_fn) not in _backends and has_backedge(self)
+        return not _is_ours(self) and has_backedge(self)
 
     _replace(InstructionTranslatorBase, "maybe_has_backedge", only_for_others)
     if "reconstruct" not in vars(DictViewIterator):
@@ -129,7 +137,7 @@ def _break_at_indices_that_are_data() -> None:
     insert = BuiltinVariable._handle_insert_op_in_graph
 
     def unless_read(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if self.fn is operator.getitem and _innermost(tx.output.compiler_fn) in _backends:
+        if self.fn is operator.getitem and _is_ours(tx):
             keys = args[1].items if isinstance(args[1], TupleVariable) else args[1:]
             if any(map(_is_number, keys)):
                 unimplemented(
@@ -143,12 +151,43 @@ def _break_at_indices_that_are_data() -> None:
     _replace(BuiltinVariable, "_handle_insert_op_in_graph", unless_read)
 
 
+@functools.cache
+def _break_at_masks_that_are_written_through() -> None:
+    """End a graph where something that needs a gradient is written to where a mask is, as of a mask's token.
+
+    How much is written the data decide: in the backward, where Dynamo notices it no sooner than AOTAutograd
+    refuses the graph.
+    """
+    write = TensorVariable.method___setitem__
+
+    def unless_masked(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        written = _example(value)
+        if written is not None and written.requires_grad and _is_ours(tx):
+            keys = key.items if isinstance(key, TupleVariable) else [key]
+            if any(tensor is not None and tensor.dtype is torch.bool for tensor in map(_example, keys)):
+                unimplemented(
+                    gb_type="a write through a mask",
+                    context=str(key),
+                    explanation="What is written through a mask needs a gradient, whose size is data.",
+                    hints=[],
+                )
+        return write(self, tx, key, value)
+
+    _replace(TensorVariable, "method___setitem__", unless_masked)
+
+
 def _is_number(variable: Any) -> bool:
-    if not isinstance(variable, TensorVariable):
-        return False
-    tensor = variable.as_proxy().node.meta.get("example_value")
+    tensor = _example(variable)
     kinds = (torch.int8, torch.int16, torch.int32, torch.int64)
-    return isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and tensor.dtype in kinds
+    return tensor is not None and tensor.dim() == 0 and tensor.dtype in kinds
+
+
+def _example(variable: Any) -> torch.Tensor | None:
+    """The tensor without data that a variable of Dynamo's stands for, if it is one."""
+    if not isinstance(variable, TensorVariable):
+        return None
+    tensor = variable.as_proxy().node.meta.get("example_value")
+    return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def said_once() -> set[Callable[..., Any]]:

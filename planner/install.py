@@ -250,7 +250,11 @@ class PlanBackend:
             )
             return graph.forward
         if not any(map(_torch.is_size, example_inputs)):
-            return self._compile(graph, example_inputs, record)
+            try:
+                return self._compile(graph, example_inputs, record)
+            except _torch_joint.DATA_DECIDE as error:  # Dynamo would go on without a word
+                _warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
+                return graph.forward
         try:
             return self._compile(graph, example_inputs, record, exactly=True)
         except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
