@@ -28,6 +28,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.broken.exactness import EXACTNESS
 from benchmarks.broken.files import FILES
 from benchmarks.broken.inside import INSIDE
 from benchmarks.broken.loops import LOOPS
@@ -45,6 +46,7 @@ THEMES = {
     "Training loops": LOOPS,
     "Models": MODELS,
     "What users have inside": INSIDE,
+    "Exactness": EXACTNESS,
     "Data-parallel training": RANKS,
     "Plan files and solvers": FILES,
 }

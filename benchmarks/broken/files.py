@@ -84,7 +84,7 @@ FILES = [
         "A plan may re-run whatever it says.",
         (
             Change(
-                "planner/install.py",
+                "planner/adapt.py",
                 "        and all(joint.ops[index].recomputable for index in record.recomputed)\n",
                 "",
             ),

@@ -1,0 +1,119 @@
+"""Breaks of what makes a planned step eager's to the bit, whatever happens in and around it."""
+
+from benchmarks.broken.record import Break, Change
+
+EXACTNESS = [
+    Break(
+        "later-hooks",
+        "A hook that is registered after the first planned step runs.",
+        "Dynamo does not guard hooks, as is its default.",
+        (
+            Change(
+                "planner/_torch.py",
+                '"skip_nnmodule_hook_guards": False,',
+                '"skip_nnmodule_hook_guards": True,',
+            ),
+        ),
+        ("tests/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_forward]",),
+    ),
+    Break(
+        "later-hooks-on-all-modules",
+        "Hooks on all modules at once that come later run.",
+        "Nobody looks whether there are others than at the first step.",
+        (Change("planner/install.py", "        if hooks != self._hooks:\n", "        if False:\n"),),
+        ("tests/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_on_all]",),
+    ),
+    Break(
+        "casts-that-are-not-kept",
+        "Under autocast that keeps no casts a weight that is used twice is cast twice.",
+        "Casts are shared whether or not autocast keeps them.",
+        (Change("planner/autocast.py", "        elif depth and keeps[-1]:\n", "        elif depth:\n"),),
+        ("tests/test_kept_casts.py::test_autocast_that_keeps_no_casts",),
+    ),
+    Break(
+        "evaluation-in-the-same-region",
+        "A call in evaluation mode in the region of autocast of a planned one is told of.",
+        "Only planned calls are noted.",
+        (
+            Change(
+                "planner/install.py",
+                "            if torch.is_grad_enabled() and not self._told_of_casts:\n",
+                "            if False:\n",
+            ),
+        ),
+        ("tests/test_kept_casts.py::test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of",),
+    ),
+    Break(
+        "sums-in-place",
+        "Gradients of a single image lie in memory as the engine's sums in place leave them.",
+        "Sums are new tensors.",
+        (Change("planner/exact.py", "    _mark_sums_in_place(module)\n", ""),),
+        ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
+    ),
+    Break(
+        "turns",
+        "Layers of the same code have their own plans though one has no backward.",
+        "Graphs without a backward are not counted.",
+        (Change("planner/install.py", "        turns = matching[0].turns\n", "        turns = 0\n"),),
+        ("tests/test_uses.py::test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward",),
+    ),
+    Break(
+        "numpy-draws",
+        "Numpy's random numbers are numpy's.",
+        "Dynamo traces numpy, as is its default.",
+        (
+            Change(
+                "planner/_torch_numpy.py",
+                '{"trace_numpy": False, "use_numpy_random_stream": True}',
+                '{"trace_numpy": True, "use_numpy_random_stream": False}',
+            ),
+        ),
+        ("tests/test_numpy.py::test_numpy_draws_and_computes_as_without_a_plan[_normal]",),
+    ),
+    Break(
+        "numpy-numbers",
+        "A number of numpy's among a module's attributes is a constant.",
+        "It is an input that changes.",
+        (
+            Change(
+                "planner/_torch_numpy.py",
+                "        if type(value) in _LIKE_PYTHON and is_ours(self.tx):\n",
+                "        if False:\n",
+            ),
+        ),
+        ("tests/test_numpy.py::test_numbers_that_numpy_computes_are_constants[_attribute]",),
+    ),
+    Break(
+        "writes-through-masks",
+        "Learned values that are written through a mask are planned around, and the peak is as predicted.",
+        "Only indices that are numbers end a graph.",
+        (Change("planner/_torch_tracing.py", "    _break_at_masks_that_are_written_through()\n", ""),),
+        ("tests/test_numpy.py::test_a_token_that_is_written_through_a_mask",),
+    ),
+    Break(
+        "data-decide",
+        "What cannot be traced when it runs, since data decide sizes, is told of.",
+        "Dynamo goes on without the plan, without a word.",
+        (
+            Change(
+                "planner/install.py",
+                "            except _torch_joint.DATA_DECIDE as error:",
+                "            except ZeroDivisionError as error:",
+            ),
+        ),
+        ("tests/test_numpy.py::test_what_cannot_be_traced_when_it_runs_is_told_of",),
+    ),
+    Break(
+        "verified-as-planned",
+        "verify measures the step whose random numbers planning saw.",
+        "It measures the step after that.",
+        (
+            Change(
+                "planner/verification.py",
+                "        before.restore_generators()  # what random numbers decide",
+                "        pass  # what random numbers decide",
+            ),
+        ),
+        ("tests/test_predictions.py::test_predicted_is_measured[Drawn]",),
+    ),
+]
