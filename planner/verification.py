@@ -186,6 +186,12 @@ class _Outcome:
         self.rng, self.own_rng = GeneratorStates.now(), own_generators.states()
 
 
+_NOT_TWICE = (
+    "; so does that of a second step without the plan: the module draws on something that cannot be put back, "
+    "and its steps cannot be compared"
+)
+
+
 def _report(
     plan: Plan, reference: _Outcome, again: _Outcome, planned: _Outcome, peak: int, baseline_peak: int,
     seconds: Sequence[float],
@@ -203,7 +209,8 @@ def _report(
             exact = exact and tolerance == 0.0
             if not _same(value, right.get(name), tolerance):
                 equal = False
-                problems.append(f"{kind} {name} differs: {_difference(value, right.get(name))}")
+                alone = "" if _same(value, repeated[name], tolerance) else _NOT_TWICE
+                problems.append(f"{kind} {name} differs: {_difference(value, right.get(name))}{alone}")
         return equal
 
     def numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -169,3 +169,19 @@ def test_state_that_the_forward_replaces_or_caches_is_put_back() -> None:
     assert model.average is average
     assert (model.calls, model.cache) == (0, {})
     assert not average.any()
+
+
+class SeedsItself(Layers):
+    """Draws from the operating system, so that no two steps are the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.seed()
+        return super().forward(x)
+
+
+def test_steps_that_are_never_the_same_are_told_from_a_wrong_plan() -> None:
+    model, args, _ = layers(SeedsItself)
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert not report.ok
+    assert any("so does that of a second step" in problem for problem in report.problems)

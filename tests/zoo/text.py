@@ -1,5 +1,6 @@
 """Encoders, and encoders with decoders, of Hugging Face transformers."""
 
+import types
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ def hf_xlnet() -> Built:
 
 @in_zoo
 def hf_reformer() -> Built:
-    return hugging_face(
+    built = hugging_face(
         "ReformerModelWithLMHead",
         "ReformerConfig",
         vocab_size=_VOCABULARY,
@@ -160,6 +161,23 @@ def hf_reformer() -> Built:
         num_buckets=4,
         is_decoder=True,
     )
+    for part in built[0].modules():
+        if type(part).__name__ == "ReformerLayer":
+            part._init_attention_seed = types.MethodType(_seed_attention, part)  # type: ignore[assignment]
+            part._init_feed_forward_seed = types.MethodType(_seed_feed_forward, part)  # type: ignore[assignment]
+    return built
+
+
+# Reformer seeds PyTorch from the operating system in each step, and no two of its steps are the same. Here it
+# draws its seeds from PyTorch's generator.
+def _seed_attention(layer: Any) -> None:
+    layer.attention_seed = int(torch.randint(2**31, ()).item())
+    torch.manual_seed(layer.attention_seed)
+
+
+def _seed_feed_forward(layer: Any) -> None:
+    layer.feed_forward_seed = int(torch.randint(2**31, ()).item())
+    torch.manual_seed(layer.feed_forward_seed)
 
 
 # ---- encoder and decoder -----------------------------------------------------------------------------
