@@ -187,7 +187,7 @@ class _Outcome:
 
 
 _NOT_TWICE = (
-    "; so does that of a second step without the plan: the module draws on something that cannot be put back, "
+    "; so does that of a second step without the plan: the module draws on what cannot be put back, "
     "and its steps cannot be compared"
 )
 
