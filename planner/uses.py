@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner import _torch_joint
+from planner._torch_calls import same_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ def is_sum(node: Any) -> bool:
     if not isinstance(node, Node) or node.target is not aten.add.Tensor or node.kwargs:
         return False
     values = [n.meta["val"] for n in (node, *node.args) if isinstance(n, Node)]
-    return len(values) == 3 and len({(v.shape, v.dtype) for v in values}) == 1
+    return len(values) == 3 and all(v.dtype is values[0].dtype and same_sizes(v, values[0]) for v in values)
 
 
 def _with_inputs(graph: GraphModule, count: int) -> GraphModule:
