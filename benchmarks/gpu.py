@@ -6,9 +6,13 @@
 
 For every model and precision: the step as it is, plans for several budgets, and what PyTorch itself has to
 offer (a checkpoint around every block, and ``torch.compile`` with ``activation_memory_budget``). Plans are
-made with measured costs; the tightest is compared bit for bit with the unplanned step (within the spread of
-two unplanned steps, where kernels are not deterministic). A model that is not done when the time is up is
-left out, and the results say so.
+made with measured costs, and each is compared bit for bit with the unplanned step, random states included
+(within the spread of unplanned steps, where kernels are not deterministic).
+
+The results are written after every row, so that a run that is killed leaves what it had. What runs out of
+memory, or fails otherwise, is a row that says so. Nothing is started once the time is up; what was not, the
+results name. Rows of other models and precisions that an earlier run on the same device left in the folder
+stay.
 """
 
 import argparse
@@ -19,8 +23,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from benchmarks.frontiers.nets import DiffusionUNet
 from planner.files import write_atomically
 from planner.measure import measure_peak, measure_seconds
 from planner.step import find_loss
+from planner.verification import Report
 from tests.zoo import BottleneckNet, WithLoss
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -44,6 +49,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 PRECISIONS = ("fp32", "tf32", "bf16")
 BUDGETS = ("80%", "60%", "40%")
+PEERS = ("checkpoint per block", "compile 0.5")
 SECONDS = 460.0
 
 
@@ -107,132 +113,201 @@ CASES = {
 
 @dataclass
 class Bench:
-    """The benchmark on one device."""
+    """The benchmark on one device.
+
+    Attributes:
+        deadline: When to start nothing more, in seconds of :func:`time.monotonic`.
+        peers: What of PyTorch's own to measure, of :data:`PEERS`.
+        changed: Called after every row, with what is running then.
+    """
 
     device: torch.device
     small: bool
     repeats: int
     deadline: float
+    peers: Sequence[str] = PEERS
+    changed: Callable[["Bench", str], None] = lambda bench, running: None
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    _clear: Callable[[], None] = field(default=lambda: None, repr=False)
 
-    def run(self, name: str, precision: str, budgets: list[str]) -> None:
+    def run(self, name: str, precision: str, budgets: Sequence[str]) -> None:
         """All ways of one model in one precision."""
+        ways = ["unplanned", *(f"plan {budget}" for budget in budgets), *self.peers]
         if time.monotonic() > self.deadline:
-            self.left_out.append(f"{name} {precision}")
+            self._leave_out(name, precision, ways)
             return
         with _arithmetic(precision):
+            case = None
             try:
-                self._run(name, precision, budgets)
+                torch.manual_seed(0)
+                with self.device:
+                    model, inputs = CASES[name].build(self.small)
+                case = _CaseRun(self, name, precision, model.train(), inputs)
             except Exception as error:
-                text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-                self.rows.append(Row(name, precision, "unplanned", problem=text))
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+                self.add(Row(name, precision, "unplanned", problem=_told(error)))
+            for i, way in enumerate(ways if case is not None else ()):
+                assert case is not None
+                if time.monotonic() > self.deadline:
+                    self._leave_out(name, precision, ways[i:])
+                    break
+                print(f"  {name} {precision} {way}", file=sys.stderr)
+                self.changed(self, f"{name} {precision} {way}")
+                try:
+                    self.add(case.row(way))
+                except Exception as error:
+                    self.add(Row(name, precision, way, problem=_told(error)))
+                case.clear()
+            del case
+        self.changed(self, "")
+        _empty(self.device)
 
-    def _run(self, name: str, precision: str, budgets: list[str]) -> None:
-        torch.manual_seed(0)
-        with self.device:
-            model, (args, kwargs) = CASES[name].build(self.small)
-        model.train()
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
+    def add(self, row: Row) -> None:
+        """Put a row among the results, in the place of one of the same name."""
+        names = [(r.model, r.precision, r.way) for r in self.rows]
+        name = (row.model, row.precision, row.way)
+        if name in names:
+            self.rows[names.index(name)] = row
+        else:
+            self.rows.append(row)
+        self.changed(self, "")
 
-        def stepping(module: nn.Module) -> Callable[[], Any]:
-            def step() -> Any:
-                with autocast:
-                    output = module(*args, **kwargs)
-                loss = find_loss(output)
-                assert loss is not None
-                loss.backward()
-                return output  # which users hold while backward runs
+    def _leave_out(self, name: str, precision: str, ways: Sequence[str]) -> None:
+        self.left_out += [f"{name} {precision} {way}" for way in ways]
+        self.changed(self, "")
 
-            return step
 
-        self._clear = lambda: model.zero_grad(set_to_none=True)
-        step = stepping(model)
-        unplanned = self._measured(name, precision, "unplanned", step)
-        plans = []
-        for budget in budgets:
-            print(f"  {name} {precision} {budget}", file=sys.stderr)
-            model.zero_grad(set_to_none=True)
-            try:
-                with autocast:
-                    limit = 5 if self.small else 20
-                    plan = planner.plan(
-                        model, args, kwargs, budget=budget, costs="measured", time_limit=limit
-                    )
-            except planner.InfeasibleBudget as error:
-                self.rows.append(Row(name, precision, f"plan {budget}", problem=str(error).splitlines()[0]))
-                continue
-            plans.append(plan)
-            right = None
-            if budget == budgets[-1]:
-                with autocast:
-                    report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
-                right = report.ok or not any("differ" in problem for problem in report.problems)
-            plan.apply(model)
-            try:
-                row = self._measured(name, precision, f"plan {budget}", step, unplanned)
-            finally:
-                planner.remove(model)
-            assert row.measured_bytes is not None
-            whole = plan.whole_step
-            assert whole is not None
+@dataclass
+class _CaseRun:
+    """One model in one precision."""
+
+    bench: Bench
+    name: str
+    precision: str
+    model: nn.Module
+    inputs: Inputs
+    unplanned: Row | None = None
+
+    def row(self, way: str) -> Row:
+        """Measures one way to run the step; an error that is raised is its problem."""
+        if way == "unplanned":
+            self.unplanned = self._measured(way, self._step(self.model))
+            return self.unplanned
+        if way.startswith("plan "):
+            return self._planned(way, way.removeprefix("plan "))
+        if way == "checkpoint per block":
+            with _checkpointed(self.model, CASES[self.name].blocks):
+                return self._measured(way, self._step(self.model))
+        with _compiled(self.model, 0.5) as compiled:
+            return self._measured(way, self._step(compiled))
+
+    def clear(self) -> None:
+        """No gradients, no cached blocks."""
+        self.model.zero_grad(set_to_none=True)
+        _empty(self.bench.device)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.bench.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def _step(self, module: nn.Module) -> Callable[[], Any]:
+        args, kwargs = self.inputs
+
+        def step() -> Any:
+            with self._autocast():
+                output = module(*args, **kwargs)
+            loss = find_loss(output)
+            assert loss is not None
+            loss.backward()
+            return output  # which users hold while backward runs
+
+        return step
+
+    def _planned(self, way: str, budget: str) -> Row:
+        args, kwargs = self.inputs
+        limit = 5 if self.bench.small else 20
+        with self._autocast():
+            plan = planner.plan(self.model, args, kwargs, budget=budget, costs="measured", time_limit=limit)
+        if self.unplanned is not None and self.unplanned.predicted_bytes is None:
+            self.unplanned = replace(self.unplanned, predicted_bytes=plan.baseline.dynamic_peak_bytes)
+            self.bench.add(self.unplanned)
+        whole = plan.whole_step
+        assert whole is not None
+        row = Row(
+            self.name,
+            self.precision,
+            way,
+            predicted_bytes=plan.predicted.dynamic_peak_bytes,
+            budget_bytes=plan.target.budget_bytes,
+            predicted_overhead=plan.predicted.seconds / plan.baseline.seconds - 1,
+        )
+        plan.apply(self.model)
+        try:
+            measured = self._measured(way, self._step(self.model))
+        finally:
+            planner.remove(self.model)
+        row = replace(
+            row,
+            measured_bytes=measured.measured_bytes,
+            reserved_bytes=measured.reserved_bytes,
+            seconds=measured.seconds,
+            measured_overhead=measured.measured_overhead,
+            problem=measured.problem,
+        )
+        if measured.measured_bytes is not None:
             around = whole.total_bytes - whole.forward_backward_bytes
-            self.rows.append(
-                Row(
-                    **{
-                        **asdict(row),
-                        "predicted_bytes": plan.predicted.dynamic_peak_bytes,
-                        "budget_bytes": plan.target.budget_bytes,
-                        "total_bytes": plan.resident.total + row.measured_bytes + around,
-                        "predicted_overhead": plan.predicted.seconds / plan.baseline.seconds - 1,
-                        "right": right,
-                    }
-                )
-            )
-        predicted = plans[0].baseline.dynamic_peak_bytes if plans else None
-        self.rows.append(Row(**{**asdict(unplanned), "predicted_bytes": predicted}))
-        with _checkpointed(model, CASES[name].blocks):
-            self.rows.append(self._measured(name, precision, "checkpoint per block", step, unplanned))
-        with _compiled(model, 0.5) as compiled:
-            self.rows.append(self._measured(name, precision, "compile 0.5", stepping(compiled), unplanned))
+            row = replace(row, total_bytes=plan.resident.total + measured.measured_bytes + around)
+        self.bench.add(row)  # a comparison needs more memory than either step
+        self.clear()
+        try:
+            with self._autocast():
+                report = planner.verify(self.model, args, kwargs, plan=plan, repeats=0)
+        except Exception as error:
+            problems = [row.problem, f"not compared: {_told(error)}"]
+            return replace(row, problem="; ".join(filter(None, problems)))
+        right = is_right(report)
+        told = "" if right else "; ".join(report.problems[:3])
+        return replace(row, right=right, problem="; ".join(filter(None, [row.problem, told])))
 
-    def _measured(
-        self, name: str, precision: str, way: str, step: Callable[[], Any], unplanned: Row | None = None
-    ) -> Row:
+    def _measured(self, way: str, step: Callable[[], Any]) -> Row:
+        device = self.bench.device
+
         def cleared() -> Any:
-            self._clear()
+            self.model.zero_grad(set_to_none=True)
             return step()
 
+        row = Row(self.name, self.precision, way)
         try:
             cleared()
             cleared()
-            reserved = None
-            if self.device.type == "cuda":
-                self._clear()
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(self.device)
+            if device.type == "cuda":
+                self.clear()
+                torch.cuda.reset_peak_memory_stats(device)
                 step()
-                reserved = torch.cuda.max_memory_reserved(self.device)
-            self._clear()
-            peak = measure_peak(step, self.device).peak_bytes
-            seconds = measure_seconds([cleared], self.repeats, device=self.device)[0]
+                row = replace(row, reserved_bytes=torch.cuda.max_memory_reserved(device))
+            self.model.zero_grad(set_to_none=True)
+            row = replace(row, measured_bytes=measure_peak(step, device).peak_bytes)
+            row = replace(row, seconds=measure_seconds([cleared], self.bench.repeats, device=device)[0])
         except Exception as error:
-            text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            return Row(name, precision, way, problem=text)
-        before = None if unplanned is None else unplanned.seconds
-        return Row(
-            name,
-            precision,
-            way,
-            measured_bytes=peak,
-            reserved_bytes=reserved,
-            seconds=seconds,
-            measured_overhead=None if before is None else seconds / before - 1,
-        )
+            return replace(row, problem=_told(error))
+        before = None if self.unplanned is None else self.unplanned.seconds
+        if before is None or row.seconds is None:
+            return row
+        return replace(row, measured_overhead=row.seconds / before - 1)
+
+
+def is_right(report: Report) -> bool:
+    """Whether a planned step leaves what the unplanned one leaves, the random states included."""
+    return report.loss_equal and report.gradients_equal and report.buffers_equal and report.rng_equal
+
+
+def _told(error: Exception) -> str:
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return lines[0][:300]
+
+
+def _empty(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -282,7 +357,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu (cuda)")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), help="largest first")
+    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS), help="largest first")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="what of PyTorch's own (both)"
+    )
     parser.add_argument("--small", action="store_true", help="models of a few narrow layers")
     parser.add_argument("--repeats", type=int, default=5, help="how often each step is timed (5)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"start nothing after ({SECONDS:.0f})")
@@ -291,26 +369,51 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is here; --device cpu tries everything without one")
-    started = time.monotonic()
-    bench = Bench(device, options.small, options.repeats, started + options.seconds)
-    for precision in options.precisions:
-        for name in options.models:
-            bench.run(name, precision, options.budgets)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-    document = {
-        "device": name,
-        "torch": torch.__version__,
-        "seconds": time.monotonic() - started,
-        "judged": judged(bench.rows),
-        "left_out": bench.left_out,
-        "rows": [asdict(row) for row in bench.rows],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
     plain = "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
-    write_atomically(options.out / f"gpu-{plain}.json", json.dumps(document, indent=1) + "\n")
-    write_atomically(options.out / f"gpu-{plain}.md", table(document))
-    print(table(document))
-    return document
+    path = options.out / f"gpu-{plain}.json"
+    started = time.monotonic()
+    chosen = {(model, precision) for model in options.models for precision in options.precisions}
+    kept = [row for row in earlier_rows(path, name) if (row.model, row.precision) not in chosen]
+
+    def document(bench: Bench, running: str) -> dict[str, Any]:
+        rows = [*kept, *bench.rows]
+        return {
+            "device": name,
+            "torch": torch.__version__,
+            "seconds": time.monotonic() - started,
+            "running": running,
+            "judged": judged(rows),
+            "left_out": bench.left_out,
+            "rows": [asdict(row) for row in rows],
+        }
+
+    def write(bench: Bench, running: str) -> None:
+        found = document(bench, running)
+        write_atomically(path, json.dumps(found, indent=1) + "\n")
+        write_atomically(path.with_suffix(".md"), table(found))
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    deadline = started + options.seconds
+    bench = Bench(device, options.small, options.repeats, deadline, options.peers, write)
+    for precision in options.precisions:
+        for model in options.models:
+            bench.run(model, precision, options.budgets)
+    found = document(bench, "")
+    write(bench, "")
+    print(table(found))
+    return found
+
+
+def earlier_rows(path: Path, device: str) -> list[Row]:
+    """The rows that an earlier run on this device, with this version of torch, left in a file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if (found["device"], found["torch"]) != (device, torch.__version__):
+            return []
+        return [Row(**row) for row in found["rows"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 if __name__ == "__main__":

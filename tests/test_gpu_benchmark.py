@@ -1,12 +1,19 @@
 """The benchmark for GPUs, tried on the CPU: its predictions are what it measures."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+import planner.api
+import planner.verification
 from benchmarks import gpu
 from benchmarks.frontiers.gpu_results import Row, judged
+from planner.verification import Report
 
 
 @pytest.mark.heavy
@@ -30,10 +37,130 @@ def test_predicted_is_measured(model: str, precision: str, tmp_path: Path) -> No
     assert "plan 80%" in written.with_suffix(".md").read_text()
 
 
-def test_a_model_that_is_not_done_in_time_is_left_out(tmp_path: Path) -> None:
+SMALL = ("--device", "cpu", "--small", "--repeats", "1", "--models", "resnet-50", "--precisions", "fp32")
+
+
+def run_patched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str, **patched: Any
+) -> dict[str, Any]:
+    """Runs the benchmark with a model of one layer, and some of its parts replaced."""
+
+    def build(small: bool) -> tuple[torch.nn.Module, gpu.Inputs]:
+        return Loss(), ((torch.randn(4, 8),), {})
+
+    monkeypatch.setattr(planner, "plan", quick_plan)
+    monkeypatch.setitem(gpu.CASES, "resnet-50", gpu.Case(build, ("Linear",)))
+    for name, function in patched.items():
+        monkeypatch.setattr(gpu, name, function)
+    return gpu.main([*SMALL, "--peers", "--out", str(tmp_path), *arguments])
+
+
+def quick_plan(model: torch.nn.Module, *args: Any, budget: str, **kwargs: Any) -> planner.Plan:
+    if budget not in _PLANS:
+        _PLANS[budget] = planner.api.plan(model, *args, **{**kwargs, "budget": budget, "costs": "roofline"})
+    return _PLANS[budget]
+
+
+_PLANS: dict[str, planner.Plan] = {}
+
+
+class Loss(torch.nn.Module):
+    """A layer, an activation and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh().sin()).mean()
+
+
+def test_what_is_not_begun_in_time_is_left_out(tmp_path: Path) -> None:
     found = gpu.main(["--device", "cpu", "--small", "--seconds", "0", "--out", str(tmp_path)])
-    assert len(found["left_out"]) == len(gpu.CASES) * len(gpu.PRECISIONS)
+    ways = 1 + len(gpu.BUDGETS) + len(gpu.PEERS)
+    assert len(found["left_out"]) == len(gpu.CASES) * len(gpu.PRECISIONS) * ways
     assert "Left out" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_the_time_is_looked_at_inside_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 0.0, 0.0, 0.0])  # then it is late
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(moments, 1e6))
+    found = run_patched(tmp_path, monkeypatch, "--budgets", "80%", "60%")
+    assert [row["way"] for row in found["rows"]] == ["unplanned"]
+    assert found["left_out"] == ["resnet-50 fp32 plan 80%", "resnet-50 fp32 plan 60%"]
+
+
+def test_results_survive_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_patched(tmp_path, monkeypatch, planner=SimpleNamespace(plan=killed))
+    written = json.loads(next(tmp_path.glob("gpu-*.json")).read_text())
+    assert [row["way"] for row in written["rows"]] == ["unplanned"]
+    assert written["rows"][0]["measured_bytes"] > 0
+    assert written["running"] == "resnet-50 fp32 plan 80%"
+    assert "Not finished" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_every_budget_is_compared_and_random_states_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = planner.verification.verify
+    equal = iter([True, False])
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Report:
+        found = verify(*args, **kwargs)
+        if next(equal):
+            return found
+        problems = ["the random generators stand elsewhere after the planned step"]
+        return replace(found, rng_equal=False, problems=problems)
+
+    monkeypatch.setattr(planner, "verify", elsewhere)
+    found = run_patched(tmp_path, monkeypatch, "--budgets", "100%", "95%")
+    assert [row["right"] for row in found["rows"]] == [None, True, False]
+    assert "random generators" in found["rows"][2]["problem"]
+    assert found["judged"]["wrong"] == ["resnet-50 fp32 plan 95%"]
+
+
+@pytest.mark.parametrize("part", ["measure_peak", "measure_seconds"])
+def test_out_of_memory_is_a_row(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = getattr(gpu, part), []
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        calls.append(part)
+        if len(calls) == 2:  # the plan's
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return original(*args, **kwargs)
+
+    found = run_patched(tmp_path, monkeypatch, "--budgets", "100%", **{part: full})
+    row = found["rows"][1]
+    assert row["way"] == "plan 100%"
+    assert row["problem"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert (row["measured_bytes"] is None) == (part == "measure_peak")
+    assert row["predicted_bytes"] > 0
+    assert found["judged"]["failed"] == ["resnet-50 fp32 plan 100%"]
+    assert "OutOfMemoryError" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_a_comparison_that_runs_out_of_memory_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(planner, "verify", full)
+    row = run_patched(tmp_path, monkeypatch, "--budgets", "100%")["rows"][1]
+    assert row["measured_bytes"] > 0
+    assert row["right"] is None
+    assert row["problem"] == "not compared: OutOfMemoryError: CUDA out of memory"
+
+
+def test_rows_of_other_precisions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_patched(tmp_path, monkeypatch, "--budgets")
+    for _ in range(2):
+        found = run_patched(tmp_path, monkeypatch, "--budgets", "--precisions", "bf16")
+        assert [row["precision"] for row in found["rows"]] == ["fp32", "bf16"]
 
 
 def test_promises_that_are_broken_are_told() -> None:

@@ -16,7 +16,9 @@ class Row:
         reserved_bytes: What the caching allocator reserved in all; None on the CPU.
         budget_bytes, total_bytes: Of a plan: the budget, and what the step measured against it.
         predicted_overhead, measured_overhead: Extra time over the unplanned step: 0.1 is 10 %.
-        right: Whether gradients, buffers and loss are the unplanned step's; None where not compared.
+        right: Whether loss, gradients, buffers and random states are the unplanned step's; None where
+            they were not compared.
+        problem: What went wrong, out of memory say; where nothing was measured, why.
     """
 
     model: str
@@ -55,6 +57,7 @@ def judged(rows: list[Row]) -> dict[str, Any]:
         "most_below_measured": -min([*errors, 0.0]),
         "over_budget": over,
         "largest_overhead_error": max(times, default=None),
+        "failed": [f"{r.model} {r.precision} {r.way}" for r in rows if r.problem],
         "wrong": [f"{r.model} {r.precision} {r.way}" for r in rows if r.right is False],
     }
 
@@ -70,19 +73,19 @@ def table(document: dict[str, Any]) -> str:
         "Memory is the peak of allocated bytes that forward and backward add to what is there before.",
         "",
         "| model | precision | way | predicted | measured | error | reserved | seconds | predicted overhead "
-        "| overhead | right |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| overhead | right | problem |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        if row.measured_bytes is None:
-            lines.append(f"| {row.model} | {row.precision} | {row.way} | {row.problem} | | | | | | | |")
-            continue
-        error = f"{row.predicted_bytes / row.measured_bytes - 1:+.2%}" if row.predicted_bytes else ""
+        both = row.predicted_bytes and row.measured_bytes
+        error = f"{row.predicted_bytes / row.measured_bytes - 1:+.2%}" if both else ""  # type: ignore[operator]
         lines.append(
             f"| {row.model} | {row.precision} | {row.way} | {_bytes(row.predicted_bytes)} "
-            f"| {_bytes(row.measured_bytes)} | {error} | {_bytes(row.reserved_bytes)} | {row.seconds:.4f} "
+            f"| {_bytes(row.measured_bytes)} | {error} | {_bytes(row.reserved_bytes)} "
+            f"| {'' if row.seconds is None else f'{row.seconds:.4f}'} "
             f"| {_share(row.predicted_overhead)} | {_share(row.measured_overhead)} "
-            f"| {'' if row.right is None else 'yes' if row.right else 'no'} |"
+            f"| {'' if row.right is None else 'yes' if row.right else 'no'} "
+            f"| {row.problem.replace('|', '/')} |"
         )
     lines += [
         "",
@@ -90,8 +93,10 @@ def table(document: dict[str, Any]) -> str:
         f"{found['most_below_measured']:.2%} below what was measured. Over budget: "
         f"{', '.join(found['over_budget']) or 'none'}. Largest error of overhead: "
         f"{_share(found['largest_overhead_error'])} of the unplanned step. Wrong: "
-        f"{', '.join(found['wrong']) or 'none'}.",
+        f"{', '.join(found['wrong']) or 'none'}. Failed: {', '.join(found['failed']) or 'none'}.",
     ]
+    if document["running"]:
+        lines.append(f"Not finished: {document['running']} was running when this was written.")
     if document["left_out"]:
         lines.append(f"Left out, because the time was up: {', '.join(document['left_out'])}.")
     return "\n".join(lines) + "\n"
