@@ -5,6 +5,7 @@ import numpy as np
 from planner import _torch
 from planner.costs import Costs, roofline
 from planner.devices import Device, round_bytes
+from planner.host_tensors import made_on_host
 from planner.tracking import Event, Recording
 from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
 from solvers.schedule import Timeline
@@ -68,4 +69,13 @@ def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int]) -> list[in
     if call is not None and _torch.sized_by_data(call.func):
         return sizes
     measured = [size for size in memory.output_bytes if size]
+    on_host = made_on_host(call.func) if call is not None else []
+    if len(on_host) == len(sizes):
+        here = sizes if len(measured) != on_host.count(False) else _spread_out(measured, on_host)
+        return [0 if host else size for size, host in zip(here, on_host, strict=True)]
     return measured if len(measured) == len(sizes) else sizes
+
+
+def _spread_out(sizes: list[int], skipped: list[bool]) -> list[int]:
+    rest = iter(sizes)
+    return [0 if skip else next(rest) for skip in skipped]

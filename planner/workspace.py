@@ -20,6 +20,7 @@ from planner._torch import OpOverload, concrete_size, is_foreign, tree_leaves
 from planner._torch_memory import plain_execution, profiler_is_active, record_cpu_allocations
 from planner.devices import CUDA_ROUNDING_BYTES
 from planner.errors import PlannerError
+from planner.host_tensors import read_on_host
 from planner.workspace_cache import (
     call_signature,
     default_cache_path,
@@ -201,7 +202,7 @@ class WorkspaceMeter:
             after = torch.cuda.memory_allocated()
             peak = torch.cuda.max_memory_allocated()
             torch.cuda.synchronize()  # what goes wrong in the kernel shows here
-            outputs = _output_bytes(result, inputs)
+            outputs = _output_bytes(result, inputs, on="cuda")
             rounded = sum(-(-size // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES for size in outputs)
             return _Run(OpMemory(peak - after, outputs), after - before - rounded)
 
@@ -249,7 +250,8 @@ class WorkspaceMeter:
         needed = 2 * sum(_storage_length(t) * t.element_size() for t in _tensors([call.args, call.kwargs]))
         if needed > (available := _available_bytes(self.device)):
             raise MemoryError(f"not run: it needs about {needed} bytes and {available} are free")
-        made: dict[int, torch.Tensor] = {}
+        on_host = read_on_host(call.func, call.args, call.kwargs)
+        made = {id(t): torch.zeros(_concrete(t.shape), dtype=t.dtype) for t in on_host}
         # Factorisations and solvers need matrices that are well conditioned.
         matrices = "linalg" in str(call.func) or "cholesky" in str(call.func)
 
@@ -284,7 +286,9 @@ class WorkspaceMeter:
         device = self.device if like.device.type == "meta" else like.device
         floating = like.is_floating_point() or like.is_complex()
         fill = masks if like.dtype is torch.bool else int(floating)
-        flat = torch.empty(_storage_length(like), dtype=like.dtype, device=device).fill_(fill)
+        flat = torch.zeros(_storage_length(like), dtype=like.dtype, device=device)
+        if fill:
+            flat.fill_(fill)
         made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()))
         if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
@@ -328,12 +332,12 @@ def _concrete(sizes: Iterable[int]) -> list[int]:
     return [concrete_size(size) for size in sizes]
 
 
-def _output_bytes(result: Any, inputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
+def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") -> tuple[int, ...]:
     seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     sizes = []
     for output in tree_leaves(result):
         size = 0
-        if isinstance(output, torch.Tensor) and output.layout is torch.strided:
+        if isinstance(output, torch.Tensor) and output.layout is torch.strided and output.device.type == on:
             storage = output.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
