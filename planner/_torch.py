@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch_numpy import NUMPY_SETTINGS
+from planner._torch_compat import takes_argument
 from planner._torch_tracing import (
     answer_like_eager,
     go_on_inside_modules,
@@ -191,10 +192,12 @@ def dynamo_compile_shapes(
         backend: Called with every graph that is captured.
         given_up: Called when a function has been captured so often that it never will be again.
     """
-    fresh = _fresh(function)
-    planned = _optimized(fresh, backend, symbolic=True, given_up=given_up, isolate_recompiles=True)
-    others = _optimized(fresh, backend, symbolic=True, given_up=given_up, isolate_recompiles=True)
-    return planned, others
+    options: dict[str, Any] = {"symbolic": True, "given_up": given_up}
+    if takes_argument("optimize", "isolate_recompiles"):
+        fresh = _fresh(function)
+        options["isolate_recompiles"] = True
+        return _optimized(fresh, backend, **options), _optimized(fresh, backend, **options)
+    return _optimized(_fresh(function), backend, **options), _optimized(_fresh(function), backend, **options)
 
 
 def _optimized(

@@ -25,13 +25,13 @@ from torch._dynamo.trace_rules import get_legacy_mod_inlinelist, get_torch_obj_r
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
-from torch._dynamo.variables.iter import DictViewIterator
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from planner._torch_compat import private
 from planner._torch_numpy import numbers_of_numpy
 
 # ---- questions that code asks about being traced ----------------------------------------------------
@@ -111,8 +111,9 @@ def _break_inside_loops() -> None:
         return not _is_ours(self) and has_backedge(self)
 
     _replace(InstructionTranslatorBase, "maybe_has_backedge", only_for_others)
-    if "reconstruct" not in vars(DictViewIterator):
-        _replace(DictViewIterator, "reconstruct", _rest_of_iterator)
+    views = private("DictViewIterator")
+    if views is not None and "reconstruct" not in vars(views):
+        _replace(views, "reconstruct", _rest_of_iterator)
 
 
 def _rest_of_iterator(iterator: Any, codegen: Any) -> None:

@@ -1,0 +1,71 @@
+"""Which private names of PyTorch exist in which version, and what is done where one does not.
+
+The product is developed with torch 2.13. A name that came later than the oldest version it runs on stands here,
+with the version it came in and what is lost without it; :func:`private` gives it, or None. Everything else that
+is private is imported where it is used, in the other ``planner/_torch*.py``.
+"""
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private name that not all supported versions have.
+
+    Attributes:
+        module, name: Where it is.
+        since: The first version that has it, ``(major, minor)``.
+        fallback: What is done where it is missing.
+        argument: Of a function that older versions have too: the argument that is new.
+    """
+
+    module: str
+    name: str
+    since: tuple[int, int]
+    fallback: str
+    argument: str | None = None
+
+
+TABLE = (
+    Private(
+        "torch._dynamo.variables.iter",
+        "DictViewIterator",
+        (2, 13),
+        "iterators of dictionaries are lists' there, which Dynamo can rebuild after a graph break as they are",
+    ),
+    Private(
+        "torch._dynamo",
+        "optimize",
+        (2, 13),
+        "the planned shape and the others get a function of their own each; code called inside that breaks a "
+        "graph looks up the captures of both",
+        argument="isolate_recompiles",
+    ),
+)
+
+
+def version() -> tuple[int, int]:
+    """Major and minor version of the PyTorch that is installed."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def private(name: str) -> Any:
+    """The object of a name in :data:`TABLE`, or None where this PyTorch does not have it."""
+    row = next(row for row in TABLE if row.name == name)
+    try:
+        module = import_module(row.module)
+    except ModuleNotFoundError:
+        return None
+    return getattr(module, row.name, None)
+
+
+def takes_argument(name: str, argument: str) -> bool:
+    """Whether the function of a name in :data:`TABLE` takes an argument that older versions do not have."""
+    function = private(name)
+    return function is not None and argument in inspect.signature(function).parameters
