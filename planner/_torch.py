@@ -16,8 +16,8 @@ from torch._C._dynamo.eval_frame import _FrameAction
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch_numpy import NUMPY_SETTINGS
 from planner._torch_compat import takes_argument
+from planner._torch_numpy import NUMPY_SETTINGS
 from planner._torch_tracing import (
     answer_like_eager,
     go_on_inside_modules,
