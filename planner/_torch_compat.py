@@ -1,8 +1,8 @@
 """Which private names of PyTorch exist in which version, and what is done where one does not.
 
-The product is developed with torch 2.13. A name that came later than the oldest version it runs on stands here,
-with the version it came in and what is lost without it; :func:`private` gives it, or None. Everything else that
-is private is imported where it is used, in the other ``planner/_torch*.py``.
+The product is developed with torch 2.13. A name that came later than the oldest version it runs on stands
+here, with the version it came in and what is done without it; :func:`private` gives it, or None. Everything
+else that is private is imported where it is used, in the other ``planner/_torch*.py``.
 """
 
 import inspect
@@ -36,7 +36,7 @@ TABLE = (
         "torch._dynamo.variables.iter",
         "DictViewIterator",
         (2, 13),
-        "iterators of dictionaries are lists' there, which Dynamo can rebuild after a graph break as they are",
+        "iterators of dictionaries are those of lists, which Dynamo rebuilds after a graph break by itself",
     ),
     Private(
         "torch._dynamo",
