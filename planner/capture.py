@@ -206,7 +206,7 @@ class _Capture:
             report("capturing the forward", 0.2)
             runners: list[GraphRunner] = []
             counted = _torch_tracing.counted_breaks()
-            backend = collector(runners, cuda=self._cuda is not None, data=self.copied.data)
+            backend = collector(runners, module, cuda=self._cuda is not None, data=self.copied.data)
             target = _Bound(_torch.dynamo_compile(run_forward, backend), module)
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)

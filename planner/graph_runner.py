@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint, _torch_tracing
+from planner._torch_modules import name_modules
 from planner.arrivals import Arrivals
 from planner.autocast import Surroundings, share_casts
 from planner.codegen import compile_graph
@@ -327,14 +328,17 @@ def notes_on(runners: Sequence[GraphRunner]) -> list[str]:
     ]
 
 
-def collector(runners: list[GraphRunner], *, cuda: bool = False, data: bool = False) -> Callable[..., Any]:
-    """A Dynamo backend that puts a runner in the place of every graph, and into ``runners``.
+def collector(
+    runners: list[GraphRunner], module: torch.nn.Module, *, cuda: bool = False, data: bool = False
+) -> Callable[..., Any]:
+    """A Dynamo backend that puts a runner in the place of every graph of a module, and into ``runners``.
 
     With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
     they compute their results, else they hand out tensors without data.
     """
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
+        name_modules(graph, module)
         runner = GraphRunner(len(runners), graph, example_inputs, cuda=cuda, data=data)
         runners.append(runner)
         return runner

@@ -6,14 +6,17 @@ hooks stay. Only its call goes, while it trains, through the graphs that the pla
 
 import logging
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint
+from planner._torch_modules import name_modules
 from planner.adapt import adapt, among_sizes, describes, planned_bytes, total_bytes
 from planner.arrivals import Expected
 from planner.autocast import Surroundings, share_casts
@@ -168,7 +171,7 @@ class PlannedCall:
         self._model = model
         self._training = plan.model.training
         self.on_new_shape, self.loss = on_new_shape, loss
-        self._shapes = NewShapes(model, plan, on_new_shape, _compiled, loss)
+        self._shapes = NewShapes(model, plan, on_new_shape, partial(_compiled, weakref.ref(model)), loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan)
         self._told_of_casts = False
@@ -204,10 +207,10 @@ class PlannedCall:
 
 
 def _compiled(
-    plan: Plan, told_of_shapes: Callable[[], bool]
+    model: weakref.ref[torch.nn.Module], plan: Plan, told_of_shapes: Callable[[], bool]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _torch.dynamo_compile_shapes(
-        run_forward, PlanBackend(plan, told_of_shapes), _not_captured_any_more
+        run_forward, PlanBackend(model, plan, told_of_shapes), _not_captured_any_more
     )
 
 
@@ -223,16 +226,21 @@ class PlanBackend:
     """A ``torch.compile`` backend that runs the graphs of a plan by their schedules.
 
     Args:
+        model: The module; not held, as what is compiled may outlive it.
         plan: The plan.
         told_of_shapes: Whether the inputs had other shapes than planned, about which the user was told.
     """
 
-    def __init__(self, plan: Plan, told_of_shapes: Callable[[], bool]) -> None:
-        self._plan, self._told_of_shapes = plan, told_of_shapes
+    def __init__(
+        self, model: weakref.ref[torch.nn.Module], plan: Plan, told_of_shapes: Callable[[], bool]
+    ) -> None:
+        self._model, self._plan, self._told_of_shapes = model, plan, told_of_shapes
         self._captured: Counter[str] = Counter()
         self._autocast: list[str] = []
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if (model := self._model()) is not None:
+            name_modules(graph, model)
         self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
         record = self._record_of(structure_of(graph))
         if record is None and not any(

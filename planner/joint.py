@@ -18,6 +18,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from planner import _torch, _torch_joint
+from planner._torch_modules import module_of
 from planner.exact import match_eager
 
 aten = torch.ops.aten
@@ -80,8 +81,8 @@ class JointOp:
 
     @property
     def module(self) -> str:
-        """Path of the module that it came from, "" for the root."""
-        return module_path(self.node)
+        """Name of the module that it came from, as in ``named_modules()``; "" for the root."""
+        return module_of(self.node)
 
 
 @dataclass(eq=False)
@@ -239,31 +240,6 @@ def read_joint(module: GraphModule, forward_outputs: int, *, cuda: bool = False)
         match_eager(module)
     module.graph.eliminate_dead_code(is_impure_node=_is_impure)
     return JointGraph(module.graph, module, forward_outputs, mutated)
-
-
-def module_path(node: Node) -> str:
-    """Path of the module whose forward a node (or the forward twin of a backward node) came from."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = ""
-    for entry in stack.values():
-        path = str(entry[0])
-    return _clean(path)
-
-
-def _clean(path: str) -> str:
-    # Dynamo writes L['self']._modules['blocks']._modules['0'] or L['module'].blocks[0]; we write blocks.0.
-    for old, new in (
-        ("']._modules['", "."),
-        ("._modules['", "."),
-        ("['", "."),
-        ("']", ""),
-        ('["', "."),
-        ('"]', ""),
-    ):
-        path = path.replace(old, new)
-    path = path.replace("[", ".").replace("]", "")
-    parts = [p for p in path.split(".") if p and p not in ("L", "G", "_modules", "self", "module", "slf")]
-    return ".".join(parts)
 
 
 def nodes_in(tree: Any) -> Iterator[Node]:

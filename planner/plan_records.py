@@ -143,7 +143,7 @@ class OpRecord(Record):
 
     name: Name = Field(description="as in aten.addmm.default")
     module: Name = Field(
-        description="path of the module that ran it, as in encoder.layer.0.attention; empty: the root"
+        description="name of the module that ran it, as named_modules() has it; empty: the planned module"
     )
     bytes: Count = Field(description="bytes of the storages that it makes")
     phase: Literal["forward", "backward"]

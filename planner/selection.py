@@ -28,14 +28,16 @@ def select(
         graph: The problem; its forward operations carry operator names and module paths.
         keep: Everything that matching operations produce is always kept.
         recompute: Everything that matching operations produce is always recomputed.
-        checkpoints: The last result of every matching module is always kept.
+        checkpoints: The last result of every matching module is always kept. Of modules inside each other
+            that match, as "layers.*" matches layers.0 and layers.0.linear, the outermost counts.
 
     Raises:
         SelectionError: If a pattern matches nothing, or a value is to be kept and recomputed.
     """
     kept = [v for op in _matching(graph, keep, "keep") for v in graph.ops[op].outputs]
-    for pattern in checkpoints:
-        kept += graph.ops[max(_matching(graph, [pattern], "checkpoints"))].outputs
+    for pattern in [checkpoints] if isinstance(checkpoints, str) else checkpoints:
+        last = {_matched(graph.ops[i], pattern): i for i in _matching(graph, [pattern], "checkpoints")}
+        kept += [v for op in last.values() for v in graph.ops[op].outputs]
     again = [v for op in _matching(graph, recompute, "recompute") for v in graph.ops[op].outputs]
     try:
         return Constraints(_marked(graph, kept), _marked(graph, again))
@@ -67,6 +69,13 @@ def _matches(op: Op, pattern: str) -> bool:
         or fnmatchcase(operator, pattern)
         or fnmatchcase(operator, pattern + ".*")
     )
+
+
+def _matched(op: Op, pattern: str) -> str:
+    """The outermost module around an operation that matches; the operation's own where none does."""
+    parts = op.module.split(".")
+    around = (".".join(parts[: n + 1]) for n in range(len(parts)))
+    return next((module for module in around if fnmatchcase(module, pattern)), op.module)
 
 
 def _operator(op: Op) -> str:

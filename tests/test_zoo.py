@@ -37,6 +37,8 @@ def _check(name: str, budget: str, within: float = 0.999) -> None:
     measured, predicted = report.measured_dynamic_peak_bytes, report.predicted_dynamic_peak_bytes
     assert within * predicted <= measured <= predicted
     assert plan.predicted.dynamic_peak_bytes <= plan.no_recompute.dynamic_peak_bytes
+    paths = {op.module for graph in plan.graphs for op in graph.ops} | {h.module for h in plan.peak_holders}
+    assert paths <= set(dict(model.named_modules()))
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -1,0 +1,49 @@
+"""Which of the user's modules the nodes of a Dynamo graph came from, by the names of ``named_modules()``.
+
+Dynamo writes down a source, such as ``L['self'].h.0``. It begins at the function that was captured: at a
+submodule, wherever a graph break lies inside one. The module itself is told by its identity.
+"""
+
+import sys
+from types import FrameType
+
+import torch
+from torch.fx import GraphModule
+
+_CALLS = {torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__}
+_STACK = "nn_module_stack"
+
+
+def name_modules(graph: GraphModule, root: torch.nn.Module) -> None:
+    """Write into every node of a Dynamo graph the module it came from, for :func:`module_of` to read.
+
+    To be called by the backend that Dynamo hands the graph to. A module that is not among those of
+    ``root`` (made in its forward, or in a plain list) counts as the registered one that calls it.
+    """
+    names = {str(id(module)): name for name, module in root.named_modules()}
+    here = _running(names)
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            found = here
+            for key in node.meta.get(_STACK) or {}:
+                found = names.get(key.partition("@")[0], found)  # a second call is written as 1234@1
+            node.meta[_STACK] = {"": (found, torch.nn.Module)}
+
+
+def module_of(node: torch.fx.Node) -> str:
+    """Name of the module whose forward a node, or the forward twin of a backward node, came from."""
+    stack = node.meta.get(_STACK) or node.meta.get("fwd_nn_module_stack") or {}
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def _running(names: dict[str, str]) -> str:
+    """The innermost module, of those that have a name, whose call is running in this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # Of no other frames: to look at their locals would hold what they let go of later.
+        if frame.f_code in _CALLS:
+            name = names.get(str(id(frame.f_locals["self"])))
+            if name is not None:
+                return name
+        frame = frame.f_back
+    return ""
