@@ -33,6 +33,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner._torch import fake_mode
+from planner._torch_effects import refuse_tokens, without_tokens
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
@@ -65,6 +66,7 @@ def compile_joint(
     def partition_fn(
         joint: torch.fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        refuse_tokens(joint)
         forward, backward = partition(joint, num_fwd_outputs)
         _donate_nothing(forward, num_fwd_outputs)
         return forward, backward
@@ -84,6 +86,7 @@ def compile_joint(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)
+        stack.enter_context(without_tokens())
         stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
         stack.enter_context(_deep_recursion())
         stack.enter_context(_gradients_laid_out(layouts))

@@ -18,6 +18,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from planner import _torch, _torch_joint
+from planner._torch_effects import has_effects
 from planner._torch_modules import module_of
 from planner.exact import match_eager
 
@@ -61,7 +62,8 @@ class JointOp:
     @property
     def recomputable(self) -> bool:
         """Whether a second run, in its replay form, gives the same values and touches nothing else."""
-        if self.backward or self.node.target in _NEVER_RERUN or not _torch.is_operator(self.node.target):
+        target = self.node.target
+        if self.backward or target in _NEVER_RERUN or not _torch.is_operator(target) or has_effects(target):
             return False
         return self.batch_norm or not self.reads_mutated
 
