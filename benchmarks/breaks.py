@@ -28,6 +28,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.broken.belongings import BELONGINGS
 from benchmarks.broken.exactness import EXACTNESS
 from benchmarks.broken.files import FILES
 from benchmarks.broken.inside import INSIDE
@@ -47,6 +48,7 @@ THEMES = {
     "Models": MODELS,
     "What users have inside": INSIDE,
     "Exactness": EXACTNESS,
+    "What is the user's": BELONGINGS,
     "Data-parallel training": RANKS,
     "Plan files and solvers": FILES,
 }

@@ -27,6 +27,7 @@ from planner._torch_kernels import Attention, dispatched_in_python, kernels_of_c
 from planner.errors import CaptureError, PlanWarning
 from planner.generators import GeneratorStates, OwnGenerators
 from planner.graph_runner import GraphRunner, collector, notes_on
+from planner.intact import Belongings
 from planner.joint import JointGraph
 from planner.kept_casts import AGAIN
 from planner.python_state import remember
@@ -141,7 +142,7 @@ def capture(
         CaptureError: If the step cannot be run, or no graph came of it.
     """
     report = progress or (lambda text, fraction: None)
-    generators = GeneratorStates.now()
+    generators, belongings = GeneratorStates.now(), Belongings(module, step)
     added_to = [
         p.requires_grad and (p.grad is not None if accumulate is None else accumulate)
         for p in module.parameters()
@@ -149,7 +150,7 @@ def capture(
     try:
         report("copying the module without its data", 0.0)
         try:
-            return _Capture(without_data(module, step), generators, report, cuda, added_to).run()
+            return _Capture(without_data(module, step), belongings, generators, report, cuda, added_to).run()
         except _NotWithoutData as error:
             missing = lacks_data(module, step)
             if missing or cuda is not None:
@@ -160,9 +161,10 @@ def capture(
                 ) from error
             logger.info("%s; capturing with data", error)
         report("copying the module with its data: they decide what runs", 0.0)
-        return _Capture(with_data(module, step), generators, report, None, added_to).run()
+        return _Capture(with_data(module, step), belongings, generators, report, None, added_to).run()
     finally:
         generators.restore()
+        belongings.put_back()
 
 
 class _Capture:
@@ -171,12 +173,14 @@ class _Capture:
     def __init__(
         self,
         copied: StepCopy,
+        belongings: Belongings,
         generators: GeneratorStates,
         report: Progress,
         cuda: CudaKernels | None,
         added_to: Sequence[bool],
     ) -> None:
         self.copied, self.report, self._generators, self._cuda = copied, report, generators, cuda
+        self._belongings = belongings
         self.notes: list[str] = []
         self._own_generators = OwnGenerators(copied.module, copied.step.args, copied.step.kwargs)
         self._own_states = self._own_generators.states()
@@ -325,7 +329,8 @@ class _Capture:
         self, call: torch.nn.Module, doing: str, runners: Sequence[GraphRunner] = ()
     ) -> tuple[Recording, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
-        recorder = StepRecorder(_torch.fake_mode(), self._resident, list(self.gradients.values()))
+        gradients, foreign = list(self.gradients.values()), self._belongings.about_to_run
+        recorder = StepRecorder(_torch.fake_mode(), self._resident, gradients, foreign)
         for runner in runners:
             runner.record_to(recorder)
         marked = _Marked(call, recorder)
@@ -354,6 +359,7 @@ class _Capture:
             raise kind(described(doing, error)) from error
         finally:
             _drop_gradients(self._resident)
+            self._belongings.put_back_tensors()
 
 
 def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

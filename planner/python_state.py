@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 def remember(module: nn.Module) -> Callable[[], None]:
@@ -24,7 +24,7 @@ def remember(module: nn.Module) -> Callable[[], None]:
         pending = [container]
         while pending:
             found = pending.pop()
-            if type(found) in _CONTAINERS and id(found) not in contents:
+            if type(found) in CONTAINERS and id(found) not in contents:
                 contents[id(found)] = (found, found.copy())
                 pending += found.values() if isinstance(found, dict) else found
 
@@ -38,7 +38,7 @@ def remember(module: nn.Module) -> Callable[[], None]:
 
     def put_back() -> None:
         for container, saved in contents.values():
-            if container == saved if isinstance(container, set) else _same(container, saved):
+            if container == saved if isinstance(container, set) else same(container, saved):
                 continue
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(saved)
@@ -65,7 +65,7 @@ def _is_plain_object(value: Any) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, nn.Module | type)
 
 
-def _same(container: Any, saved: Any) -> bool:
+def same(container: Any, saved: Any) -> bool:
     """Whether two containers hold the very same objects in the same order."""
     if len(container) != len(saved):
         return False

@@ -47,12 +47,7 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
         for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
             if isinstance(value, torch.Tensor):
                 fake(value)
-    try:
-        copied = _torch.deep_copy_with(module, replaced)
-    except Exception as error:
-        raise CaptureError(described("copying the module (copy.deepcopy)", error)) from error
-    for part in copied.modules():
-        _torch.install_call(part, None)  # a plan travels with copies
+    copied = _copied(module, replaced)
     args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
 
     @contextlib.contextmanager
@@ -69,12 +64,7 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
 
 
 def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
-    try:
-        copied = _torch.deep_copy_with(module, {})
-    except Exception as error:
-        raise CaptureError(described("copying the module (copy.deepcopy)", error)) from error
-    for part in copied.modules():
-        _torch.install_call(part, None)  # a plan travels with copies
+    copied = _copied(module, {})
     made: dict[int, torch.Tensor] = {}
 
     def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,13 +87,33 @@ def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
     return StepCopy(copied, Step(tuple(args), kwargs, loss), contextlib.nullcontext, reset, data=True)
 
 
+def _copied(module: torch.nn.Module, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:
+    try:
+        copied = _torch.deep_copy_with(module, replaced)
+    except Exception as error:
+        raise CaptureError(described("copying the module (copy.deepcopy)", error)) from error
+    own = set(module.modules())
+    for part in copied.modules():
+        if part not in own:  # a __deepcopy__ may return the module itself
+            _torch.install_call(part, None)  # a plan travels with copies
+    for original, mine in zip(_state(module), _state(copied), strict=True):
+        if mine.grad_fn is not None and original.grad_fn is None:
+            # Scripted modules clone their parameters with history: gradients would go on to the user's.
+            mine.detach_().requires_grad_(original.requires_grad)
+    return copied
+
+
+def _state(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs: Any) -> _Pairs:
     """The user's tensors, each with its copy."""
-    originals = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
-    return list(zip(originals, [*copied.parameters(), *copied.buffers(), *tensors_in(inputs)], strict=True))
+    originals = [*_state(module), *tensors_in((step.args, dict(step.kwargs)))]
+    return list(zip(originals, [*_state(copied), *tensors_in(inputs)], strict=True))
 
 
 def _on_copies(loss: Loss | None, pairs: _Pairs) -> Loss | None:

@@ -10,7 +10,7 @@ What it cannot see: the eight bytes of a Python number that autograd saves (``x 
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,14 +73,20 @@ class StepRecorder(_torch.InfrastructureMode):
         mode: A fake mode, under which examples of the operations' arguments are kept.
         resident: Tensors that are there before the step: parameters, buffers, inputs.
         gradients: Gradients that are there before the step, resident as well.
+        foreign: Told, before an operation runs, of those of its arguments that are neither there before the
+            step as far as is known, nor made by it.
     """
 
     def __init__(
-        self, mode: Any, resident: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] = ()
+        self,
+        mode: Any,
+        resident: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] = (),
+        foreign: Callable[[Any, list[torch.Tensor]], None] = lambda operator, tensors: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
-        self._mode = mode
+        self._mode, self._foreign = mode, foreign
         self._known: dict[int, int] = {}
         self._signatures: dict[Any, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -98,6 +104,9 @@ class StepRecorder(_torch.InfrastructureMode):
         # Operators of higher order run what they are made of, which comes here by itself.
         if self._paused or not _torch.is_operator(func) or func._schema.name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
+        unknown = [t for t in _tensors(args, kwargs) if _torch.storage_key(t) not in self._known]
+        if unknown:
+            self._foreign(func, unknown)
         node = _torch.running_node_number()
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
