@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from planner._torch_compat import private
 from planner._torch_numpy import numbers_of_numpy
+from planner._torch_swaps import break_at_swaps
 
 # ---- questions that code asks about being traced ----------------------------------------------------
 
@@ -54,6 +55,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     _break_at_indices_that_are_data()
     _break_at_masks_that_are_written_through()
     numbers_of_numpy(_is_ours)
+    break_at_swaps(_is_ours)
 
 
 def _is_ours(tx: Any) -> bool:
