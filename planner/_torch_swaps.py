@@ -1,4 +1,4 @@
-"""Private PyTorch APIs: tensors that are given other memory (``tensor.data = other``, ``tensor.set_(other)``).
+"""Private PyTorch APIs: tensors that are given other memory, by ``tensor.data = other`` or ``set_(other)``.
 
 Like :mod:`planner._torch`, each function says what it hides. All of it was seen to work with torch 2.13.
 """
