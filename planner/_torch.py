@@ -6,7 +6,7 @@ work with torch 2.13.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -180,8 +180,10 @@ def dynamo_compile(
 
 
 def dynamo_compile_shapes(
-    function: FunctionType | Callable[..., Any], backend: Callable[..., Any], given_up: Callable[[], None]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    function: FunctionType | Callable[..., Any],
+    backends: Sequence[Callable[..., Any]],
+    given_up: Callable[[], None],
+) -> list[Callable[..., Any]]:
     """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
 
     The two look up their captures apart, so that the shape that stays never runs code for the others.
@@ -189,15 +191,16 @@ def dynamo_compile_shapes(
 
     Args:
         function: What to compile.
-        backend: Called with every graph that is captured.
+        backends: Called with every graph that is captured, the first for the shape that stays, the second for
+            the others.
         given_up: Called when a function has been captured so often that it never will be again.
     """
     options: dict[str, Any] = {"symbolic": True, "given_up": given_up}
     if takes_argument("optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
-        return _optimized(fresh, backend, **options), _optimized(fresh, backend, **options)
-    return _optimized(_fresh(function), backend, **options), _optimized(_fresh(function), backend, **options)
+        return [_optimized(fresh, backend, **options) for backend in backends]
+    return [_optimized(_fresh(function), backend, **options) for backend in backends]
 
 
 def _optimized(

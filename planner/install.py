@@ -24,6 +24,7 @@ from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.errors import CaptureError, PlanFileError, PlanMismatch, PlanWarning
 from planner.fingerprint import class_name, state_digest
+from planner.first_forward import CapturedAgain, Path
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
 from planner.kept_casts import AGAIN, KeptCasts, unplanned_call
@@ -209,9 +210,17 @@ class PlannedCall:
 def _compiled(
     model: weakref.ref[torch.nn.Module], plan: Plan, told_of_shapes: Callable[[], bool]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return _torch.dynamo_compile_shapes(
-        run_forward, PlanBackend(model, plan, told_of_shapes), _not_captured_any_more
-    )
+    def compile_(once_more: bool) -> list[CapturedAgain]:
+        paths = [Path(plan, captured_again=once_more) for _ in range(2)]
+        backends = [PlanBackend(model, plan, told_of_shapes, path) for path in paths]
+        compiled = _torch.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more)
+        return [
+            CapturedAgain(path, call, lambda i=i: compile_(False)[i])
+            for i, (path, call) in enumerate(zip(paths, compiled, strict=True))
+        ]
+
+    planned, others = compile_(True)
+    return planned, others
 
 
 def _not_captured_any_more() -> None:
@@ -229,12 +238,17 @@ class PlanBackend:
         model: The module; not held, as what is compiled may outlive it.
         plan: The plan.
         told_of_shapes: Whether the inputs had other shapes than planned, about which the user was told.
+        path: Told which of the plan's graphs are there.
     """
 
     def __init__(
-        self, model: weakref.ref[torch.nn.Module], plan: Plan, told_of_shapes: Callable[[], bool]
+        self,
+        model: weakref.ref[torch.nn.Module],
+        plan: Plan,
+        told_of_shapes: Callable[[], bool],
+        path: Path,
     ) -> None:
-        self._model, self._plan, self._told_of_shapes = model, plan, told_of_shapes
+        self._model, self._plan, self._told_of_shapes, self._path = model, plan, told_of_shapes, path
         self._captured: Counter[str] = Counter()
         self._autocast: list[str] = []
 
@@ -362,11 +376,11 @@ class PlanBackend:
             record = next((g for g in self._plan.graphs if describes(g, joint)), None)
         if record is None:
             adapted = max((adapt(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
-            _warn(
-                "the forward took a path that the plan has not seen; of the operations that the plan re-runs "
-                f"it re-runs the {adapted.followed} that are there, and it may exceed the budget"
-            )
+            told = self._path.left(adapted.followed)
+            if told:
+                _warn(told)
             return adapted.backward
+        self._path.follow(record)
         if not describes(record, joint):
             if not all(joint.ops[i].recomputable for i in record.recomputed if i < joint.forward_length):
                 _warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")

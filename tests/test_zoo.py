@@ -15,7 +15,8 @@ HEAVY = (
     "hf_vit", "hf_swin", "hf_wav2vec2", "peft_lora_llama", "timm_vit", "timm_resnet18", "diffusers_unet",
     "nn_selective_scan", "nn_capacity_experts", "nn_gan_pair", "nn_detector", "nn_wavenet",
     "nn_spatial_transformer", "nn_seq2seq_attention", "nn_molecules", "nn_neighbour_graph", "nn_recommender",
-    "nn_layer_drop", "nn_masked_loss", "nn_packed_sequence", "nn_transformer",
+    "nn_layer_drop", "nn_masked_loss", "nn_packed_sequence", "nn_transformer", "hf_segformer_segmentation",
+    "hf_llava",
 )  # fmt: skip
 _LIBRARIES = {"hf": "transformers", "peft": "peft", "timm": "timm", "diffusers": "diffusers", "nn": "torch"}
 
@@ -39,6 +40,7 @@ def _check(name: str, budget: str, within: float = 0.999) -> None:
     assert plan.predicted.dynamic_peak_bytes <= plan.no_recompute.dynamic_peak_bytes
     paths = {op.module for graph in plan.graphs for op in graph.ops} | {h.module for h in plan.peak_holders}
     assert paths <= set(dict(model.named_modules()))
+    assert zoo.fresh_peak(name, plan) <= 1.001 * predicted + 256
 
 
 @pytest.mark.parametrize("name", FAST)

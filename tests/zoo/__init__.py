@@ -9,6 +9,7 @@ downloaded.
 
 import importlib
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
+
+from planner.measure import measure_peak
+from planner.plan_file import Plan
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -79,6 +83,27 @@ def scalar_loss(output: Any) -> torch.Tensor:
         weights = torch.linspace(-1, 1, values.numel(), device=values.device).view(values.shape)
         total = total + (values * weights).mean() + values.square().mean()
     return total
+
+
+def fresh_peak(name: str, plan: Plan) -> int:
+    """Bytes that the second step of a model peaks at that was built, planned and then called for the first
+    time: what a first forward sets up is there by then."""
+    module, args, kwargs = build(name)
+    plan.apply(module)
+    random.seed(0)
+    at_first = random.getstate(), torch.get_rng_state()
+
+    def step() -> Any:
+        random.setstate(at_first[0])
+        torch.set_rng_state(at_first[1])
+        output = module(*args, **kwargs)
+        loss = scalar_loss(output)
+        loss.backward()
+        return output, loss
+
+    step()
+    module.zero_grad()
+    return measure_peak(step, "cpu").peak_bytes
 
 
 def words(batch: int = 4, length: int = 32, vocabulary: int = 256) -> torch.Tensor:

@@ -162,6 +162,20 @@ def hf_segformer_segmentation() -> Built:
 
 
 @in_zoo
+def hf_llava() -> Built:
+    module = _model(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config={**_PATCHES, "model_type": "clip_vision_model"},
+        image_token_id=2,
+        image_seq_length=64,
+    )
+    tokens = torch.cat([torch.full((4, 64), 2), words(length=16)], 1)
+    return module, (), {"input_ids": tokens, "pixel_values": images(), "labels": tokens.clone()}
+
+
+@in_zoo
 def hf_yolos() -> Built:
     settings = {**_PATCHES, "image_size": [32, 32], "num_detection_tokens": 8}
     module = _model("YolosForObjectDetection", "YolosConfig", num_labels=5, **settings)

@@ -1,0 +1,132 @@
+"""What a model does only in its first forward does not keep it from its plan."""
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner.errors import PlanWarning
+from planner.measure import measure_peak
+from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+
+_LOCK = threading.Lock()
+
+
+class Part(Layers):
+    """Sets something up when it is first called, in the midst of its forward."""
+
+    ready = False
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        self.set_up()
+        return self.run(x)
+
+    def set_up(self) -> None:
+        if not self.ready:
+            with _LOCK:
+                self.layers[1].register_forward_hook(lambda _module, _args, output: output * 1.5)
+                self.ready = True
+
+
+class Cached(Part):
+    """Makes a table when it is first called, and says so."""
+
+    def set_up(self) -> None:
+        if not self.ready:
+            print("making a table")  # noqa: T201
+            self.table = torch.linspace(0, 1, 32)
+            self.ready = True
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return super().run(x + self.table)
+
+
+class Whole(nn.Module):
+    """Calls such parts from inside a loop."""
+
+    def __init__(self, part: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(part() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x.square().mean()
+
+
+def _built(part: Callable[[], nn.Module]) -> tuple[nn.Module, tuple[Any, ...]]:
+    model, args, _ = layers(lambda: Whole(part))
+    return model, args
+
+
+@pytest.mark.parametrize("part", [Part, Cached])
+def test_the_plan_is_followed_from_the_second_step_on(part: Callable[[], nn.Module]) -> None:
+    model, args = _built(part)
+    plan = plan_of(model, args)
+    assert any(graph.recomputed for graph in plan.graphs)
+    fresh, twin = _built(part)[0], _built(part)[0]
+    plan.apply(fresh)
+
+    def step(network: nn.Module) -> torch.Tensor:
+        network.zero_grad()
+        loss: torch.Tensor = network(*args)
+        loss.backward()
+        return loss
+
+    with counting_runs() as runs:
+        with pytest.warns(PlanWarning, match=r"first forwards.*captured anew.*torch.no_grad"):
+            ours = left_by(fresh, step)
+        assert_same(ours, left_by(twin, step))
+        with no_plan_warnings():
+            before = runs.captures
+            assert_same(left_by(fresh, step), left_by(twin, step))
+            assert runs.captures == before + 1
+            measured = measure_peak(lambda: step(fresh), "cpu").peak_bytes
+            assert runs.captures == before + 1
+    assert measured <= plan.predicted.dynamic_peak_bytes
+
+
+def test_a_call_without_gradients_before_makes_the_first_step_follow_the_plan() -> None:
+    model, args = _built(Part)
+    plan = plan_of(model, args)
+    fresh = _built(Part)[0]
+    plan.apply(fresh)
+    with no_plan_warnings(), counting_runs() as runs:
+        with torch.no_grad():
+            fresh(*args)
+        fresh(*args).backward()
+    assert (runs.captures, runs.backward) == (1, 1)
+
+
+def test_a_forward_that_always_goes_another_way_is_captured_anew_only_once() -> None:
+    class Turns(Layers):
+        broken = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            if self.broken:
+                torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model, args, _ = layers(Turns)
+    model.broken = False
+    plan = plan_of(model, args)
+    model.broken = True
+    plan.apply(model)
+    with warnings.catch_warnings(record=True) as told, counting_runs() as runs:
+        warnings.simplefilter("always", planner.PlanWarning)
+        for _ in range(4):
+            model(*args).backward()
+    assert runs.captures == 4
+    texts = [str(w.message) for w in told]
+    assert sum("first forwards" in text for text in texts) == 1
+    assert sum("may exceed the budget" in text for text in texts) == 3
