@@ -5,7 +5,7 @@ Dynamo runs it in pieces from then on. So a first call that is not made of the p
 the next one is captured anew.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.plan_file import GraphRecord, Plan
@@ -66,11 +66,14 @@ class CapturedAgain:
     Args:
         path: What that call is made of.
         compiled: What it runs.
-        again: Compiles anew.
+        again: Compiles anew, this one and others.
+        place: Which of them this is.
     """
 
-    def __init__(self, path: Path, compiled: Compiled, again: Callable[[], Compiled]) -> None:
-        self._path, self._compiled, self._again = path, compiled, again
+    def __init__(
+        self, path: Path, compiled: Compiled, again: Callable[[], Sequence[Compiled]], place: int
+    ) -> None:
+        self._path, self._compiled, self._again, self._place = path, compiled, again, place
         self._run = self._first if path.captured_again else compiled
 
     def __call__(self, *args: Any) -> Any:
@@ -78,7 +81,7 @@ class CapturedAgain:
 
     def _first(self, *args: Any) -> Any:
         result = self._compiled(*args)
-        self._run = self._compiled if self._path.is_the_plans else self._again()
+        self._run = self._compiled if self._path.is_the_plans else self._again()[self._place]
         return result
 
 

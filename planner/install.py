@@ -214,10 +214,7 @@ def _compiled(
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]
         backends = [PlanBackend(model, plan, told_of_shapes, path) for path in paths]
         compiled = _torch.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more)
-        return [
-            CapturedAgain(path, call, lambda i=i: compile_(False)[i])
-            for i, (path, call) in enumerate(zip(paths, compiled, strict=True))
-        ]
+        return [CapturedAgain(paths[i], compiled[i], lambda: compile_(False), i) for i in range(2)]
 
     planned, others = compile_(True)
     return planned, others
