@@ -100,5 +100,20 @@ def same_sizes(left: torch.Tensor, right: torch.Tensor) -> bool:
     )
 
 
+def same_steps(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of the same sizes lie in memory alike, by steps that may be symbolic."""
+    return [_expression(a) for a in left.stride()] == [_expression(b) for b in right.stride()]
+
+
+def is_row_by_row(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements follow one another in memory, as far as symbolic sizes tell."""
+    steps: list[int | torch.SymInt] = [1]
+    for size in reversed(tensor.shape[1:]):
+        steps.append(steps[-1] * size)
+    return not tensor.dim() or [_expression(a) for a in tensor.stride()] == [
+        _expression(step) for step in reversed(steps)
+    ]
+
+
 def _expression(size: int | torch.SymInt) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from planner._torch import fake_mode
 from planner._torch_effects import refuse_tokens, without_tokens
+from planner._torch_in_place import results_in_place
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
@@ -90,6 +91,7 @@ def compile_joint(
         stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
         stack.enter_context(_deep_recursion())
         stack.enter_context(_gradients_laid_out(layouts))
+        stack.enter_context(results_in_place())
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))

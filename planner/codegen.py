@@ -21,6 +21,7 @@ from planner import _torch_calls
 from planner._torch import concrete_size, tree_leaves
 from planner._torch_joint import BoxedFunction
 from planner.exact import is_sum_in_place
+from planner.in_place import OnCopy, operator_in_place
 from planner.simplify import simplify
 
 aten = torch.ops.aten
@@ -115,6 +116,9 @@ class _Writer:
         target = node.target
         if target is operator.getitem:
             return f"{self._text(node.args[0])}[{self._text(node.args[1])}]"
+        in_place = operator_in_place(node)
+        if in_place is not None:
+            return self._written(OnCopy(_torch_calls.raw_callable(in_place)), str(in_place), node)
         if target is aten.view.default or (target is aten._unsafe_view.default and node not in self._results):
             # Fake and real strides of some kernels disagree, and then a view cannot be taken.
             return self._written(torch.reshape, "reshape", node, sizes_in_tuples=True)

@@ -18,6 +18,7 @@ from planner.capture import CapturedStep
 from planner.costs import Costs, roofline
 from planner.devices import Device, round_bytes
 from planner.graph_runner import GraphCall
+from planner.in_place import operator_in_place
 from planner.joint import JointGraph, JointOp
 from planner.tracking import Event
 from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
@@ -322,4 +323,5 @@ def _example(node: Node) -> Any:
 def _call_of(node: Node) -> Call:
     args: Sequence[Any]
     args, kwargs = map_arg((node.args, node.kwargs), _example)
-    return Call(node.target, args, kwargs)  # type: ignore[arg-type]
+    func: Any = operator_in_place(node) or node.target
+    return Call(func, args, kwargs)

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from planner import replay
 from planner.errors import CaptureError
+from planner.in_place import OnCopy, operator_in_place
 from planner.joint import JointGraph, JointOp
 
 _USER_OUTPUTS = "user_outputs"
@@ -116,8 +117,9 @@ class _Backward:
             return _copy(self.graph, op.node, self.node)
         if op not in self.states:
             self.states[op] = self._placeholder(f"{op.node.name}_generator", None)
-        device = replay.generator_device(op.node)
-        arguments = (self.states[op], *device, op.node.target, *take(op.node.args))
+        device, in_place = replay.generator_device(op.node), operator_in_place(op.node)
+        target = op.node.target if in_place is None else OnCopy(in_place)
+        arguments = (self.states[op], *device, target, *take(op.node.args))
         return self.graph.call_function(replay.run_from_state, arguments, take(op.node.kwargs))
 
     def node(self, original: Node) -> Node:

@@ -51,6 +51,13 @@ EXACTNESS = [
         ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
     ),
     Break(
+        "writes-in-place",
+        "What is written in place into a stretch of something larger lies in memory as without a plan.",
+        "Results of such writes are tensors of their own.",
+        (Change("planner/_torch_joint.py", "        stack.enter_context(results_in_place())\n", ""),),
+        ("tests/test_in_place.py::test_recurrent_cells[GRUCell-20]",),
+    ),
+    Break(
         "turns",
         "Layers of the same code have their own plans though one has no backward.",
         "Graphs without a backward are not counted.",
