@@ -8,14 +8,12 @@ import copy
 import functools
 import logging
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._subclasses.fake_tensor as fake_tensors
 from torch import _meta_registrations
 from torch._decomp import decomposition_table
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
@@ -29,11 +27,11 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from planner._torch_compat import private
 from planner._torch_numpy import numbers_of_numpy
 from planner._torch_swaps import break_at_swaps
+from planner._torch_values import NOT_FAKE
 
 # ---- questions that code asks about being traced ----------------------------------------------------
 
@@ -84,7 +82,7 @@ def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_books(tx: Any) -> bool:
-    asking = tx.parent if tx.parent is not None and tx.f_globals.get("__name__") in _NOT_FAKE else tx
+    asking = tx.parent if tx.parent is not None and tx.f_globals.get("__name__") in NOT_FAKE else tx
     return asking.f_globals.get("__name__") in _BOOKKEEPING
 
 
@@ -281,111 +279,6 @@ def _laid_out(shapes: Callable[..., Any], position: int) -> Callable[..., Any]:
         return torch.empty_like(source, memory_format=wanted), *others
 
     return run
-
-
-# ---- values that are known although there are no data -----------------------------------------------
-
-_MOST_KNOWN_ELEMENTS = 2**20
-_NOT_FAKE = {"transformers.utils.import_utils": "is_fake_tensor"}
-"""Functions of other libraries that ask whether a tensor has no data, by module."""
-
-
-def fake_with_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
-    """A tensor without data that still knows its values, as masks and indices must where they decide what
-    runs; None for one that is too large or that has gradients."""
-    kind = tensor.dtype
-    if kind.is_floating_point or kind.is_complex or tensor.numel() > _MOST_KNOWN_ELEMENTS:
-        return None
-    if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
-        return None
-    copy = _values(tensor)
-    fake: torch.Tensor = mode.fake_tensor_converter.from_real_tensor(mode, copy, make_constant=True)
-    return fake
-
-
-class KnowingMode(FakeTensorMode):
-    """A mode without data in which sequences and constants of integers that a step makes are known.
-
-    Models compute positions from ``torch.arange`` and let them decide what runs. With the values of such
-    tensors known, as those of inputs are, that works without data too; see :func:`values_count`.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if (
-            getattr(func, "overloadpacket", None) in _MAKERS
-            and fake_tensors.CONSTANT_NUMEL_LIMIT > 1
-            and isinstance(result, FakeTensor)
-            and result.constant is None
-            and result.device.type == "cpu"
-            and not result.dtype.is_floating_point
-            and not result.dtype.is_complex
-            and isinstance(result.numel(), int)
-            and result.numel() <= _MOST_KNOWN_ELEMENTS
-        ):
-            with torch.utils._python_dispatch._disable_current_modes():
-                values = func(*args, **(kwargs or {}))
-            # Not just given its values: views of it must be known to lie in its storage.
-            converter = result.fake_mode.fake_tensor_converter
-            known: torch.Tensor = converter.from_real_tensor(result.fake_mode, values, make_constant=True)
-            return known
-        return result
-
-
-_MAKERS = frozenset(getattr(torch.ops.aten, name) for name in ("arange", "full", "ones", "zeros"))
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    # Where there are none, on the meta device, ones: an index that is valid, a mask without padding.
-    if tensor.device.type == "meta":
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
-    return tensor.detach().clone(memory_format=torch.preserve_format)
-
-
-def forget_changes(fake: torch.Tensor, original: torch.Tensor) -> None:
-    """Give a tensor of :func:`fake_with_values` its first values back, whatever a step did to them."""
-    assert isinstance(fake, FakeTensor)
-    if fake.constant is None:
-        fake.constant = _values(original)
-        fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
-    else:
-        fake.constant.copy_(_values(original))
-
-
-def known_values(tensor: object) -> torch.Tensor | None:
-    """The values of a tensor without data, where they are known."""
-    return tensor.constant if isinstance(tensor, FakeTensor) else None
-
-
-def know_values(tensor: object, values: torch.Tensor | None) -> None:
-    """Let a tensor without data know its values."""
-    if values is not None and isinstance(tensor, FakeTensor):
-        tensor.constant = values
-
-
-@contextlib.contextmanager
-def values_count() -> Iterator[None]:
-    """Operations on tensors whose values are known are computed, so that they can decide what runs."""
-    widen_grouped_products()
-    limit = fake_tensors.CONSTANT_NUMEL_LIMIT
-    replaced = []
-    for name, function in _NOT_FAKE.items():
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, function):
-            replaced.append((module, function, getattr(module, function)))
-    fake_tensors.CONSTANT_NUMEL_LIMIT = _MOST_KNOWN_ELEMENTS
-    try:
-        for module, function, _ in replaced:
-            setattr(module, function, _never)
-        yield
-    finally:
-        fake_tensors.CONSTANT_NUMEL_LIMIT = limit
-        for module, function, before in replaced:
-            setattr(module, function, before)
-
-
-def _never(_: object) -> bool:
-    return False
 
 
 # ---- why a graph ended ------------------------------------------------------------------------------

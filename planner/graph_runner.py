@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner import _torch, _torch_joint, _torch_tracing
+from planner import _torch, _torch_joint, _torch_values
 from planner._torch_modules import name_modules
 from planner.arrivals import Arrivals
 from planner.autocast import Surroundings, share_casts
@@ -149,7 +149,7 @@ class GraphRunner:
         if self._compiled is not None:
             return self._compiled(*args)
         outputs = list(self.graph(*args))
-        self._known.append([_torch_tracing.known_values(o) for o in outputs])
+        self._known.append([_torch_values.known_values(o) for o in outputs])
         given = {_torch.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
         handed = Counter(_torch.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
         for i, tensor in enumerate(outputs):
@@ -302,7 +302,7 @@ class GraphRunner:
     def _remember(self, results: list[Any], execution: int) -> None:
         if execution < len(self._known):
             for result, values in zip(results, self._known[execution], strict=False):
-                _torch_tracing.know_values(result, values)
+                _torch_values.know_values(result, values)
 
     def _call(self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int) -> None:
         recorder = self.recorder

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from planner import _torch, _torch_tracing
+from planner import _torch, _torch_tracing, _torch_values
 from planner.errors import CaptureError
 from planner.step import Loss, Step, map_tensors, tensors_in
 
@@ -31,13 +31,13 @@ class StepCopy:
 
 
 def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
-    mode = _torch_tracing.KnowingMode(allow_non_fake_inputs=True)
+    mode = _torch_values.KnowingMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.Tensor] = {}
     known: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in replaced:
-            made = _torch_tracing.fake_with_values(tensor, mode)
+            made = _torch_values.fake_with_values(tensor, mode)
             if made is not None:
                 known.append((made, tensor))
             replaced[id(tensor)] = _torch.fake_like(tensor, mode) if made is None else made
@@ -52,12 +52,13 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
 
     @contextlib.contextmanager
     def running() -> Iterator[None]:
-        with mode, _torch_tracing.values_count():
+        _torch_tracing.widen_grouped_products()
+        with mode, _torch_values.values_count():
             yield
 
     def reset() -> None:
         for made, original in known:
-            _torch_tracing.forget_changes(made, original)
+            _torch_values.forget_changes(made, original)
 
     loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))
     return StepCopy(copied, Step(tuple(args), kwargs, loss), running, reset, data=False)

@@ -1,0 +1,192 @@
+"""Private PyTorch APIs: tensors without data whose values are known all the same.
+
+Masks and indices decide what runs, so those among the inputs, and sequences and constants that a step makes,
+keep their values. These are on the CPU, whatever device the tensor is said to be on: nothing is allocated
+on a GPU, and nothing is run there, to know them. Seen to work with torch 2.13.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._subclasses.fake_tensor as fake_tensors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+_MOST_KNOWN_ELEMENTS = 2**20
+NOT_FAKE = {"transformers.utils.import_utils": "is_fake_tensor"}
+"""Functions of other libraries that ask whether a tensor has no data, by module."""
+_CPU = torch.device("cpu")
+
+
+def fake_with_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
+    """A tensor without data that still knows its values, as masks and indices must where they decide what
+    runs; None for one that is too large or that has gradients."""
+    kind = tensor.dtype
+    if kind.is_floating_point or kind.is_complex or tensor.numel() > _MOST_KNOWN_ELEMENTS:
+        return None
+    if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+        return None
+    device = _CPU if tensor.device.type == "meta" else tensor.device
+    return _known(mode, _values(tensor), device)
+
+
+def _known(mode: FakeTensorMode, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor without data that is said to be on a device, and has these values.
+
+    The mode knows it, so that its views are known to lie in its storage.
+    """
+    converter = mode.fake_tensor_converter
+    original = converter.meta_converter
+    if device.type != "cpu":
+        converter.meta_converter = _OnDevice(original, device)
+    try:
+        made: torch.Tensor = converter.from_real_tensor(mode, values, make_constant=True)
+    finally:
+        converter.meta_converter = original
+    return made
+
+
+class _OnDevice:
+    """PyTorch's converter to tensors without data, which says that they are on another device."""
+
+    def __init__(self, converter: Any, device: torch.device) -> None:
+        self._converter, self._device = converter, device
+
+    def __call__(self, tensor: torch.Tensor, *, callback: Callable[..., Any], **options: Any) -> Any:
+        device = self._device
+        return self._converter(tensor, callback=lambda make, **_: callback(make, device=device), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._converter, name)
+
+
+class KnowingMode(FakeTensorMode):
+    """A mode without data in which sequences and constants of integers that a step makes are known.
+
+    Models compute positions from ``torch.arange`` and let them decide what runs. With the values of such
+    tensors known, as those of inputs are, that works without data too; see :func:`values_count`.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        devices = self._devices(func, args, kwargs)
+        if devices is not None:
+            found = self._computed(func, args, kwargs, devices)
+            if found is not None:
+                return found[0]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if (
+            getattr(func, "overloadpacket", None) in _MAKERS
+            and fake_tensors.CONSTANT_NUMEL_LIMIT > 1
+            and isinstance(result, FakeTensor)
+            and result.constant is None
+            and result.device.type != "meta"
+            and not result.dtype.is_floating_point
+            and not result.dtype.is_complex
+            and isinstance(result.numel(), int)
+            and result.numel() <= _MOST_KNOWN_ELEMENTS
+        ):
+            with torch.utils._python_dispatch._disable_current_modes():
+                values = func(*_on_cpu(args), **_on_cpu(kwargs))
+            return _known(result.fake_mode, values, result.device)
+        return result
+
+    def _devices(self, func: Any, args: Any, kwargs: Any) -> list[torch.device] | None:
+        """The devices of a call whose tensors are all known, if one of them is not the CPU."""
+        if (
+            not isinstance(func, torch._ops.OpOverload)
+            or func.namespace == "prim"  # asks for a device
+            or torch.Tag.nondeterministic_seeded in func.tags
+            or (torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default)
+        ):
+            return None
+        leaves = tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if not tensors or any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in leaves):
+            return None
+        if any(
+            not isinstance(t, FakeTensor) or t.fake_mode is not self or t.constant is None for t in tensors
+        ):
+            return None
+        asked = [x for x in leaves if isinstance(x, torch.device)]
+        devices = [*asked, *(t.device for t in tensors)]
+        if any(d.type == "meta" for d in devices) or all(d.type == "cpu" for d in devices):
+            return None
+        # Where none is asked for, tensors without dimensions on the CPU go with others.
+        return asked or sorted({t.device for t in tensors}, key=lambda device: device.type == "cpu")
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, devices: list[torch.device]) -> list[Any] | None:
+        """What a call whose tensors are all known returns; None where that cannot be known."""
+        values = tree_map_only(FakeTensor, lambda t: t.constant, (args, kwargs))
+        with fake_tensors.no_dispatch():
+            result = func(*_on_cpu(values[0]), **_on_cpu(values[1]))
+        if not all(self.may_turn_const(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
+            return None
+        return [tree_map_only(torch.Tensor, lambda t: _known(self, t, devices[0]), result)]
+
+
+_MAKERS = frozenset(
+    getattr(torch.ops.aten, name) for name in ("arange", "full", "ones", "zeros", "scalar_tensor")
+)
+
+
+def _on_cpu(nest: Any) -> Any:
+    """Arguments of a call in which no other device is asked for."""
+    if isinstance(nest, dict):
+        nest = {name: value for name, value in nest.items() if name != "pin_memory"}
+    return tree_map(lambda x: _CPU if isinstance(x, torch.device) else x, nest)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    # Where there are none, on the meta device, ones: an index that is valid, a mask without padding.
+    if tensor.device.type == "meta":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
+    return torch.empty_like(tensor, device=_CPU, memory_format=torch.preserve_format).copy_(tensor)
+
+
+def forget_changes(fake: torch.Tensor, original: torch.Tensor) -> None:
+    """Give a tensor of :func:`fake_with_values` its first values back, whatever a step did to them."""
+    assert isinstance(fake, FakeTensor)
+    if fake.constant is None:
+        fake.constant = _values(original)
+        fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+    else:
+        fake.constant.copy_(_values(original))
+
+
+def known_values(tensor: object) -> torch.Tensor | None:
+    """The values of a tensor without data, where they are known."""
+    return tensor.constant if isinstance(tensor, FakeTensor) else None
+
+
+def know_values(tensor: object, values: torch.Tensor | None) -> None:
+    """Let a tensor without data know its values."""
+    if values is not None and isinstance(tensor, FakeTensor):
+        tensor.constant = values
+
+
+@contextlib.contextmanager
+def values_count() -> Iterator[None]:
+    """Operations on tensors whose values are known are computed, so that they can decide what runs."""
+    limit = fake_tensors.CONSTANT_NUMEL_LIMIT
+    replaced = []
+    for name, function in NOT_FAKE.items():
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, function):
+            replaced.append((module, function, getattr(module, function)))
+    fake_tensors.CONSTANT_NUMEL_LIMIT = _MOST_KNOWN_ELEMENTS
+    try:
+        for module, function, _ in replaced:
+            setattr(module, function, _never)
+        yield
+    finally:
+        fake_tensors.CONSTANT_NUMEL_LIMIT = limit
+        for module, function, before in replaced:
+            setattr(module, function, before)
+
+
+def _never(_: object) -> bool:
+    return False
