@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch._subclasses.fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 _MOST_KNOWN_ELEMENTS = 2**20
@@ -38,7 +39,7 @@ def _known(mode: FakeTensorMode, values: torch.Tensor, device: torch.device) -> 
 
     The mode knows it, so that its views are known to lie in its storage.
     """
-    converter = mode.fake_tensor_converter
+    converter: Any = mode.fake_tensor_converter
     original = converter.meta_converter
     if device.type != "cpu":
         converter.meta_converter = _OnDevice(original, device)
@@ -121,7 +122,7 @@ class KnowingMode(FakeTensorMode):
     def _computed(self, func: Any, args: Any, kwargs: Any, devices: list[torch.device]) -> list[Any] | None:
         """What a call whose tensors are all known returns; None where that cannot be known."""
         values = tree_map_only(FakeTensor, lambda t: t.constant, (args, kwargs))
-        with fake_tensors.no_dispatch():
+        with no_dispatch():
             result = func(*_on_cpu(values[0]), **_on_cpu(values[1]))
         if not all(self.may_turn_const(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
             return None
