@@ -11,14 +11,15 @@ from planner._torch_kernels import Attention
 from planner.assembly import CostSource, Prepared, make_plan, prepare
 from planner.budget import Budget, format_bytes, parse_budget
 from planner.devices import Device
-from planner.errors import InfeasibleBudget, PlannerError
+from planner.errors import BudgetError, InfeasibleBudget, PlannerError
+from planner.inputs import Inputs, read_step
 from planner.install import apply
 from planner.new_shapes import OnNewShape, checked
 from planner.optimizer import Optimizer
 from planner.origin import Origin
 from planner.plan_file import Plan, WholeStep
 from planner.selection import select
-from planner.step import Loss, Step
+from planner.step import Loss
 from solvers import portfolio
 from solvers.registry import SOLVERS, Solve
 from solvers.schedule import simulate
@@ -33,7 +34,7 @@ class SolverError(PlannerError, ValueError):
 
 def plan(
     model: torch.nn.Module,
-    args: Sequence[Any] = (),
+    args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: int | str,
@@ -54,7 +55,9 @@ def plan(
 
     Args:
         model: Any module, in the mode (train or eval) in which it will be trained.
-        args, kwargs: Example inputs; the plan is for their shapes.
+        args, kwargs: Example inputs; the plan is for their shapes. ``args`` is a tuple or list of positional
+            arguments, a tensor that is the only one, a mapping of keyword arguments (a batch of Hugging
+            Face's is one), or a DataLoader, of which the first batch is taken.
         budget: Most bytes for the whole step, the optimizer's included: an int, "8GiB", "60%" of the
             unplanned step, or "min". On a GPU it bounds what the device must have: allocated bytes, a
             reserve for fragmentation, libraries and the context (``plan.whole_step`` tells them apart).
@@ -82,6 +85,7 @@ def plan(
 
     Raises:
         BudgetError: If the budget cannot be read.
+        InputError: If model, inputs or loss are none of these forms; the message says what to write.
         CaptureError: If the step cannot be captured.
         SelectionError: If ``keep``, ``recompute`` or ``checkpoints`` name what is not there.
         InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would.
@@ -89,9 +93,10 @@ def plan(
     report = progress or _no_report
     find_solver(solver)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
+    step = read_step(model, args, kwargs, loss, of="plan")
     prepared = prepare(
         model,
-        Step(tuple(args), dict(kwargs or {}), loss),
+        step,
         optimizer=optimizer,
         device=device,
         attention=attention,
@@ -144,10 +149,10 @@ def plan_prepared(
 
 def sweep(
     model: torch.nn.Module,
-    args: Sequence[Any] = (),
+    args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    budgets: Sequence[int | str] | None = None,
+    budgets: Sequence[int | str] | int | str | None = None,
     points: int = 20,
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
@@ -166,8 +171,8 @@ def sweep(
     budget is never slower.
 
     Args:
-        budgets: As for :func:`plan`; None for ``points`` budgets, evenly spaced from the step that
-            recomputes nothing to the least peak that can be reached.
+        budgets: One or several, as for :func:`plan`; None for ``points`` budgets, evenly spaced from the
+            step that recomputes nothing to the least peak that can be reached.
         time_limit: Wall seconds for all budgets together.
 
     All other arguments and errors are those of :func:`plan`; budgets that cannot be met are left out
@@ -177,11 +182,16 @@ def sweep(
         The plans, largest budget first.
     """
     report = progress or _no_report
+    if isinstance(budgets, str | int | float):
+        budgets = [budgets]
     for budget in budgets or ():
         parse_budget(budget, 2**60)
+    if points < 1 or (budgets is not None and not len(budgets)):
+        raise BudgetError("sweep needs a budget: leave budgets= out for points=20 of them, or name some")
+    step = read_step(model, args, kwargs, loss, of="sweep")
     prepared = prepare(
         model,
-        Step(tuple(args), dict(kwargs or {}), loss),
+        step,
         optimizer=optimizer,
         device=device,
         attention=attention,
@@ -226,7 +236,7 @@ def sweep(
 
 def auto_checkpoint(
     model: torch.nn.Module,
-    args: Sequence[Any] = (),
+    args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: int | str,

@@ -39,6 +39,7 @@ from planner.plan_file import (
 )
 from planner.problem import Problem, build_problem
 from planner.ranks import refuse_wrappers
+from planner.runnable import refuse_what_cannot_run
 from planner.step import Step, tensors_in, unique_storages
 from planner.timing import MeasuredCosts
 from planner.workspace import WorkspaceMeter
@@ -139,6 +140,8 @@ def prepare(
             progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
         )
     problem = build_problem(captured, target, meter, source)
+    if meter is not None:
+        refuse_what_cannot_run(captured.eager.calls, meter)
     update = optimizer_step(optimizer, model, target, meter, source)
     if isinstance(source, MeasuredCosts):
         source.save()

@@ -6,7 +6,7 @@ batch is tried on the others first. The answer is captured and solved in full; w
 the estimate was off, the search goes on from it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from planner.api import find_solver
 from planner.assembly import CostSource, Prepared, make_plan, prepare
 from planner.budget import Budget, format_bytes, parse_budget
 from planner.devices import Device
-from planner.errors import BudgetError, CaptureError, InfeasibleBudget
+from planner.errors import BudgetError, InfeasibleBudget
+from planner.inputs import InputError, check_loss, check_model, read_inputs, read_step
 from planner.optimizer import Optimizer
 from planner.plan_file import Plan
 from planner.sizes import Sized, SizedSteps
@@ -121,8 +122,8 @@ def max_batch(
 
     Args:
         model: Any module, in the mode in which it will be trained; it is not touched.
-        make_args: Makes the arguments of a batch: a tuple of positional ones, a mapping of keyword ones,
-            or a pair of both. Tensors on the meta device do, and cost nothing.
+        make_args: Makes the inputs of a batch, in any form that :func:`planner.plan` takes as ``args``, or
+            a pair of positional and keyword arguments. Tensors on the meta device do, and cost nothing.
         budget: Bytes as an int or text ("32GiB") for the whole step; on a GPU for all that it takes of
             the device.
         max_overhead: The most that time per sample may rise over that of the largest unplanned batch:
@@ -138,9 +139,17 @@ def max_batch(
 
     Raises:
         BudgetError: The budget is a percentage or "min", which say nothing without a batch.
+        InputError: Model, inputs or loss are in no form that can be read.
         CaptureError: The step cannot be captured.
         InfeasibleBudget: Not even one sample fits; ``.minimum_bytes`` is what it needs.
     """
+    if not callable(make_args):
+        raise InputError(
+            f"make_args is a {type(make_args).__name__}: expected a function from a batch to the inputs, "
+            "as in lambda batch: (torch.empty(batch, 3, 224, 224),)"
+        )
+    check_model(model)
+    check_loss(loss)
     wanted = parse_budget(budget, 2**60)
     if wanted.bytes is None or wanted.text.endswith("%"):
         raise BudgetError(f'budget {wanted.text!r} depends on the batch: give bytes, as "32GiB"')
@@ -149,10 +158,9 @@ def max_batch(
     find_solver(solver)
 
     def capture(size: int) -> Prepared:
-        args, kwargs = _arguments(make_args, size)
         return prepare(
             model,
-            Step(args, kwargs, loss),
+            _step(model, make_args, size, loss),
             optimizer=optimizer,
             device=device,
             attention=attention,
@@ -167,20 +175,14 @@ def max_batch(
     return search.run(min(start, most), max_overhead)
 
 
-def _arguments(make_args: MakeArguments, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    made = make_args(size)
-    if isinstance(made, Mapping):
-        return (), dict(made)
-    if isinstance(made, torch.Tensor):
-        return (made,), {}
-    if isinstance(made, Sequence):
-        if len(made) == 2 and isinstance(made[0], tuple | list) and isinstance(made[1], Mapping):
-            return tuple(made[0]), dict(made[1])
-        return tuple(made), {}
-    raise CaptureError(
-        f"make_args({size}) returned {type(made).__name__}; expected a tuple of arguments, a mapping of "
-        "keyword arguments, or a pair of both"
-    )
+def _step(model: torch.nn.Module, make_args: MakeArguments, size: int, loss: Loss | None) -> Step:
+    """The step of a batch."""
+    try:
+        made = make_args(size)
+    except Exception as error:
+        raise InputError(f"make_args({size}) raised {type(error).__name__}: {error}") from error
+    args, kwargs = read_inputs(made, f"make_args({size})")
+    return read_step(model, args, kwargs, loss, of="max_batch")
 
 
 class BatchSearch:

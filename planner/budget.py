@@ -53,7 +53,8 @@ def parse_budget(value: int | str, baseline_peak_bytes: int) -> Budget:
     try:
         amount = operator.index(value)
     except TypeError:
-        raise BudgetError(f"budget {value!r} is a {type(value).__name__}: expected {_FORMS}") from None
+        hint = f'; write "{value:.0%}" for that share' if isinstance(value, float) and 0 < value < 1 else ""
+        raise BudgetError(f"budget {value!r} is a {type(value).__name__}: expected {_FORMS}{hint}") from None
     return Budget(_checked(Fraction(amount), repr(amount)), str(amount))
 
 

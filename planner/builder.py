@@ -58,6 +58,8 @@ def load_reference(reference: str) -> Callable[..., Any]:
 def build(reference: str) -> Built:
     """Call a builder and check what it returns: (model, args) or (model, args, kwargs).
 
+    The arguments are in any form that :func:`planner.plan` takes.
+
     Raises:
         BuilderError: as `load_reference`, or the builder raises, or returns something else.
     """
@@ -70,17 +72,16 @@ def build_for_batches(reference: str) -> "tuple[nn.Module, Callable[[int], Any]]
     Raises:
         BuilderError: as `load_reference`, or the builder raises, or returns something else.
     """
-    from torch import nn
-
     result = _called(reference)
-    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], nn.Module):
+    if not isinstance(result, tuple | list) or len(result) != 2:
         raise BuilderError(f"{reference!r} returned a {type(result).__name__}: expected (model, make_args)")
+    model = _checked_model(reference, result[0])
     if not callable(result[1]):
         raise BuilderError(
             f"{reference!r} returned a {type(result[1]).__name__} as make_args: expected a function from a "
             "batch to the arguments of the model"
         )
-    return result[0], result[1]
+    return model, result[1]
 
 
 def _called(reference: str) -> Any:
@@ -92,26 +93,27 @@ def _called(reference: str) -> Any:
 
 
 def _checked(reference: str, result: Any) -> Built:
-    from torch import nn
+    from planner.inputs import InputError, read_step
 
     expected = "expected (model, args) or (model, args, kwargs)"
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         count = f" of {len(result)}" if isinstance(result, tuple | list) else ""
         raise BuilderError(f"{reference!r} returned a {type(result).__name__}{count}: {expected}")
-    model, args = result[0], result[1]
-    kwargs = result[2] if len(result) == 3 else {}
-    if not isinstance(model, nn.Module):
-        raise BuilderError(
-            f"{reference!r} returned a {type(model).__name__} as the model: expected an nn.Module"
-        )
-    if not isinstance(args, tuple | list):
-        message = f"returned a {type(args).__name__} as args: expected a tuple, for one input (x,)"
-        raise BuilderError(f"{reference!r} {message}")
-    if kwargs is None:
-        kwargs = {}
-    if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
-        raise BuilderError(f"{reference!r} returned kwargs that are not a dict with names as keys")
-    return Built(model, tuple(args), kwargs)
+    model = _checked_model(reference, result[0])
+    try:
+        step = read_step(model, *result[1:], of=reference)
+    except InputError as error:
+        raise BuilderError(f"{reference!r} returned what cannot be read as (model, args): {error}") from error
+    return Built(model, step.args, dict(step.kwargs))
+
+
+def _checked_model(reference: str, model: object) -> "nn.Module":
+    from planner.inputs import InputError, check_model
+
+    try:
+        return check_model(model)
+    except InputError as error:
+        raise BuilderError(f"{reference!r} returned no model: {error}") from error
 
 
 def _import_module(name: str) -> ModuleType:

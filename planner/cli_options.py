@@ -9,7 +9,7 @@ Reference = Annotated[
     str,
     typer.Argument(
         metavar="MODULE:FUNCTION",
-        help="Returns (model, args) or (model, args, kwargs); as pkg.module:build or path/to/file.py:build.",
+        help="Returns (model, args[, kwargs]), as pkg.module:build or path/to/file.py:build.",
         show_default=False,
     ),
 ]

@@ -37,6 +37,16 @@ class Step:
         output = module(*self.args, **self.kwargs)
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
+            if not isinstance(loss, torch.Tensor):
+                raise CaptureError(
+                    f"loss= returned a {type(loss).__name__}, expected a scalar tensor: not loss.item(), and "
+                    "of several results the one to differentiate"
+                )
+            if not loss.requires_grad:
+                raise CaptureError(
+                    "loss= returned a tensor without a gradient: it was detached, or computed under "
+                    "torch.no_grad(), or nothing that it depends on requires a gradient"
+                )
             if loss.numel() != 1:
                 raise CaptureError(f"the loss must be a scalar, but loss= gave shape {tuple(loss.shape)}")
             with without_autocast():

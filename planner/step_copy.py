@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from planner import _torch, _torch_tracing, _torch_values
 from planner.errors import CaptureError
 from planner.step import Loss, Step, map_tensors, tensors_in
+from planner.user_lines import line_of
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ def described(doing: str, error: Exception) -> str:
     # Dynamo's errors start with their kind and explain themselves further down.
     explained = [line.strip() for line in lines[1:] if line.strip().startswith("Explanation: ")]
     text = f"{doing} failed: {type(error).__name__}: {'. '.join(lines[:1] + explained[:1])}"
+    if (line := line_of(error)) is not None:
+        text += f", at {line}"
     if "SparseTensor" in text:
         text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
     if "double backward" in text:

@@ -9,6 +9,7 @@ import torch
 from planner import _torch
 from planner.errors import PlanMismatch
 from planner.generators import GeneratorStates, OwnGenerators
+from planner.inputs import InputError, Inputs, read_step
 from planner.install import PlannedCall, apply, installed_plan
 from planner.measure import measure_peak, measure_seconds
 from planner.plan_file import Plan
@@ -64,7 +65,7 @@ class Report:
 
 def verify(
     model: torch.nn.Module,
-    args: Sequence[Any] = (),
+    args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | None = None,
@@ -76,14 +77,18 @@ def verify(
     Args:
         model: The module, planned or not. It is left as it was: parameters, gradients, buffers,
             random generators, and whether a plan is installed.
-        args, kwargs: Inputs of the step.
+        args, kwargs: Inputs of the step, in any form that :func:`planner.plan` takes.
         plan: The plan to verify; None for the one that is installed.
         loss: As for :func:`planner.plan`.
         repeats: Timed steps of each kind; 0 measures no time.
 
     Raises:
+        InputError: If model, inputs, loss or plan are in no form that can be read.
         PlanMismatch: If there is no plan, or it is for another model.
     """
+    step = read_step(model, args, kwargs, loss, of="verify")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan= is a {type(plan).__name__}: pass the plan, from a file as Plan.load(path)")
     plan = plan or installed_plan(model)
     if plan is None:
         raise PlanMismatch("verify needs a plan: pass plan=, or apply one to the model")
@@ -92,7 +97,6 @@ def verify(
         raise PlanMismatch(
             f"the plan is for {modes[plan.model.training]} mode, the model is in {modes[model.training]} mode"
         )
-    step = Step(tuple(args), dict(kwargs or {}), loss)
     before = _State(model, step)
     installed = _torch.installed_call(model)
     original = installed.previous if isinstance(installed, PlannedCall) else installed

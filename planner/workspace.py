@@ -9,7 +9,7 @@ answers are kept in memory and on disk.
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,15 @@ class WorkspaceMeter:
             self._run_all(pending, progress)
             self._save({key: self._known[key] for key in pending if key in self._known})
         return [NOT_RUN if s is None else self._known.get(s, NOT_RUN) for s in signatures]
+
+    def failed(self, calls: Iterable[Call]) -> Iterator[tuple[Call, str]]:
+        """Of calls that have been measured those that could not be run, with the reason."""
+        for call in calls if self.failures else ():
+            if _allocates(call.func):
+                with suppress(TypeError, ValueError):
+                    reason = self.failures.get(call_signature(call.func, call.args, call.kwargs))
+                    if reason is not None:
+                        yield call, reason
 
     # ---- running ------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import torch
 import planner
 from planner.batch_search import MaxBatch
 from planner.devices import find_device
-from planner.errors import BudgetError, CaptureError
+from planner.errors import BudgetError
+from planner.inputs import InputError
 from tests.small import small_gpt
 
 MIB = 2**20
@@ -116,5 +117,5 @@ def test_a_budget_that_depends_on_the_batch_is_refused(budget: str) -> None:
 
 
 def test_arguments_that_are_none_are_refused() -> None:
-    with pytest.raises(CaptureError, match="make_args"):
+    with pytest.raises(InputError, match=r"make_args\(4\)"):
         planner.max_batch(small_gpt()[0], lambda batch: batch, "8MiB")

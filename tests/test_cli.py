@@ -58,8 +58,8 @@ def returns_model():
 def returns_no_module():
     return "Net", ()
 
-def returns_tensor_as_args():
-    return Net(), torch.randn(64, 32)
+def returns_number_as_args():
+    return Net(), 3
 
 def returns_bad_kwargs():
     return Net(), (), {1: 2}
@@ -167,8 +167,8 @@ def test_builders_are_found_in_files_and_modules(builders: Path, calls: list[Sim
         ("builders:raises", ["RuntimeError: no weights to be found", "--debug"]),
         ("builders:leaves", ["SystemExit: 7"]),
         ("builders:returns_model", ["returned a Net", "expected (model, args)"]),
-        ("builders:returns_no_module", ["returned a str as the model", "nn.Module"]),
-        ("builders:returns_tensor_as_args", ["returned a Tensor as args", "(x,)"]),
+        ("builders:returns_no_module", ["returned no model", "a str", "nn.Module"]),
+        ("builders:returns_number_as_args", ["of type int", "(x,)"]),
         ("builders:returns_bad_kwargs", ["kwargs"]),
         ("broken:build", ["importing broken raised", "SyntaxError"]),
         ("needs_more:build", ["importing needs_more raised", "ModuleNotFoundError", "not_installed"]),

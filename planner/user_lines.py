@@ -1,0 +1,37 @@
+"""The line of the user's code at which an error arose."""
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+
+import planner
+import solvers
+
+_NOT_THE_USERS = tuple(f"{Path(p.__file__ or '').parent}/" for p in (torch, planner, solvers))
+_IN_TEXT = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>\S[^\n]*)?')
+
+
+def line_of(error: BaseException) -> str | None:
+    """Where an error arose, as in ``net.py:12 (y = self.linear(x))``; None where no line is known.
+
+    It is the innermost line that is neither PyTorch's nor this library's. Errors of PyTorch's front end have
+    left the user's code behind, and quote it.
+    """
+    found = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_users(frame.filename):
+            found = (frame.filename, str(frame.lineno), frame.line or frame.name)
+    quoted = str(error).partition("from user code")[2]
+    for match in _IN_TEXT.finditer(quoted):
+        if _is_users(match["file"]):
+            found = (match["file"], match["line"], match["code"] or match["name"])
+    if found is None:
+        return None
+    file, number, code = found
+    return f"{file}:{number} ({code.strip()})"
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((*_NOT_THE_USERS, "<")) and Path(file).suffix == ".py"
