@@ -19,7 +19,7 @@ from planner.optimizer import Optimizer
 from planner.origin import Origin
 from planner.plan_file import Plan, WholeStep
 from planner.selection import select
-from planner.step import Loss
+from planner.step import Loss, Outputs
 from solvers import portfolio
 from solvers.registry import SOLVERS, Solve
 from solvers.schedule import simulate
@@ -40,6 +40,7 @@ def plan(
     budget: int | str,
     solver: str = "auto",
     loss: Loss | None = None,
+    outputs: Outputs = "held",
     optimizer: Optimizer | None = None,
     device: str | torch.device | Device | None = None,
     attention: Attention | None = None,
@@ -64,6 +65,9 @@ def plan(
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         loss: Makes the scalar loss of the module's output, where the module does not return it
             (itself, or as ``output.loss``). Without either, the step differentiates all outputs.
+        outputs: Whether the training loop still has the module's outputs while backward runs: "held", as
+            in ``out = model(x); out.loss.backward()``, or "dropped", as in ``model(x).loss.backward()`` and
+            in trainers, which hand on the loss alone. Dropped outputs are not counted.
         optimizer: An instance, class or name; its state counts as resident, and its step must fit.
         device: Where the step will run: None for where the model is, or the name of a device.
         attention: Planning for a GPU without one: the kernel of scaled dot product attention, "flash",
@@ -86,6 +90,7 @@ def plan(
     Raises:
         BudgetError: If the budget cannot be read.
         InputError: If model, inputs or loss are none of these forms; the message says what to write.
+        OutputsError: If ``outputs`` is neither of the two.
         CaptureError: If the step cannot be captured.
         SelectionError: If ``keep``, ``recompute`` or ``checkpoints`` name what is not there.
         InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would.
@@ -93,7 +98,7 @@ def plan(
     report = progress or _no_report
     find_solver(solver)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
-    step = read_step(model, args, kwargs, loss, of="plan")
+    step = read_step(model, args, kwargs, loss, outputs, of="plan")
     prepared = prepare(
         model,
         step,
@@ -155,6 +160,7 @@ def sweep(
     budgets: Sequence[int | str] | int | str | None = None,
     points: int = 20,
     loss: Loss | None = None,
+    outputs: Outputs = "held",
     optimizer: Optimizer | None = None,
     device: str | torch.device | Device | None = None,
     attention: Attention | None = None,
@@ -188,7 +194,7 @@ def sweep(
         parse_budget(budget, 2**60)
     if points < 1 or (budgets is not None and not len(budgets)):
         raise BudgetError("sweep needs a budget: leave budgets= out for points=20 of them, or name some")
-    step = read_step(model, args, kwargs, loss, of="sweep")
+    step = read_step(model, args, kwargs, loss, outputs, of="sweep")
     prepared = prepare(
         model,
         step,

@@ -146,7 +146,7 @@ def prepare(
     if isinstance(source, MeasuredCosts):
         source.save()
     footprint = StepFootprint(target, _resident(captured, update, target), update)
-    origin = Origin(step.loss, optimizer, device, attention, accumulate, costs)
+    origin = Origin(step.loss, step.outputs, optimizer, device, attention, accumulate, costs)
     seconds = time.perf_counter() - started
     return Prepared(model, step, captured, problem, footprint, meter, source, seconds, origin)
 
@@ -188,6 +188,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
             class_name=class_name(model),
             training=model.training,
             inputs=input_records(prepared.step),
+            outputs=prepared.step.outputs,
             parameter_count=sum(p.numel() for p in model.parameters()),
             state_digest=state_digest(model),
             autocast=captured.autocast,

@@ -23,7 +23,7 @@ from planner.inputs import InputError, check_loss, check_model, read_inputs, rea
 from planner.optimizer import Optimizer
 from planner.plan_file import Plan
 from planner.sizes import Sized, SizedSteps
-from planner.step import Loss, Step
+from planner.step import Loss, Outputs, Step
 from solvers import portfolio
 from solvers.schedule import simulate
 from solvers.solution import Solution
@@ -108,6 +108,7 @@ def max_batch(
     max_overhead: float | None = None,
     solver: str = "auto",
     loss: Loss | None = None,
+    outputs: Outputs = "held",
     optimizer: Optimizer | None = None,
     device: str | torch.device | Device | None = None,
     attention: Attention | None = None,
@@ -128,7 +129,7 @@ def max_batch(
             the device.
         max_overhead: The most that time per sample may rise over that of the largest unplanned batch:
             0.29 allows 29 %. None: whatever it takes.
-        solver, loss, optimizer, device, attention, accumulate, costs: As for :func:`planner.plan`.
+        solver, loss, outputs, optimizer, device, attention, accumulate, costs: As for :func:`planner.plan`.
         start: The first batch that is captured.
         most: No batch larger than this is tried.
         time_limit: Wall seconds for the plan of each captured answer.
@@ -160,7 +161,7 @@ def max_batch(
     def capture(size: int) -> Prepared:
         return prepare(
             model,
-            _step(model, make_args, size, loss),
+            _step(model, make_args, size, loss, outputs),
             optimizer=optimizer,
             device=device,
             attention=attention,
@@ -175,14 +176,16 @@ def max_batch(
     return search.run(min(start, most), max_overhead)
 
 
-def _step(model: torch.nn.Module, make_args: MakeArguments, size: int, loss: Loss | None) -> Step:
+def _step(
+    model: torch.nn.Module, make_args: MakeArguments, size: int, loss: Loss | None, outputs: Outputs
+) -> Step:
     """The step of a batch."""
     try:
         made = make_args(size)
     except Exception as error:
         raise InputError(f"make_args({size}) raised {type(error).__name__}: {error}") from error
     args, kwargs = read_inputs(made, f"make_args({size})")
-    return read_step(model, args, kwargs, loss, of="max_batch")
+    return read_step(model, args, kwargs, loss, outputs, of="max_batch")
 
 
 class BatchSearch:

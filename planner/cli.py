@@ -27,7 +27,10 @@ from planner.cli_options import (
     FigurePath,
     Keep,
     Loss,
+    MeasuredOutputs,
     OptimizerName,
+    Outputs,
+    OutputsName,
     PlanFile,
     PlanPath,
     Reference,
@@ -82,6 +85,7 @@ def plan_command(
     accumulate: Accumulate = None,
     costs: CostName = CostSource.roofline,
     loss: Loss = None,
+    outputs: OutputsName = Outputs.held,
     keep: Keep = None,
     recompute: Again = None,
     checkpoint: Checkpoints = None,
@@ -109,6 +113,7 @@ def plan_command(
                     budget=budget,
                     solver=solver,
                     loss=loss_function,
+                    outputs=outputs.value,
                     optimizer=optimizer,
                     device=device,
                     attention=None if attention is None else attention.value,
@@ -149,6 +154,7 @@ def sweep_command(
     accumulate: Accumulate = None,
     costs: CostName = CostSource.roofline,
     loss: Loss = None,
+    outputs: OutputsName = Outputs.held,
     keep: Keep = None,
     recompute: Again = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for all budgets.")] = 300.0,
@@ -173,6 +179,7 @@ def sweep_command(
                     budgets=wanted,
                     points=points,
                     loss=loss_function,
+                    outputs=outputs.value,
                     optimizer=optimizer,
                     device=device,
                     attention=None if attention is None else attention.value,
@@ -218,6 +225,7 @@ def max_batch_command(
     accumulate: Accumulate = None,
     costs: CostName = CostSource.roofline,
     loss: Loss = None,
+    outputs: OutputsName = Outputs.held,
     start: Annotated[int, typer.Option(min=1, help="The first batch that is captured.")] = 4,
     most: Annotated[int, typer.Option(min=1, help="No larger batch is tried.")] = 1 << 20,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each captured answer.")] = 60.0,
@@ -241,6 +249,7 @@ def max_batch_command(
                     max_overhead=allowed,
                     solver=solver,
                     loss=loss_function,
+                    outputs=outputs.value,
                     optimizer=optimizer,
                     device=device,
                     attention=None if attention is None else attention.value,
@@ -277,6 +286,7 @@ def verify_command(
     reference: Reference,
     plan_path: PlanPath,
     loss: Loss = None,
+    outputs: MeasuredOutputs = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -289,7 +299,12 @@ def verify_command(
             with shown_progress() as progress:
                 progress("running the unplanned and the planned step", 0.0)
                 report = planner.verify(
-                    built.model, args=built.args, kwargs=built.kwargs, plan=plan, loss=loss_function
+                    built.model,
+                    args=built.args,
+                    kwargs=built.kwargs,
+                    plan=plan,
+                    loss=loss_function,
+                    outputs=None if outputs is None else outputs.value,
                 )
         if as_json:
             print_json(report.to_dict())

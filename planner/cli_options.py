@@ -20,6 +20,27 @@ Loss = Annotated[
         "--loss", metavar="MODULE:FUNCTION", help="A function from the model's output to a scalar loss."
     ),
 ]
+
+
+class Outputs(StrEnum):
+    """Whether the training loop still has the module's outputs while backward runs."""
+
+    held = "held"
+    dropped = "dropped"
+
+
+OutputsName = Annotated[
+    Outputs,
+    typer.Option(
+        "--outputs",
+        help="held: the training loop still has the model's outputs while backward runs; dropped: it has "
+        "only the loss, as in trainers.",
+    ),
+]
+MeasuredOutputs = Annotated[
+    Outputs | None,
+    typer.Option("--outputs", help="held or dropped while backward runs; as planned if not given."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 FigurePath = Annotated[

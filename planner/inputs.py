@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from planner._torch_modules import calls_forward_as_given
 from planner.errors import PlannerError
 from planner.generators import GeneratorStates
-from planner.step import Loss, Step
+from planner.step import Loss, Outputs, Step, checked_outputs
 
 Inputs = Sequence[Any] | Mapping[str, Any] | torch.Tensor | DataLoader[Any] | None
 """Example inputs: a tuple or list of positional arguments, a tensor that is the only one, a mapping of
@@ -31,6 +31,7 @@ def read_step(
     args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     loss: Loss | None = None,
+    outputs: Outputs = "held",
     *,
     of: str,
 ) -> Step:
@@ -40,11 +41,13 @@ def read_step(
         model: The module.
         args, kwargs: Its example inputs, in any form of :data:`Inputs`.
         loss: Makes the scalar loss of the module's output, or None.
+        outputs: Whether the module's outputs are held while backward runs.
         of: The function that was called, for messages.
 
     Raises:
         InputError: One of them is none of its forms, the model's forward does not take the inputs, or
             gradients are switched off.
+        OutputsError: ``outputs`` is neither "held" nor "dropped".
     """
     check_model(model)
     _check_gradients_are_on(of)
@@ -54,7 +57,7 @@ def read_step(
         if twice := named.keys() & more.keys():
             raise InputError(f"{min(twice)!r} is given twice, in the mapping of inputs and in kwargs=")
         named = {**named, **more}
-    step = Step(given, named, check_loss(loss))
+    step = Step(given, named, check_loss(loss), checked_outputs(outputs))
     _check_call(model, step, what)
     return step
 

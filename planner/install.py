@@ -22,6 +22,7 @@ from planner.arrivals import Expected
 from planner.autocast import Surroundings, share_casts
 from planner.capture import run_forward
 from planner.codegen import compile_graph
+from planner.dropped_outputs import watch_dropped
 from planner.errors import CaptureError, PlanFileError, PlanMismatch, PlanWarning
 from planner.fingerprint import class_name, state_digest
 from planner.first_forward import CapturedAgain, Path
@@ -335,7 +336,8 @@ class PlanBackend:
                 "gradients may differ in the last bits from those without a plan. planner.verify() tells"
             )
         call = meetings.watched(expected.watched(casts.watched(compiled.call)))
-        return with_tripwires(second_order.watched(backward.watched(call)), unused)
+        call = with_tripwires(second_order.watched(backward.watched(call)), unused)
+        return watch_dropped(call, unused, self._plan, _warn)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,

@@ -176,7 +176,7 @@ class NewShapes:
         origin = self._origin
         return prepare(
             self._model,
-            Step(args, kwargs, origin.loss),
+            Step(args, kwargs, origin.loss, origin.outputs),
             optimizer=origin.optimizer,
             device=origin.device,
             attention=origin.attention,

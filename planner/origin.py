@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.step import Outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,6 +17,7 @@ class Origin:
     """
 
     loss: Any = None
+    outputs: "Outputs" = "held"
     optimizer: Any = None
     device: Any = None
     attention: Any = None

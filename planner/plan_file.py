@@ -132,7 +132,7 @@ class Plan(Record):
         if self._origin is not None:
             return self._origin
         name = self.solver.name if self.solver.name in SOLVERS else "auto"
-        return Origin(solver=name, accumulate=self.resident.gradient_bytes > 0)
+        return Origin(solver=name, accumulate=self.resident.gradient_bytes > 0, outputs=self.model.outputs)
 
     def made_with(self, origin: Origin) -> Self:
         """The same plan, which remembers what it was made with."""

@@ -128,6 +128,9 @@ class ModelRecord(Record):
     class_name: Name
     training: bool
     inputs: list[TensorRecord] = Field(max_length=100_000)
+    outputs: Literal["held", "dropped"] = Field(
+        default="held", description="whether the training loop still has the outputs while backward runs"
+    )
     parameter_count: Count
     state_digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] = Field(
         description="SHA-256 over the names, shapes and dtypes of the model's state_dict"

@@ -3,14 +3,35 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils import _pytree as pytree
 
-from planner.errors import CaptureError
+from planner.errors import CaptureError, PlannerError
 
 Loss = Callable[[Any], torch.Tensor]
+Outputs = Literal["held", "dropped"]
+"""Whether the module's outputs live on while backward runs: in ``out = model(x); out.loss.backward()`` they
+do, in ``model(x).loss.backward()`` and in trainers, which hand on the loss alone, they do not."""
+
+
+class OutputsError(PlannerError, ValueError):
+    """Outputs are neither held nor dropped."""
+
+
+def checked_outputs(outputs: str) -> Outputs:
+    """What becomes of the outputs, as it was given by name.
+
+    Raises:
+        OutputsError: There is none of that name.
+    """
+    if outputs not in get_args(Outputs):
+        raise OutputsError(
+            f"outputs={outputs!r}: expected 'held', where the training loop still has the module's outputs "
+            "when backward runs, or 'dropped', where it has only the loss"
+        )
+    return outputs  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -21,18 +42,20 @@ class Step:
         args: Positional arguments of the module.
         kwargs: Keyword arguments of the module.
         loss: Makes a scalar of the module's output; None to find it (see :func:`find_loss`).
+        outputs: Whether the module's outputs are held while backward runs.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
+    outputs: Outputs = "held"
 
     def run(self, module: torch.nn.Module) -> tuple[Any, torch.Tensor | None]:
         """Forward and backward.
 
         Returns:
-            The module's output, which a user typically still holds, and the loss (None when the
-            outputs themselves were differentiated, with gradients of ones).
+            The module's output where it is held, else what of it was differentiated; and the loss (None
+            when the outputs themselves were differentiated, with gradients of ones).
         """
         output = module(*self.args, **self.kwargs)
         loss = self.loss(output) if self.loss is not None else find_loss(output)
@@ -49,6 +72,8 @@ class Step:
                 )
             if loss.numel() != 1:
                 raise CaptureError(f"the loss must be a scalar, but loss= gave shape {tuple(loss.shape)}")
+            if self.outputs == "dropped":
+                output = loss
             with without_autocast():
                 loss.backward()
             return output, loss
@@ -58,6 +83,8 @@ class Step:
                 f"nothing to differentiate: the module returned {type(output).__name__} without a tensor "
                 "that requires a gradient; is a parameter trainable, and is the loss among the outputs?"
             )
+        if self.outputs == "dropped":
+            output = outputs
         with without_autocast():
             torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
         return output, None

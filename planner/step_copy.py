@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,7 +62,8 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
             _torch_values.forget_changes(made, original)
 
     loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))
-    return StepCopy(copied, Step(tuple(args), kwargs, loss), running, reset, data=False)
+    copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
+    return StepCopy(copied, copied_step, running, reset, data=False)
 
 
 def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
@@ -86,7 +87,8 @@ def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
 
     versions = {id(mine): mine._version for _, mine in pairs}
     loss = _on_copies(step.loss, pairs)
-    return StepCopy(copied, Step(tuple(args), kwargs, loss), contextlib.nullcontext, reset, data=True)
+    copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
+    return StepCopy(copied, copied_step, contextlib.nullcontext, reset, data=True)
 
 
 def _copied(module: torch.nn.Module, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:

@@ -1,7 +1,7 @@
 """Does the planned module do what the unplanned one does, in the memory that was promised?"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from planner.install import PlannedCall, apply, installed_plan
 from planner.measure import measure_peak, measure_seconds
 from planner.plan_file import Plan
 from planner.python_state import remember
-from planner.step import Loss, Step, differentiable_outputs, tensors_in
+from planner.step import Loss, Outputs, Step, checked_outputs, differentiable_outputs, tensors_in
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def verify(
     *,
     plan: Plan | None = None,
     loss: Loss | None = None,
+    outputs: Outputs | None = None,
     repeats: int = 3,
 ) -> Report:
     """Run the unplanned and the planned step from the same state and compare everything.
@@ -80,6 +81,8 @@ def verify(
         args, kwargs: Inputs of the step, in any form that :func:`planner.plan` takes.
         plan: The plan to verify; None for the one that is installed.
         loss: As for :func:`planner.plan`.
+        outputs: Whether the measured steps hold the module's outputs while backward runs, as for
+            :func:`planner.plan`; None for what the plan was made for.
         repeats: Timed steps of each kind; 0 measures no time.
 
     Raises:
@@ -97,6 +100,7 @@ def verify(
         raise PlanMismatch(
             f"the plan is for {modes[plan.model.training]} mode, the model is in {modes[model.training]} mode"
         )
+    step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
     before = _State(model, step)
     installed = _torch.installed_call(model)
     original = installed.previous if isinstance(installed, PlannedCall) else installed

@@ -183,8 +183,8 @@ LOOPS = [
         (
             Change(
                 "planner/install.py",
-                "        return with_tripwires(second_order.watched(backward.watched(call)), unused)\n",
-                "        return with_tripwires(second_order.watched(backward.watched(call)), [])\n",
+                "        call = with_tripwires(second_order.watched(backward.watched(call)), unused)\n",
+                "        call = with_tripwires(second_order.watched(backward.watched(call)), [])\n",
             ),
         ),
         ("tests/test_install.py::test_a_gradient_where_the_plan_expects_none_is_an_error_not_a_zero",),
