@@ -33,14 +33,15 @@ def default_cache_path() -> Path:
 
 
 def environment(device: torch.device) -> str:
-    """What measured workspaces depend on besides the operator: scratch grows with the number of threads."""
+    """What measured workspaces and seconds depend on besides the operator: which kernels are chosen, and how
+    many threads there are to have scratch of their own."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cuda":
         parts += [
             str(torch.cuda.get_device_properties(device).name),
-            f"cudnn {cudnn_version()}",
-            f"benchmark {torch.backends.cudnn.benchmark}",
-            f"matmul {torch.get_float32_matmul_precision()}",
+            f"cudnn {cudnn_version()} {_cudnn_settings()}",
+            f"products {torch.backends.cuda.preferred_blas_library()} {_float32_precisions()}",
+            *(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ),
         ]
     else:
         parts += [
@@ -50,6 +51,37 @@ def environment(device: torch.device) -> str:
         ]
     parts.append(f"deterministic {torch.are_deterministic_algorithms_enabled()}")
     return "; ".join(parts)
+
+
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+
+def _cudnn_settings() -> str:
+    backend = torch.backends.cudnn
+    names = ("enabled", "benchmark", "benchmark_limit", "deterministic")
+    return " ".join(f"{name} {getattr(backend, name)}" for name in names)
+
+
+def _float32_precisions() -> str:
+    """In which arithmetic products, convolutions and recurrent layers of float32 are done.
+
+    PyTorch has an older and a newer setting for it, and raises where the older is read after the newer was
+    set; the newer one can be read always.
+    """
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    if hasattr(cudnn, "conv"):
+        parts = {"matmul": products, "conv": cudnn.conv, "rnn": cudnn.rnn}
+        # Nothing set, "none", is what "ieee" is.
+        told = [f"{n} {part.fp32_precision}".replace("none", "ieee") for n, part in parts.items()]
+    else:  # before torch 2.9
+        told = [f"matmul {torch.get_float32_matmul_precision()}", f"cudnn {cudnn.allow_tf32}"]
+    reduced = products.allow_fp16_reduced_precision_reduction, products.allow_bf16_reduced_precision_reduction
+    return " ".join([*told, f"reduced {reduced}"])
 
 
 def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
