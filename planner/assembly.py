@@ -15,7 +15,7 @@ from planner._torch_kernels import Attention
 from planner.budget import Budget, parse_budget
 from planner.capture import CapturedStep, CudaKernels, capture
 from planner.costs import Costs, roofline
-from planner.devices import Device, find_device, round_bytes
+from planner.devices import Device, find_device, round_bytes, same_processor
 from planner.errors import PlannerError
 from planner.fingerprint import class_name, state_digest
 from planner.footprint import Footprint as StepFootprint
@@ -113,7 +113,7 @@ def prepare(
     refuse_wrappers(model, "plan")
     here = _device_of(model, step)
     target = find_device(device, here)
-    at_hand = here.type in ("cpu", "cuda") and target.name == find_device(None, here).name
+    at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
     if costs not in get_args(CostSource):
         raise CostsError(f"costs={costs!r}: expected {' or '.join(map(repr, get_args(CostSource)))}")
     if costs == "measured" and not at_hand:

@@ -243,6 +243,16 @@ def find_device(name: str | torch.device | Device | None, model_device: torch.de
     )
 
 
+def same_processor(one: Device, other: Device) -> bool:
+    """Whether kernels run on one device as they do on another, whatever they are called and hold in memory:
+    ``"H100"`` is what the driver calls "NVIDIA H100 80GB HBM3"."""
+
+    def figures(device: Device) -> tuple[object, ...]:
+        return device.kind, device.bandwidth, dict(device.flops), device.capability
+
+    return one.name == other.name or (one.kind == "cuda" and figures(one) == figures(other))
+
+
 def load_device(path: str | os.PathLike[str]) -> Device:
     """Reads a device of one's own from a JSON file.
 

@@ -11,8 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from planner.devices import DEVICES, Device, DeviceError, described_gpu, find_device, round_bytes
+import planner
+from planner import assembly
+from planner.devices import (
+    DEVICES,
+    Device,
+    DeviceError,
+    described_gpu,
+    find_device,
+    round_bytes,
+    same_processor,
+)
 from planner.errors import PlannerError
+from planner.workspace import WorkspaceMeter
 
 GIB = 1 << 30
 
@@ -209,3 +220,40 @@ def test_a_device_file_that_is_wrong(given: Any, words: list[str], tmp_path: Pat
 def test_a_device_file_that_is_not_there() -> None:
     with pytest.raises(DeviceError, match="cannot be read"):
         find_device("no-such-device.json")
+
+
+@pytest.mark.parametrize(
+    ("product", "gib", "same", "others"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.2, "H100", ["H200", "A100-80GB", "cpu"]),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80GB", ["A100-40GB", "H100"]),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB", ["T4"]),
+    ],
+)
+def test_a_gpu_that_is_here_is_the_one_of_the_table(
+    product: str, gib: float, same: str, others: list[str]
+) -> None:
+    here = described_gpu(product, int(gib * GIB))
+    assert same_processor(find_device(same), here)
+    assert same_processor(replace(find_device(same), name="capped", memory_bytes=GIB), here)
+    assert not any(same_processor(find_device(other), here) for other in others)
+
+
+def test_a_plan_for_the_gpu_at_hand_by_its_name_measures_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(4, 4)
+    here = described_gpu("NVIDIA H100 80GB HBM3", int(79.2 * GIB))
+    asked = []
+
+    def meter(device: torch.device) -> WorkspaceMeter:
+        asked.append(device.type)
+        return WorkspaceMeter("cpu", None)  # which stands for it
+
+    def find(name: Any, model_device: torch.device | None = None) -> Device:
+        return here if name is None else find_device(name, model_device)
+
+    monkeypatch.setattr(assembly, "_device_of", lambda model, step: torch.device("cuda"))
+    monkeypatch.setattr(assembly, "find_device", find)
+    monkeypatch.setattr(assembly, "WorkspaceMeter", meter)
+    made = planner.plan(model, (torch.randn(2, 4),), budget="100GiB", device="H100", solver="none")
+    assert asked == ["cuda"]
+    assert made.target.workspace == "measured"
