@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
 from planner import _torch_joint
+from planner.graph_hooks import GraphHook, TracedGraph
 from planner.joint import JointGraph
 
 
@@ -60,7 +60,7 @@ class Arrivals:
         )
 
 
-class Expected:
+class Expected(GraphHook):
     """Looks at the gradients that a planned graph gets, whether they lie in memory as planned.
 
     Args:
@@ -72,25 +72,14 @@ class Expected:
         self._expected: Mapping[int, tuple[int, ...]] = {}
         self._told = False
 
-    def traced(self, joint: GraphModule, forward_outputs: int) -> None:
-        """Say what the backward was traced for."""
-        gradients = _torch_joint.gradients_of_nodes(joint, forward_outputs)
+    def on_traced(self, traced: TracedGraph) -> None:
+        gradients = _torch_joint.gradients_of_nodes(traced.joint, traced.forward_outputs)
         self._expected = {i: g.stride() for i, g in gradients.items() if _has_steps(g)}
+        self.watches = bool(self._expected)
 
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable of the graph, whose gradients are looked at."""
-        if not self._expected:
-            return compiled
-
-        def run(*args: Any) -> Any:
-            before = _torch_joint.nodes_so_far()
-            results = compiled(*args)
-            node = None if self._told else _torch_joint.compiled_node(results, before)
-            if node is not None:
-                node.register_prehook(self._look)
-            return results
-
-        return run
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        if not self._told:
+            node.register_prehook(self._look)
 
     def _look(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         for i, strides in self._expected.items():

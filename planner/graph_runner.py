@@ -20,6 +20,7 @@ from planner._torch_modules import name_modules
 from planner.arrivals import Arrivals
 from planner.autocast import Surroundings, share_casts
 from planner.codegen import compile_graph
+from planner.graph_hooks import CompiledGraph, TracedGraph
 from planner.joint import JointGraph, read_joint
 from planner.kept_casts import KeptCasts
 from planner.rewrite import Halves, emit, no_recomputation
@@ -195,7 +196,7 @@ class GraphRunner:
                 backward_compiler=self._backward_stub,
                 layouts=self.gradients.layouts,
             )
-        self._compiled, self.left = self.casts.watched(compiled.call), compiled.left
+        self._compiled, self.left = CompiledGraph(compiled.call, [self.casts]), compiled.left
         self.gradients.layouts = {i: d for i, d in self.gradients.layouts.items() if i not in compiled.relaid}
 
     def _prepare(self, joint: GraphModule) -> None:
@@ -211,7 +212,8 @@ class GraphRunner:
         ]
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        self.casts.traced(joint, self._kept_casts)
+        inputs = len(self.example_inputs)
+        self.casts.on_traced(TracedGraph(joint, forward_outputs, inputs, self.by_use, self._kept_casts))
         self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
         if self._data:
             self._halves = emit(self.joint, no_recomputation(self.joint))

@@ -22,10 +22,11 @@ from planner.arrivals import Expected
 from planner.autocast import Surroundings, share_casts
 from planner.capture import run_forward
 from planner.codegen import compile_graph
-from planner.dropped_outputs import watch_dropped
+from planner.dropped_outputs import DroppedOutputs
 from planner.errors import CaptureError, PlanFileError, PlanMismatch, PlanWarning
 from planner.fingerprint import class_name, state_digest
 from planner.first_forward import CapturedAgain, Path
+from planner.graph_hooks import CompiledGraph, GraphHook, TracedGraph
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
 from planner.joint import JointGraph, read_joint
 from planner.kept_casts import AGAIN, KeptCasts, unplanned_call
@@ -38,7 +39,7 @@ from planner.rewrite import emit, no_recomputation, user_outputs
 from planner.second_order import SecondOrder
 from planner.static_shapes import MOST_SHAPES, StaticShapes
 from planner.step import Loss, autocast_regions
-from planner.tripwire import with_tripwires
+from planner.tripwire import UnusedOutputs
 from planner.uses import compile_by_use
 
 logger = logging.getLogger(__name__)
@@ -302,13 +303,18 @@ class PlanBackend:
         by_use = record.inputs_by_use if record is not None else []
         layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
         around, kept = Surroundings.here(), dict[int, torch.dtype]()
-        casts, expected, meetings = KeptCasts(_warn), Expected(_warn), Meetings(_warn)
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
-            casts.traced(joint, kept)
-            expected.traced(joint, outputs)
-            meetings.traced(joint, outputs, set(range(len(example_inputs))).difference(by_use))
-            return self._partition(record, backward, second_order, joint, outputs, exactly)
+            traced = TracedGraph(joint, outputs, len(example_inputs), frozenset(by_use), kept)
+            for hook in hooks:
+                hook.on_traced(traced)
+            return self._partition(record, second_order, joint, outputs, exactly)
+
+        def compile_backward(module: GraphModule) -> _torch_joint.BoxedFunction:
+            function = backward.compile(module)
+            for hook in hooks:
+                function = hook.backward(function)
+            return function
 
         obstacle = "it was called under autocast" if self._autocast else None
         if self._plan.rung != "one-graph":
@@ -319,6 +325,10 @@ class PlanBackend:
             obstacle = "it is captured in several parts"
         second_order = SecondOrder(graph, obstacle, _warn)
         backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
+        hooks: list[GraphHook] = [
+            KeptCasts(_warn), Expected(_warn), Meetings(_warn), backward, second_order,
+            UnusedOutputs(unused), DroppedOutputs(unused, self._plan, _warn),
+        ]  # fmt: skip
         compiled = compile_by_use(
             detach_outputs(graph, unused),
             example_inputs,
@@ -326,7 +336,7 @@ class PlanBackend:
             prepare=lambda joint: kept.update(share_casts(joint, graph, example_inputs, around)),
             partition=partition,
             forward_compiler=_compile_forward,
-            backward_compiler=lambda module: meetings.noting(backward.compile(module)),
+            backward_compiler=compile_backward,
             layouts=layouts,
         )
         if compiled.left or compiled.relaid:
@@ -335,9 +345,7 @@ class PlanBackend:
                 f"the gradients of {where} of a graph cannot be added up, or laid out in memory, as planned: "
                 "gradients may differ in the last bits from those without a plan. planner.verify() tells"
             )
-        call = meetings.watched(expected.watched(casts.watched(compiled.call)))
-        call = with_tripwires(second_order.watched(backward.watched(call)), unused)
-        return watch_dropped(call, unused, self._plan, _warn)
+        return CompiledGraph(compiled.call, hooks)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in turn,
@@ -355,17 +363,15 @@ class PlanBackend:
     def _partition(
         self,
         record: GraphRecord | None,
-        backward: PartialBackward,
         second_order: SecondOrder,
         module: GraphModule,
         outputs: int,
         exactly: bool,
     ) -> tuple[GraphModule, GraphModule]:
-        backward.traced(_torch_joint.tangent_positions(module, outputs))
         joint = read_joint(module, outputs)
         if exactly and record is not None and not describes(record, joint):
             raise CaptureError("traced into other operations than planned")
-        second_order.traced(module, joint)
+        second_order.on_joint(module, joint)
         halves = emit(joint, self._sequence(record, joint))
         return halves.forward, halves.backward
 

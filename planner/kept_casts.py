@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint
 from planner.autocast import notes_of_region
+from planner.graph_hooks import GraphHook, TracedGraph
 from planner.uses import is_sum
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ AGAIN = (
 )
 
 
-class KeptCasts:
+class KeptCasts(GraphHook):
     """The casts of one graph that would be kept for others, if it ran without a plan.
 
     Args:
@@ -49,14 +49,10 @@ class KeptCasts:
         self._warn = warn
         self._alone: dict[int, torch.dtype] = {}
         self._others: list[int] = []
+        self._taken: Callable[[Any], tuple[Any, ...]] = tuple
 
-    def traced(self, joint: GraphModule, kept: Mapping[int, torch.dtype]) -> None:
-        """Say what the graph casts, once AOTAutograd has traced it.
-
-        Args:
-            joint: The joint graph.
-            kept: The inputs of which casts are kept beyond the graph, by position, and what they are cast to.
-        """
+    def on_traced(self, traced: TracedGraph) -> None:
+        joint, kept = traced.joint, traced.kept_casts
         places = _torch_joint.gradient_places(joint)
         flat: Sequence[Any] = joint.graph.output_node().args[0]  # type: ignore[assignment]
         gradients = {i: flat[places[i]] for i in kept if i in places and flat[places[i]] is not None}
@@ -71,30 +67,21 @@ class KeptCasts:
             and not is_sum(gradient.args[0])
         }
         self._others = [i for i in gradients if i not in self._alone]
-
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable of the graph, whose calls know of each other inside one region."""
-        if not self._alone and not self._others:
-            return compiled
         positions = [*self._alone, *self._others]
-        # The first twice: of several the result is a tuple.
-        taken: Callable[[Any], tuple[Any, ...]] = operator.itemgetter(*positions, positions[0])
+        self.watches = bool(positions)
+        if positions:  # the first twice: of several the result is a tuple
+            self._taken = operator.itemgetter(*positions, positions[0])
 
-        def run(*args: Any) -> Any:
-            before = _torch_joint.nodes_so_far()
-            results = compiled(*args)
-            parameters = taken(args)
-            notes = notes_of_region(parameters[0].device)
-            node = None if notes is None else _torch_joint.compiled_node(results, before)
-            if notes is not None and node is not None:
-                region = notes.setdefault("planner", _Region())
-                if region.add(_Call(node, self._alone, parameters)) and not self.again:
-                    self.again = True
-                    if self._warn is not None:
-                        self._warn(AGAIN)
-            return results
-
-        return run
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        parameters = self._taken(args)
+        notes = notes_of_region(parameters[0].device)
+        if notes is None:
+            return
+        region = notes.setdefault("planner", _Region())
+        if region.add(_Call(node, self._alone, parameters)) and not self.again:
+            self.again = True
+            if self._warn is not None:
+                self._warn(AGAIN)
 
 
 def unplanned_call(parameters: Sequence[torch.Tensor]) -> bool:

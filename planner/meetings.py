@@ -9,18 +9,18 @@ An input whose gradient is such a sum costs a hook per step on whatever that gra
 cost nothing. The engine adds to what came first in place, so the memory that arrives tells what did.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.fx import GraphModule
 
 from planner import _torch_joint
+from planner.graph_hooks import GraphHook, TracedGraph
 from planner.uses import is_sum
 
 
-class Meetings:
+class Meetings(GraphHook):
     """Watches the gradients of one planned graph's inputs that are added up inside it.
 
     Args:
@@ -34,28 +34,22 @@ class Meetings:
         self._handed_out: dict[int, int] = {}
         self._handles: dict[int, Any] = {}
 
-    def traced(self, joint: GraphModule, forward_outputs: int, inputs: Collection[int]) -> None:
-        """Say what the graph adds up, once AOTAutograd has traced it.
-
-        Args:
-            joint: The joint graph.
-            forward_outputs: How many of its outputs the forward has.
-            inputs: Positions of the inputs to watch, all but those whose gradients are handed out use by use.
-        """
-        flat: Sequence[Any] = joint.graph.output_node().args[0]  # type: ignore[assignment]
+    def on_traced(self, traced: TracedGraph) -> None:
+        flat: Sequence[Any] = traced.joint.graph.output_node().args[0]  # type: ignore[assignment]
         self._places = {
-            position: place - forward_outputs
-            for position, place in _torch_joint.gradient_places(joint).items()
-            if position in inputs and is_sum(flat[place])
+            position: place - traced.forward_outputs
+            for position, place in _torch_joint.gradient_places(traced.joint).items()
+            if 0 <= position < traced.inputs and position not in traced.per_use_inputs and is_sum(flat[place])
         }
+        self.watches = bool(self._places)
 
-    def noting(self, backward: _torch_joint.BoxedFunction) -> _torch_joint.BoxedFunction:
-        """The compiled backward, which notes where in memory the sums lie that it hands out."""
+    def backward(self, compiled: _torch_joint.BoxedFunction) -> _torch_joint.BoxedFunction:
+        # Notes where in memory the sums lie that are handed out.
         if not self._places:
-            return backward
+            return compiled
 
         def run(args: list[Any]) -> Sequence[Any]:
-            results = backward(args)
+            results = compiled(args)
             for position, place in self._places.items():
                 if results[place] is not None:
                     self._handed_out[position] = results[place].data_ptr()
@@ -63,19 +57,10 @@ class Meetings:
 
         return run
 
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable of the graph, each of whose calls looks at what becomes of its sums."""
-        if not self._places:
-            return compiled
-
-        def run(*args: Any) -> Any:
-            results = compiled(*args)
-            if not self._told and torch.is_grad_enabled():
-                for position in self._places:
-                    self._watch(position, args[position])
-            return results
-
-        return run
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        if not self._told and torch.is_grad_enabled():
+            for position in self._places:
+                self._watch(position, args[position])
 
     def _watch(self, position: int, tensor: torch.Tensor) -> None:
         if not tensor.requires_grad or tensor._backward_hooks:  # hooks may hand on another gradient

@@ -14,11 +14,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner import _torch_joint
+from planner.graph_hooks import GraphHook, TracedGraph
 
 aten = torch.ops.aten
 
 
-class PartialBackward:
+class PartialBackward(GraphHook):
     """The backward of one planned graph, in as many variants as the training loop needs.
 
     Args:
@@ -33,15 +34,16 @@ class PartialBackward:
         # What one autograd node is told before it runs, and takes notice of right after, in one thread.
         self._told = threading.local()
 
-    def traced(self, tangents: Mapping[int, int]) -> None:
-        """Say which output of the autograd node is the source of which gradient among the inputs."""
-        self._tangents = tangents
+    def on_traced(self, traced: TracedGraph) -> None:
+        # Which output of the autograd node is the source of which gradient among the inputs.
+        self._tangents = _torch_joint.tangent_positions(traced.joint, traced.forward_outputs)
+        self.watches = len(self._tangents) >= 2
 
     def compile(self, module: GraphModule) -> _torch_joint.BoxedFunction:
         """The boxed function of a backward graph, whose last inputs are the gradients of the outputs."""
         whole = self._variants[frozenset()] = self._compile(module)
         self._module = module
-        if len(self._tangents) < 2:
+        if not self.watches:
             return whole
 
         def run(args: list[Any]) -> Sequence[Any]:
@@ -50,20 +52,8 @@ class PartialBackward:
 
         return run
 
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable of a graph, whose autograd nodes say which of their gradients are not there."""
-        if len(self._tangents) < 2:
-            return compiled
-
-        def run(*args: Any) -> Any:
-            before = _torch_joint.nodes_so_far()
-            results = compiled(*args)
-            node = _torch_joint.compiled_node(results, before)
-            if node is not None:
-                node.register_prehook(self._look)
-            return results
-
-        return run
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        node.register_prehook(self._look)
 
     def _look(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         absent = frozenset(t for i, t in self._tangents.items() if gradients[i] is None)

@@ -14,10 +14,11 @@ from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint
 from planner.errors import PlanMismatch
+from planner.graph_hooks import GraphHook
 from planner.joint import JointGraph
 
 
-class SecondOrder:
+class SecondOrder(GraphHook):
     """What happens when the gradients of one planned graph are to be differentiable.
 
     Args:
@@ -26,13 +27,15 @@ class SecondOrder:
         warn: Told, once, that it runs again without the plan.
     """
 
+    watches = True
+
     def __init__(self, graph: GraphModule, obstacle: str | None, warn: Callable[[str], None]) -> None:
         self._graph, self._obstacle, self._warn = graph, obstacle, warn
         self._told = False
         self._outputs: dict[int, int] = {}
 
-    def traced(self, module: GraphModule, joint: JointGraph) -> None:
-        """Say what the graph does, once AOTAutograd has traced it."""
+    def on_joint(self, module: GraphModule, joint: JointGraph) -> None:
+        """Look at the operations of the joint graph."""
         inputs = [_torch_joint.input_position(primal) for primal in joint.primals]
         self._outputs = _torch_joint.output_positions(module, joint.forward_outputs)
         if any(op.random for op in joint.ops):
@@ -42,20 +45,10 @@ class SecondOrder:
         elif inputs != list(range(len(inputs))) or len(self._outputs) < len(joint.tangents):
             self._obstacle = "its inputs or outputs share memory"
 
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The callable of a graph, whose autograd nodes see to it when they are to be differentiable."""
-
-        def run(*args: Any) -> Any:
-            before = _torch_joint.nodes_so_far()
-            results = compiled(*args)
-            node = _torch_joint.compiled_node(results, before)
-            if node is not None:
-                kept = [] if self._obstacle else [args]
-                versions = _versions(kept)
-                node.register_prehook(lambda _: self._before(kept, versions))
-            return results
-
-        return run
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        kept = [] if self._obstacle else [args]
+        versions = _versions(kept)
+        node.register_prehook(lambda _: self._before(kept, versions))
 
     def _before(self, kept: list[tuple[Any, ...]], versions: list[int]) -> None:
         # A hook after a node keeps alive what the node is given for as long as it runs, which no plan

@@ -1,34 +1,38 @@
 """Outputs that a plan takes for unused say so when a gradient arrives at them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from planner.errors import PlanMismatch
+from planner.graph_hooks import GraphHook
 
 
-def with_tripwires(compiled: Callable[..., Any], outputs: Sequence[int]) -> Callable[..., Any]:
+class UnusedOutputs(GraphHook):
     """Outputs that the planned loss does not use must not get a gradient unnoticed.
 
     AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a
     gradient of zeros where eager leaves None. They are cut off instead, and say so when used.
+
+    Args:
+        outputs: Their positions.
     """
-    if not outputs:
-        return compiled
 
-    def run(*args: Any) -> Any:
-        results = list(compiled(*args))
+    def __init__(self, outputs: Sequence[int]) -> None:
+        self._outputs = outputs
+
+    def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
         anchor = next((a for a in args if isinstance(a, torch.Tensor) and a.requires_grad), None)
-        if anchor is not None:
-            for index in outputs:
-                results[index] = _Tripwire.apply(anchor, results[index])  # type: ignore[no-untyped-call]
-        return results
+        if anchor is None or not self._outputs:
+            return results
+        replaced = list(results)
+        for index in self._outputs:
+            replaced[index] = _Unused.apply(anchor, replaced[index])  # type: ignore[no-untyped-call]
+        return replaced
 
-    return run
 
-
-class _Tripwire(torch.autograd.Function):
+class _Unused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         return output
