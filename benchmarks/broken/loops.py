@@ -16,7 +16,7 @@ DETACHES_INPUTS = Change(
 )
 WRITES_GRADIENTS_ITSELF = Change(
     "planner/install.py",
-    "        call = meetings.watched(expected.watched(casts.watched(compiled.call)))\n",
+    "        return CompiledGraph(compiled.call, hooks)\n",
     "        def direct(*args: Any) -> Any:\n"
     "            given = list(args)\n"
     "            for i, tensor in enumerate(args):\n"
@@ -28,7 +28,7 @@ WRITES_GRADIENTS_ITSELF = Change(
     "        def _add(parameter: Any, found: Any) -> None:\n"
     "            parameter.grad = found if parameter.grad is None else parameter.grad + found\n"
     "\n"
-    "        call = direct\n",
+    "        return CompiledGraph(direct, hooks)\n",
 )
 ABSENT_IS_ZERO = Change(
     "planner/partial_backward.py",
@@ -243,8 +243,8 @@ LOOPS = [
         (
             Change(
                 "planner/install.py",
-                "meetings.watched(expected.watched(casts.watched(compiled.call)))",
-                "expected.watched(casts.watched(compiled.call))",
+                "Expected(_warn), Meetings(_warn), backward",
+                "Expected(_warn), backward",
             ),
         ),
         ("tests/test_meetings.py::test_a_weight_that_is_used_elsewhere_too_is_told_of_once",),

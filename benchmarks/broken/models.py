@@ -14,8 +14,8 @@ _HELD = (
 )
 HOLDS_PARAMETERS = Change(
     "planner/install.py",
-    "        call = meetings.watched(expected.watched(casts.watched(compiled.call)))\n",
-    f"{_HELD}        call = meetings.watched(expected.watched(casts.watched(held)))\n",
+    "        return CompiledGraph(compiled.call, hooks)\n",
+    f"{_HELD}        return CompiledGraph(held, hooks)\n",
 )
 TRAINS_ALL = Change(
     "planner/step_copy.py",
