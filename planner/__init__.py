@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from planner.api import plan as plan
     from planner.api import sweep as sweep
     from planner.batch_search import max_batch as max_batch
+    from planner.budget import format_bytes as format_bytes
     from planner.install import remove as remove
     from planner.plan_file import Plan as Plan
     from planner.verification import verify as verify
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "planner.plan_file",
     "auto_checkpoint": "planner.api",
+    "format_bytes": "planner.budget",
     "max_batch": "planner.batch_search",
     "plan": "planner.api",
     "remove": "planner.install",
@@ -51,6 +53,7 @@ __all__ = [
     "PlanWarning",
     "PlannerError",
     "auto_checkpoint",
+    "format_bytes",
     "max_batch",
     "plan",
     "remove",

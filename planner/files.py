@@ -103,16 +103,15 @@ def reason(error: Exception) -> str:
 
 
 def laid_out(value: Any) -> str:
-    """Write JSON for people: what is short stays on one line, long lists of numbers fill their lines."""
+    """Write JSON for people: what is short stays on one line, long lists of numbers fill their lines, and a
+    list of records has a line for each, however long."""
     return "".join(_pieces(value, 0))
 
 
 def _pieces(value: Any, depth: int) -> Iterator[str]:
-    flat = not isinstance(value, dict | list) or not any(
-        isinstance(item, dict | list) for item in _items(value)
-    )
+    flat = not isinstance(value, dict | list) or _is_flat(value)
     if flat:
-        line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        line = _line(value)
         if len(line) + 2 * depth <= _WIDTH or not value or isinstance(value, str):
             yield line
             return
@@ -131,10 +130,19 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
         yield f"\n{outer}}}"
         return
     yield "["
+    records = all(isinstance(item, dict) and _is_flat(item) for item in value)
     for index, item in enumerate(value):
         yield f"{',' if index else ''}\n{inner}"
-        yield from _pieces(item, depth + 1)
+        yield from [_line(item)] if records else _pieces(item, depth + 1)
     yield f"\n{outer}]"
+
+
+def _is_flat(value: dict[str, Any] | list[Any]) -> bool:
+    return not any(isinstance(item, dict | list) for item in _items(value))
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _items(value: dict[str, Any] | list[Any]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import from_json
 
+from planner.budget import format_bytes
 from planner.errors import PlanFileError
 from planner.files import laid_out, reason, write_atomically
 from planner.origin import Origin
@@ -34,6 +35,7 @@ from planner.plan_records import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import nn
 
     from planner.new_shapes import OnNewShape
@@ -99,6 +101,45 @@ class Plan(Record):
         if self.no_recompute.seconds == 0:
             return 0.0
         return self.predicted.seconds / self.no_recompute.seconds - 1
+
+    def __repr__(self) -> str:
+        whole, unplanned = self.predicted.peak_bytes, self.baseline.peak_bytes
+        rerun = sum(len(graph.recomputed) for graph in self.graphs)
+        return (
+            f"<Plan of {self.model.class_name} for {self.target.budget_text} on {self.target.device}: peak "
+            f"{format_bytes(whole)} instead of {format_bytes(unplanned)}, time {self.overhead:+.1%}, re-runs "
+            f"{rerun} of {sum(graph.forward_length for graph in self.graphs)} operations>"
+        )
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        from planner.report.text import as_html, render
+
+        return as_html(render(self))
+
+    def summary(self) -> str:
+        """What was planned, what that promises, and what it does to each module, as text of several lines.
+
+        ``print(plan.summary())`` shows it; the command ``python -m planner show`` says the same and more.
+        """
+        from planner.report.text import as_text, render_summary
+
+        return as_text(render_summary(self))
+
+    def figure(self) -> "Figure":
+        """Draw live bytes over the step, planned and unplanned, and what is alive at the planned peak.
+
+        Returns:
+            a figure of matplotlib's; notebooks show it, ``figure.savefig("plan.svg")`` writes it.
+
+        Raises:
+            PlottingError: matplotlib is not installed.
+        """
+        from planner.report.figure import draw
+
+        return draw(self)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -171,8 +212,12 @@ class Plan(Record):
         return apply(self, model, on_new_shape=on_new_shape, loss=loss)
 
     def dumps(self) -> str:
-        """Write the plan as JSON text, laid out for people: one operation a line."""
-        return laid_out(self.model_dump(mode="json")) + "\n"
+        """Write the plan as JSON text, laid out for people: one operation a line.
+
+        The same step planned again gives the same text: how long planning took is left out.
+        """
+        times = {"solver": {"solve_seconds", "capture_seconds"}}
+        return laid_out(self.model_dump(mode="json", exclude=times)) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.

@@ -212,6 +212,11 @@ class GraphRecord(Record):
         "readers: it follows from `backward`",
     )
 
+    def __repr__(self) -> str:
+        return (
+            f"<GraphRecord {self.structure[:12]}: {len(self.ops)} operations, {len(self.recomputed)} re-run>"
+        )
+
     @property
     def forward_length(self) -> int:
         """How many operations the forward has; they come first in `ops`."""
@@ -268,14 +273,24 @@ class Target(Record):
 
 
 class SolverRecord(Record):
-    """How the schedule was found."""
+    """How the schedule was found. How long that took is in no file and does not count in comparisons, so that
+    planning again gives the same."""
 
     name: Label
     status: Label
     gap: Annotated[float, Field(ge=0)] | None = Field(description="0.01: at most 1 % slower than possible")
     bound_seconds: Seconds | None = Field(description="no schedule within the budget is faster than this")
-    solve_seconds: Seconds
-    capture_seconds: Seconds
+    solve_seconds: Seconds | None = Field(default=None, description="not written; in older files")
+    capture_seconds: Seconds | None = Field(default=None, description="not written; in older files")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SolverRecord) and self._found() == other._found()
+
+    def __hash__(self) -> int:
+        return hash(self._found())
+
+    def _found(self) -> tuple[object, ...]:
+        return self.name, self.status, self.gap, self.bound_seconds
 
 
 class Holder(Record):
@@ -293,6 +308,9 @@ class Timeline(Record):
     forward_length: Annotated[int, Field(ge=0)] = Field(
         description="how many of the points are of the forward"
     )
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {len(self.bytes)} points, at most {max(self.bytes, default=0):,} bytes>"
 
     @classmethod
     def downsample(cls, array: "np.ndarray[Any, Any] | Sequence[int]", forward_length: int) -> Self:

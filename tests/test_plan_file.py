@@ -59,7 +59,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_file_is_laid_out_for_people() -> None:
     lines = TEXT.splitlines()
     assert sum('"aten.softmax.default"' in line for line in lines) == 6
-    assert max(map(len, lines)) <= 140
+    assert max(len(line) for line in lines if '"phase"' not in line) <= 140
     assert TEXT.endswith("}\n")
 
 

@@ -1,10 +1,11 @@
 """A plan for a terminal: summary, timeline, and what is kept and re-run by module."""
 
+import io
 import itertools
 import math
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,9 @@ from planner.report.modules import ModuleRow, folded_holders, module_rows
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_ROWS = 80
+_HTML = (
+    '<pre style="white-space: pre; overflow-x: auto; line-height: 1.2; font-family: monospace">{code}</pre>'
+)
 _RUNGS = {
     "one-graph": "as one graph",
     "several-graphs": "as several graphs",
@@ -30,8 +34,31 @@ def render(plan: Plan, *, width: int = 100) -> Group:
     """
     parts: list[RenderableType] = [summary(plan), Text(), timeline_chart(plan, width=width), Text()]
     parts += [module_table(plan), Text(), holder_table(plan)]
-    parts += [Text(f"note: {printable(note)}") for note in plan.notes]
-    return Group(*parts)
+    return Group(*parts, *notes(plan))
+
+
+def render_summary(plan: Plan) -> Group:
+    """The part of it that says what was planned and decided, without the chart."""
+    return Group(summary(plan), Text(), module_table(plan), *notes(plan))
+
+
+def notes(plan: Plan) -> list[RenderableType]:
+    """What else is worth knowing, a line each."""
+    return [Text(f"note: {printable(note)}") for note in plan.notes]
+
+
+def as_text(what: RenderableType, *, width: int = 100) -> str:
+    """What `rich.print` would show, as text without colours."""
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(what)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def as_html(what: RenderableType, *, width: int = 100) -> str:
+    """What `rich.print` would show, as HTML for a notebook."""
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(what)
+    return console.export_html(inline_styles=True, code_format=_HTML)
 
 
 def summary(plan: Plan) -> Table:
@@ -58,9 +85,11 @@ def summary(plan: Plan) -> Table:
         "captured": f"{_RUNGS[plan.rung]} ({len(plan.graphs)})",
         "budget": f"{budget}, on {target.device}",
         "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
-        "solver": f"{solver.name}, {solver.status}{gap}, in {format_seconds(solver.solve_seconds)} "
-        f"after {format_seconds(solver.capture_seconds)} of capture",
+        "solver": f"{solver.name}, {solver.status}{gap}",
     }
+    if solver.solve_seconds is not None and solver.capture_seconds is not None:
+        capture, solve = format_seconds(solver.capture_seconds), format_seconds(solver.solve_seconds)
+        facts["solver"] += f", in {solve} after {capture} of capture"
     outer = Table.grid(padding=(0, 2))
     for name, fact in facts.items():
         outer.add_row(Text(name, style="bold"), Text(printable(fact)))
