@@ -176,7 +176,7 @@ class PlannedCall:
         self.on_new_shape, self.loss = on_new_shape, loss
         self._shapes = NewShapes(model, plan, on_new_shape, partial(_compiled, weakref.ref(model)), loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._compare_ranks: RankCheck | None = RankCheck(plan)
+        self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
         self._told_of_casts = False
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
 

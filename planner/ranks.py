@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,37 @@ from planner import _torch
 from planner.errors import PlanMismatch
 from planner.plan_file import Plan
 
+if TYPE_CHECKING:
+    from planner.new_shapes import OnNewShape
+
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(seconds=30)
 """How long a rank waits for what the others train by; after that it goes on without having compared."""
 
 
-def decisions_digest(plan: Plan) -> str:
-    """Digest of what a plan does: equal for plans that run the same, whenever and however they were found."""
-    decisions = [[g.structure, g.unused_outputs, g.backward] for g in plan.graphs]
+_NOT_RUN: Any = {"fingerprint": True, "kept": True, "ops": {"__all__": {"bytes", "seconds"}}}
+"""Of a graph's record what nothing that runs depends on: sizes, costs, and what is there for readers."""
+
+
+def decisions_digest(plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> str:
+    """Digest of what a plan does: equal for plans that run the same, whenever and however they were found.
+
+    Args:
+        plan: The plan.
+        on_new_shape: As the plan is applied; what it looks at counts too.
+    """
+    decisions: dict[str, Any] = {
+        "rung": plan.rung,
+        "training": plan.model.training,
+        # All but what is named: a field that is new counts until somebody says that it need not.
+        "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN) for graph in plan.graphs],
+        "on_new_shape": on_new_shape,
+    }
+    if on_new_shape != "reapply":
+        decisions["inputs"] = [(tensor.path, tensor.shape) for tensor in plan.model.inputs]
+    if on_new_shape == "replan":
+        decisions["budget_bytes"] = plan.target.budget_bytes
     return hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
 
 
@@ -52,8 +75,8 @@ class RankCheck:
 
     _number = 0  # first forwards happen in the same order on all ranks, which pairs them
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> None:
+        self._plan, self._on_new_shape = plan, on_new_shape
 
     def __call__(self) -> bool:
         """Compare, if this is a forward inside ``DistributedDataParallel``.
@@ -70,7 +93,7 @@ class RankCheck:
         ranks, mine = dist.get_process_group_ranks(group), dist.get_rank()
         name = f"planner/{'-'.join(map(str, ranks))}/{RankCheck._number}"
         RankCheck._number += 1
-        store, digest = _torch.default_store(), decisions_digest(self._plan)
+        store, digest = _torch.default_store(), decisions_digest(self._plan, self._on_new_shape)
         store.set(f"{name}/{mine}", digest)
         others = [rank for rank in ranks if rank != mine]
         try:
@@ -81,7 +104,7 @@ class RankCheck:
         for rank in others:
             if store.get(f"{name}/{rank}").decode() != digest:
                 raise PlanMismatch(
-                    f"rank {mine} trains by another plan than rank {rank}: plan once, save the plan, and "
-                    "apply the same file on all ranks"
+                    f"rank {mine} trains by another plan than rank {rank}, or with another on_new_shape=: "
+                    "plan once, save the plan, and apply the same file in the same way on all ranks"
                 )
         return True
