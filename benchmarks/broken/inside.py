@@ -152,8 +152,8 @@ INSIDE = [
         (
             Change(
                 "planner/python_state.py",
-                "_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)\n",
-                "_CONTAINERS = (OrderedDict, defaultdict, set, deque)\n",
+                "CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)\n",
+                "CONTAINERS = (OrderedDict, defaultdict, set, deque)\n",
             ),
             Change(
                 "planner/_torch.py",
@@ -173,10 +173,8 @@ INSIDE = [
         (
             Change(
                 "planner/install.py",
-                "            _warn(\n"
-                '                "the forward took a path that the plan has not seen; of the',
-                "            logger.info(\n"
-                '                "the forward took a path that the plan has not seen; of the',
+                "            if told:\n                _warn(told)\n            return adapted.backward\n",
+                "            if told:\n                logger.info(told)\n            return adapted.backward\n",
             ),
         ),
         ("tests/test_install.py::test_a_path_that_was_not_planned_is_right_and_said",),
