@@ -173,8 +173,8 @@ INSIDE = [
         (
             Change(
                 "planner/install.py",
-                "            if told:\n                _warn(told)\n            return adapted.backward\n",
-                "            if told:\n                logger.info(told)\n            return adapted.backward\n",
+                "                _warn(told)\n            return adapted.backward\n",
+                "                logger.info(told)\n            return adapted.backward\n",
             ),
         ),
         ("tests/test_install.py::test_a_path_that_was_not_planned_is_right_and_said",),
