@@ -29,6 +29,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._prims_common import suggest_memory_format
 
 from planner._torch_compat import private
+from planner._torch_compiled import call_planned_modules
 from planner._torch_numpy import numbers_of_numpy
 from planner._torch_swaps import break_at_swaps
 from planner._torch_values import NOT_FAKE
@@ -53,6 +54,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     _break_at_indices_that_are_data()
     _break_at_masks_that_are_written_through()
     numbers_of_numpy(_is_ours)
+    call_planned_modules(_is_ours)
     break_at_swaps(_is_ours)
 
 

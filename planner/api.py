@@ -46,6 +46,7 @@ def plan(
     attention: Attention | None = None,
     accumulate: bool | None = None,
     costs: CostSource = "roofline",
+    training: bool = True,
     time_limit: float = 60,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -55,7 +56,7 @@ def plan(
     """Plan a training step within a memory budget. Nothing of the module's is changed or run.
 
     Args:
-        model: Any module, in the mode (train or eval) in which it will be trained.
+        model: Any module.
         args, kwargs: Example inputs; the plan is for their shapes. ``args`` is a tuple or list of positional
             arguments, a tensor that is the only one, a mapping of keyword arguments (a batch of Hugging
             Face's is one), or a DataLoader, of which the first batch is taken.
@@ -76,6 +77,8 @@ def plan(
             several micro-batches a step; None: as the parameters' are now.
         costs: Where the seconds of operations come from: "roofline", from the device's figures, or
             "measured", which times each distinct one on the device at hand and remembers it.
+        training: Whether the module will train in training mode, in which it is planned whatever mode it is
+            in now; False for evaluation mode (dropout off, running statistics as they are).
         time_limit: Wall seconds for the solver.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
             ("aten.native_layer_norm") or patterns of either ("encoder.layer.*.attention").
@@ -98,7 +101,7 @@ def plan(
     report = progress or _no_report
     find_solver(solver)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
-    step = read_step(model, args, kwargs, loss, outputs, of="plan")
+    step = replace(read_step(model, args, kwargs, loss, outputs, of="plan"), training=training)
     prepared = prepare(
         model,
         step,
@@ -166,6 +169,7 @@ def sweep(
     attention: Attention | None = None,
     accumulate: bool | None = None,
     costs: CostSource = "roofline",
+    training: bool = True,
     time_limit: float = 300,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -194,7 +198,7 @@ def sweep(
         parse_budget(budget, 2**60)
     if points < 1 or (budgets is not None and not len(budgets)):
         raise BudgetError("sweep needs a budget: leave budgets= out for points=20 of them, or name some")
-    step = read_step(model, args, kwargs, loss, outputs, of="sweep")
+    step = replace(read_step(model, args, kwargs, loss, outputs, of="sweep"), training=training)
     prepared = prepare(
         model,
         step,

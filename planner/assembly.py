@@ -1,7 +1,9 @@
 """Putting a plan together: what was captured, what was solved, and what that promises."""
 
+import logging
 import platform
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,9 +18,10 @@ from planner.budget import Budget, parse_budget
 from planner.capture import CapturedStep, CudaKernels, capture
 from planner.costs import Costs, roofline
 from planner.devices import Device, find_device, round_bytes, same_processor
-from planner.errors import PlannerError
+from planner.errors import PlannerError, PlanWarning
 from planner.fingerprint import class_name, state_digest
 from planner.footprint import Footprint as StepFootprint
+from planner.inputs import InputError
 from planner.optimizer import Optimizer, OptimizerStep, optimizer_step
 from planner.origin import Origin
 from planner.plan_file import (
@@ -46,10 +49,17 @@ from planner.workspace import WorkspaceMeter
 from solvers.schedule import alive_at, lifetimes, simulate
 from solvers.solution import Solution
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[str, float], None]
 CostSource = Literal["roofline", "measured"]
 NEWEST = (9, 0)
 """Compute capability of devices that do not tell theirs."""
+
+IN_EVALUATION = (
+    "the model is in evaluation mode, as from_pretrained() returns it, and is planned for training mode: "
+    "call model.train() before training, or plan with training=False to train it as it is"
+)
 
 
 class CostsError(PlannerError, ValueError):
@@ -111,6 +121,13 @@ def prepare(
 ) -> Prepared:
     """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
     refuse_wrappers(model, "plan")
+    if not isinstance(step.training, bool | None):
+        raise InputError(f"training is {step.training!r}; expected True or False")
+    notes = []
+    if step.training and not model.training:
+        notes.append(IN_EVALUATION)
+        logger.warning(IN_EVALUATION)
+        warnings.warn(IN_EVALUATION, PlanWarning, stacklevel=3)
     here = _device_of(model, step)
     target = find_device(device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
@@ -130,6 +147,7 @@ def prepare(
         cuda=CudaKernels(target.capability or NEWEST, attention) if elsewhere else None,
         accumulate=accumulate,
     )
+    captured.notes.extend(notes)
     progress("measuring what kernels allocate inside", 0.8)
     meter = WorkspaceMeter(here) if at_hand else None
     source: Costs = roofline(target)
@@ -186,7 +204,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         rung=rung,
         model=ModelRecord(
             class_name=class_name(model),
-            training=model.training,
+            training=prepared.step.in_mode(model),
             inputs=input_records(prepared.step),
             outputs=prepared.step.outputs,
             parameter_count=sum(p.numel() for p in model.parameters()),

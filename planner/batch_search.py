@@ -7,7 +7,7 @@ the estimate was off, the search goes on from it.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -116,20 +116,22 @@ def max_batch(
     costs: CostSource = "roofline",
     start: int = 4,
     most: int = 1 << 20,
+    training: bool = True,
     time_limit: float = 60,
     progress: Progress | None = None,
 ) -> MaxBatch:
     """Find the largest batch (sequence length, image size) whose step fits a budget, and plan it.
 
     Args:
-        model: Any module, in the mode in which it will be trained; it is not touched.
+        model: Any module; it is not touched.
         make_args: Makes the inputs of a batch, in any form that :func:`planner.plan` takes as ``args``, or
             a pair of positional and keyword arguments. Tensors on the meta device do, and cost nothing.
         budget: Bytes as an int or text ("32GiB") for the whole step; on a GPU for all that it takes of
             the device.
         max_overhead: The most that time per sample may rise over that of the largest unplanned batch:
             0.29 allows 29 %. None: whatever it takes.
-        solver, loss, outputs, optimizer, device, attention, accumulate, costs: As for :func:`planner.plan`.
+        solver, loss, outputs, optimizer, device, attention, accumulate, costs, training: As for
+            :func:`planner.plan`.
         start: The first batch that is captured.
         most: No batch larger than this is tried.
         time_limit: Wall seconds for the plan of each captured answer.
@@ -161,7 +163,7 @@ def max_batch(
     def capture(size: int) -> Prepared:
         return prepare(
             model,
-            _step(model, make_args, size, loss, outputs),
+            replace(_step(model, make_args, size, loss, outputs), training=training),
             optimizer=optimizer,
             device=device,
             attention=attention,

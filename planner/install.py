@@ -5,6 +5,7 @@ hooks stay. Only its call goes, while it trains, through the graphs that the pla
 """
 
 import logging
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -16,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint
+from planner._torch_compiled import RUNS_A_PLAN, not_compiled
 from planner._torch_modules import name_modules
 from planner.adapt import adapt, among_sizes, describes, planned_bytes, total_bytes
 from planner.arrivals import Expected
@@ -40,6 +42,7 @@ from planner.second_order import SecondOrder
 from planner.static_shapes import MOST_SHAPES, StaticShapes
 from planner.step import Loss, autocast_regions
 from planner.tripwire import UnusedOutputs
+from planner.unplanned import COMPILED_BEFORE, Unplanned, displaced
 from planner.uses import compile_by_use
 
 logger = logging.getLogger(__name__)
@@ -80,8 +83,14 @@ def apply(
         )
     previous = _torch.installed_call(model)
     if isinstance(previous, PlannedCall):
+        previous.retire()
         previous = previous.previous
-    _install(model, plan, previous, on_new_shape, loss)
+    elif previous is not None:
+        _warn(COMPILED_BEFORE)
+    for part in map(_torch.installed_call, model.modules()):
+        if isinstance(part, PlannedCall):
+            part.unplanned.planned_call()  # it runs by this plan, not by its own
+    _install(model, plan, previous, on_new_shape, loss).unplanned.wait()
     return model
 
 
@@ -93,6 +102,7 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
     """
     installed = _torch.installed_call(model)
     if isinstance(installed, PlannedCall):
+        installed.retire()
         _torch.install_call(model, installed.previous)
         vars(model).pop(_Companion.NAME, None)
     return model
@@ -104,9 +114,11 @@ def _install(
     previous: Callable[..., Any] | None = None,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
-) -> None:
-    _torch.install_call(model, PlannedCall(model, plan, previous, on_new_shape, loss))
+) -> "PlannedCall":
+    call = PlannedCall(model, plan, previous, on_new_shape, loss)
+    _torch.install_call(model, call)
     vars(model)[_Companion.NAME] = _Companion(model)
+    return call
 
 
 def installed_plan(model: torch.nn.Module) -> Plan | None:
@@ -160,7 +172,10 @@ class PlannedCall:
         plan: The plan.
         previous: What was installed before, by ``module.compile()`` for instance.
         on_new_shape, loss: As they were given to :func:`apply`.
+        unplanned: Notices training without the plan.
     """
+
+    _retired = False
 
     def __init__(
         self,
@@ -179,7 +194,25 @@ class PlannedCall:
         self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
         self._told_of_casts = False
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
+        self.unplanned = Unplanned(model, self._training)
+        setattr(self, RUNS_A_PLAN, True)
 
+    def retire(self) -> None:
+        """Another call is installed on purpose."""
+        self.unplanned.planned_call()
+        self._retired = True
+
+    def reinstate(self, *, waiting: bool) -> None:
+        """It is installed again; ``waiting`` for the first planned call, which has not come yet."""
+        self._retired = False
+        if waiting:
+            self.unplanned.wait()
+
+    def __del__(self) -> None:  # what is installed in its place lets go of it
+        if not self._retired and not sys.is_finalizing():
+            displaced(self._model, self)
+
+    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         if model.training is not self._training or not torch.is_grad_enabled():
@@ -187,7 +220,11 @@ class PlannedCall:
                 self._told_of_casts = unplanned_call([p for p in model.parameters() if p.requires_grad])
                 if self._told_of_casts:
                     _warn(AGAIN)
-            return _torch.module_call(model, *args, **kwargs)
+            call = partial(_torch.module_call, model) if self.previous is None else self.previous
+            output = call(*args, **kwargs)
+            if model.training is not self._training and torch.is_grad_enabled():
+                self.unplanned.called_in_other_mode(output)
+            return output
         if self._compare_ranks is not None and self._compare_ranks():
             self._compare_ranks = None
         hooks = _torch.hooks_on_all_modules()
@@ -199,6 +236,7 @@ class PlannedCall:
                 )
                 return _torch.module_call(model, *args, **kwargs)
             self._hooks = hooks
+            self.unplanned.planned_call()
         return _torch.call_with_forward(model, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

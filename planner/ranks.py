@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner import _torch
+from planner._torch_compiled import is_compiled
 from planner.errors import PlanMismatch
 from planner.plan_file import Plan
 
@@ -54,7 +55,8 @@ def decisions_digest(plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> str:
 
 
 def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
-    """A data-parallel wrapper has buckets and hooks of its own; what is planned is the module inside.
+    """A data-parallel wrapper has buckets and hooks of its own, and a compiled module is the module inside
+    run otherwise: what is planned is the module inside.
 
     Raises:
         PlanMismatch: If ``model`` is such a wrapper.
@@ -63,6 +65,11 @@ def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
         raise PlanMismatch(
             f"this is a {type(model).__name__}: {doing} the module inside, as model.module or before it is "
             "wrapped; the wrapper then trains by the plan"
+        )
+    if is_compiled(model):
+        raise PlanMismatch(
+            f"this is a torch.compile()d module: {doing} the module inside, model._orig_mod, or before it is "
+            "compiled; while it trains it runs by the plan then, and what is around it compiled"
         )
 
 

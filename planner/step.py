@@ -43,12 +43,18 @@ class Step:
         kwargs: Keyword arguments of the module.
         loss: Makes a scalar of the module's output; None to find it (see :func:`find_loss`).
         outputs: Whether the module's outputs are held while backward runs.
+        training: Whether it is planned in training mode, or else in evaluation mode; None: as the module is.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
     outputs: Outputs = "held"
+    training: bool | None = None
+
+    def in_mode(self, module: torch.nn.Module) -> bool:
+        """Whether the step is one in training mode, of a module as it is now."""
+        return module.training if self.training is None else self.training
 
     def run(self, module: torch.nn.Module) -> tuple[Any, torch.Tensor | None]:
         """Forward and backward.

@@ -48,7 +48,7 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
         for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
             if isinstance(value, torch.Tensor):
                 fake(value)
-    copied = _copied(module, replaced)
+    copied = _copied(module, step, replaced)
     args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
 
 
 def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
-    copied = _copied(module, {})
+    copied = _copied(module, step, {})
     made: dict[int, torch.Tensor] = {}
 
     def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,9 +91,11 @@ def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
     return StepCopy(copied, copied_step, contextlib.nullcontext, reset, data=True)
 
 
-def _copied(module: torch.nn.Module, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:
+def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:
     try:
         copied = _torch.deep_copy_with(module, replaced)
+        if step.in_mode(module) is not module.training:
+            copied.train(not module.training)
     except Exception as error:
         raise CaptureError(described("copying the module (copy.deepcopy)", error)) from error
     own = set(module.modules())

@@ -97,16 +97,21 @@ def verify(
         raise PlanMismatch("verify needs a plan: pass plan=, or apply one to the model")
     if model.training != plan.model.training:
         modes = {True: "train", False: "eval"}
+        mode = modes[plan.model.training]
         raise PlanMismatch(
-            f"the plan is for {modes[plan.model.training]} mode, the model is in {modes[model.training]} mode"
+            f"the plan is for {mode} mode, the model is in {modes[model.training]} mode: call model.{mode}() "
+            f"first, or plan with training={model.training}"
         )
     step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
     before = _State(model, step)
     installed = _torch.installed_call(model)
     original = installed.previous if isinstance(installed, PlannedCall) else installed
+    waiting = isinstance(installed, PlannedCall) and installed.unplanned.waiting
     try:
         apply(plan, model)
         planned = _torch.installed_call(model)
+        assert isinstance(planned, PlannedCall)
+        planned.retire()
         sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
         outcomes = []
         before.restore()
@@ -139,6 +144,8 @@ def verify(
     finally:
         before.restore(gradients=True)
         _torch.install_call(model, installed)
+        if isinstance(installed, PlannedCall):
+            installed.reinstate(waiting=waiting)
     return _report(plan, reference, again, second, peaks[1].peak_bytes, peaks[0].peak_bytes, seconds)
 
 

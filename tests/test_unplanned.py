@@ -1,0 +1,266 @@
+"""Steps that train without the plan say so; those that libraries compile run by it."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner.errors import PlanMismatch, PlanWarning
+from planner.install import installed_plan
+from planner.plan_file import Plan
+from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+
+
+class Two(Layers):
+    """Two residual layers."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
+def _built() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    model, args, _ = layers(Two)
+    return model, args
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, args = _built()
+    return plan_of(model, args)
+
+
+def _told(act: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlanWarning)
+        act()
+    return [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
+
+
+# ---- modes -------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_evaluation_mode_is_planned_for_training_which_is_said(plan: Plan) -> None:
+    model, args = _built()
+    model.eval()
+    with pytest.warns(PlanWarning, match=r"evaluation mode.*planned for training.*model\.train\(\)"):
+        made = plan_of(model, args)
+    assert not any(part.training for part in model.modules())
+    assert made.model.training
+    assert any("model.train()" in note for note in made.notes)
+    assert made.graphs == plan.graphs
+
+
+def test_a_model_can_be_planned_for_evaluation_mode() -> None:
+    model, args = _built()
+    with no_plan_warnings():
+        made = plan_of(model, args, training=False)
+    assert not made.model.training
+    assert all(part.training for part in model.modules())
+    assert not any("dropout" in op.name for graph in made.graphs for op in graph.ops)
+    twin = copy.deepcopy(model.eval())
+    made.apply(model)
+
+    def step(network: nn.Module) -> torch.Tensor:
+        loss: torch.Tensor = network(*args)
+        loss.backward()
+        return loss
+
+    with counting_runs() as runs, no_plan_warnings():
+        assert_same(left_by(model, step), left_by(twin, step))
+    assert runs.backward == 1
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_step_in_another_mode_than_planned_is_told_once(plan: Plan, trained_before: bool) -> None:
+    model, args = _built()
+    plan.apply(model)
+    if trained_before:
+        model(*args).backward()
+    model.eval()
+    assert _told(lambda: model(*args)) == []  # may be an evaluation
+
+    def steps() -> None:
+        for _ in range(2):
+            model(*args).backward()
+
+    (text,) = _told(steps)
+    assert "trains in evaluation mode" in text
+    assert "model.train()" in text
+
+
+def test_verify_in_another_mode_says_what_to_do(plan: Plan) -> None:
+    model, args = _built()
+    with pytest.raises(PlanMismatch, match=r"model\.train\(\) first"):
+        planner.verify(model.eval(), args, plan=plan)
+
+
+# ---- modules that are not called -----------------------------------------------------------------------
+
+
+class Lit(nn.Module):
+    """Trains by calling a part of itself, as modules of trainers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Two()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(x)
+        return loss
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(x)
+        return loss
+
+
+def test_a_planned_module_of_which_only_a_part_is_called() -> None:
+    model, args, _ = layers(Lit)
+    plan_of(model, args).apply(model)
+    (text,) = _told(lambda: [model.training_step(*args).backward() for _ in range(2)])  # type: ignore[operator]
+    assert "its plan has not run" in text
+    assert "self.net" in text
+
+
+def test_calling_forward_itself(plan: Plan) -> None:
+    model, args = _built()
+    plan.apply(model)
+    (text,) = _told(lambda: [model.forward(*args).backward() for _ in range(2)])
+    assert "not model.forward(x)" in text
+
+
+def test_nothing_is_said_where_there_is_nothing_to_say(plan: Plan) -> None:
+    model, args = _built()
+    plan.apply(model)
+    with no_plan_warnings():
+        planner.verify(model, args, repeats=0)
+        model.eval()(*args)
+        model.train()
+        model(*args).backward()
+        model.forward(*args).backward()
+        assert planner.remove(model) is model
+        model(*args).backward()
+    plan.apply(model)
+    with no_plan_warnings():
+        planner.remove(model)
+        model(*args).backward()
+        again = copy.deepcopy(plan.apply(model))
+        again(*args).backward()
+    with pytest.warns(PlanWarning, match="its plan has not run"):
+        model.forward(*args).backward()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+# ---- torch.compile -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def part_plan() -> Plan:
+    model, (x,) = _built()
+    return plan_of(model, (x.clone().requires_grad_(),))
+
+
+class Outer(nn.Module):
+    """Calls a planned part between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.part, self.after = nn.Linear(32, 32), Two(), nn.Linear(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.part(self.before(x).tanh())
+        return self.after(y.reshape(1)).square().mean()
+
+
+def _compiled_whole(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def _compiled_in_place(model: nn.Module) -> Any:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def test_compiling_a_planned_module_runs_the_plan(plan: Plan) -> None:
+    model, args = _built()
+    twin = copy.deepcopy(model)
+    plan.apply(model)
+    with counting_runs() as runs, no_plan_warnings():
+        compiled = _compiled_whole(model)
+
+        def step(network: Any) -> torch.Tensor:
+            loss: torch.Tensor = (compiled if network is model else twin)(*args)
+            loss.backward()
+            return loss
+
+        assert_same(left_by(model, step), left_by(twin, step))
+        model.zero_grad(), twin.zero_grad()
+        assert_same(left_by(model, step), left_by(twin, step))
+    assert runs.backward == 2
+
+
+@pytest.mark.parametrize("compile_", [_compiled_whole, _compiled_in_place])
+def test_compiling_what_a_planned_module_is_in_runs_the_plan(
+    part_plan: Plan, compile_: Callable[[nn.Module], Any]
+) -> None:
+    model, args, _ = layers(Outer)
+    part_plan.apply(model.part)  # type: ignore[arg-type]
+    with counting_runs() as runs, no_plan_warnings():
+        compiled = compile_(model)
+        compiled(*args).backward()
+        compiled(*args).backward()
+    assert runs.backward == 2
+
+
+def test_a_planned_part_of_a_planned_module_runs_by_the_outer_plan(part_plan: Plan) -> None:
+    model, args, _ = layers(Outer)
+    part_plan.apply(model.part)  # type: ignore[arg-type]
+    made = plan_of(model, args)
+    assert made.rung == "one-graph"
+    made.apply(model)
+    with counting_runs() as runs, no_plan_warnings():
+        model(*args).backward()
+    assert (runs.captures, runs.backward) == (1, 1)
+
+
+def test_compiling_in_one_graph_says_what_to_do(part_plan: Plan) -> None:
+    model, args, _ = layers(Outer)
+    part_plan.apply(model.part)  # type: ignore[arg-type]
+    torch.compiler.reset()  # modules of the same class share what is compiled
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph=True out"):
+        compiled(*args)
+
+
+def test_compiling_in_place_after_planning_is_told(plan: Plan) -> None:
+    model, _ = _built()
+    plan.apply(model)
+    (text,) = _told(lambda: _compiled_in_place(model))
+    assert "trains without its plan" in text
+    assert "after model.compile()" in text
+    assert installed_plan(model) is None
+
+
+def test_planning_after_compiling_in_place_is_told_and_runs_the_plan(plan: Plan) -> None:
+    model, args = _built()
+    compiled = _compiled_in_place(model)._compiled_call_impl
+    (text,) = _told(lambda: plan.apply(model))
+    assert "model.compile() was called before" in text
+    with counting_runs() as runs, no_plan_warnings():
+        model(*args).backward()
+        assert plan_of(model, args).graphs == plan.graphs
+    assert runs.backward == 1
+    planner.remove(model)
+    assert model._compiled_call_impl is compiled
+
+
+def test_a_compiled_module_is_refused_with_what_to_do(plan: Plan) -> None:
+    model, args = _built()
+    compiled = _compiled_whole(model)
+    for act in (lambda: plan_of(compiled, args), lambda: plan.apply(compiled)):
+        with pytest.raises(PlanMismatch, match=r"_orig_mod"):
+            act()
