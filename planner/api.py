@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from planner._torch_kernels import Attention
+from planner._torch_attention import Attention
 from planner.assembly import CostSource, Prepared, make_plan, prepare
 from planner.budget import Budget, format_bytes, parse_budget
 from planner.devices import Device
@@ -71,8 +71,8 @@ def plan(
             in trainers, which hand on the loss alone. Dropped outputs are not counted.
         optimizer: An instance, class or name; its state counts as resident, and its step must fit.
         device: Where the step will run: None for where the model is, or the name of a device.
-        attention: Planning for a GPU without one: the kernel of scaled dot product attention, "flash",
-            "efficient" or "math"; None for what PyTorch would choose there.
+        attention: Planning for a GPU without one: the kernel of scaled dot product attention, "cudnn",
+            "flash", "efficient" or "math"; None for what PyTorch would choose there.
         accumulate: Whether gradients are there already when the step begins and are added to, as with
             several micro-batches a step; None: as the parameters' are now.
         costs: Where the seconds of operations come from: "roofline", from the device's figures, or

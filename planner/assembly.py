@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import planner
-from planner._torch_kernels import Attention
+from planner._torch_attention import Attention
 from planner.budget import Budget, parse_budget
 from planner.capture import CapturedStep, CudaKernels, capture
 from planner.costs import Costs, roofline
@@ -144,7 +144,7 @@ def prepare(
         model,
         step,
         lambda text, fraction: progress(text, 0.8 * fraction),
-        cuda=CudaKernels(target.capability or NEWEST, attention) if elsewhere else None,
+        cuda=CudaKernels(target.capability or NEWEST, attention, target.cudnn) if elsewhere else None,
         accumulate=accumulate,
     )
     captured.notes.extend(notes)

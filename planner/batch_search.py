@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from planner._torch_kernels import Attention
+from planner._torch_attention import Attention
 from planner.api import find_solver
 from planner.assembly import CostSource, Prepared, make_plan, prepare
 from planner.budget import Budget, format_bytes, parse_budget

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from planner import _torch, _torch_tracing
+from planner._torch_attention import Attention
 from planner._torch_autocast import autocast_of_cuda
-from planner._torch_kernels import Attention, dispatched_in_python, kernels_of_cuda
+from planner._torch_kernels import dispatched_in_python, kernels_of_cuda
 from planner.errors import CaptureError, PlanWarning
 from planner.generators import GeneratorStates, OwnGenerators
 from planner.graph_runner import GraphRunner, collector, notes_on
@@ -103,10 +104,12 @@ class CudaKernels:
     Attributes:
         capability: Compute capability of the device.
         attention: Its attention kernel; None for what PyTorch chooses.
+        cudnn: Whether it is one that cuDNN runs on.
     """
 
     capability: tuple[int, int]
     attention: Attention | None = None
+    cudnn: bool = True
 
 
 _RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
@@ -201,7 +204,10 @@ class _Capture:
         autocast = autocast_regions()
         with _torch.dynamo_settings(), contextlib.ExitStack() as stack:
             if self._cuda is not None:
-                stack.enter_context(kernels_of_cuda(self._cuda.capability, self._cuda.attention))
+                of_cuda = self._cuda
+                stack.enter_context(
+                    kernels_of_cuda(of_cuda.capability, of_cuda.attention, cudnn=of_cuda.cudnn)
+                )
                 autocast = stack.enter_context(autocast_of_cuda())
             stack.callback(remember(module))  # hooks of the copy write where those of the original do
             report("running the eager step", 0.1)

@@ -59,6 +59,7 @@ class CostSource(StrEnum):
 class Attention(StrEnum):
     """Kernels of scaled dot product attention."""
 
+    cudnn = "cudnn"
     flash = "flash"
     efficient = "efficient"
     math = "math"

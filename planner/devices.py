@@ -66,6 +66,7 @@ class Device:
         library_bytes: What matrix libraries allocate once and keep.
         fragmentation: Share of the allocated bytes that the allocator is taken to reserve on top of them.
         capability: CUDA compute capability, which decides the attention kernels; None where it has none.
+        cudnn: Whether cuDNN's kernels run on it: on NVIDIA's, not on AMD's.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Device:
     library_bytes: int = 0
     fragmentation: float = 0.0
     capability: tuple[int, int] | None = None
+    cudnn: bool = True
 
     def flops_of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """FLOP/s for matrix arithmetic in `dtype`; a dtype that is not listed counts as ``float32``."""
@@ -124,6 +126,7 @@ def _gpu(
         * (CUBLAS_WORKSPACE_BYTES_HOPPER if (capability or (0, 0)) >= (9, 0) else CUBLAS_WORKSPACE_BYTES),
         fragmentation=CUDA_FRAGMENTATION,
         capability=capability,
+        cudnn=not name.startswith("MI"),
     )
 
 

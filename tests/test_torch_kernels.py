@@ -6,14 +6,16 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import planner
-from planner._torch_kernels import choose_attention, kernels_of_cuda
+from planner._torch_attention import AttentionCall, choose_attention, prefers_cudnn
+from planner._torch_kernels import dispatched_in_python, kernels_of_cuda
 from planner.errors import CaptureError, PlanWarning
 from planner.plan_file import Plan
 from tests.small import small_gpt
 
-V100, T4, A100 = (7, 0), (7, 5), (8, 0)
+V100, T4, A100, RTX4090, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 
 
 class Attending(nn.Module):
@@ -49,6 +51,9 @@ def operators(plan: Plan) -> set[str]:
         (torch.bfloat16, "A100-80GB", False, "flash"),
         (torch.bfloat16, "A100-80GB", True, "efficient"),
         (torch.float32, "H100", True, "efficient"),
+        (torch.bfloat16, "H100", False, "cudnn"),
+        (torch.bfloat16, "H100", True, "cudnn"),
+        (torch.bfloat16, "MI250", False, "flash"),
     ],
 )
 def test_the_kernel_that_the_device_would_choose(
@@ -88,6 +93,15 @@ def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
         (T4, torch.float16, (2, 4, 16, 64), False, "efficient"),
         (V100, torch.bfloat16, (2, 4, 16, 64), False, "math"),
         (V100, torch.float32, (2, 4, 16, 62), False, "efficient"),
+        (V100, torch.float16, (2, 4, 16, 60), False, "math"),
+        (H100, torch.bfloat16, (2, 4, 16, 64), False, "cudnn"),
+        (H100, torch.float16, (2, 4, 16, 64), True, "cudnn"),
+        (B200, torch.bfloat16, (2, 4, 16, 128), True, "cudnn"),
+        (H100, torch.float32, (2, 4, 16, 64), False, "efficient"),
+        (H100, torch.bfloat16, (2, 4, 16, 160), False, "flash"),
+        (H100, torch.bfloat16, (2, 4, 16, 60), False, "flash"),
+        (H100, torch.bfloat16, (2, 4, 1, 64), False, "flash"),
+        (RTX5090, torch.bfloat16, (2, 4, 16, 64), False, "flash"),
     ],
 )
 def test_what_each_kernel_takes(
@@ -96,7 +110,85 @@ def test_what_each_kernel_takes(
     with torch.device("meta"):
         q = torch.empty(shape, dtype=dtype)
         mask = torch.ones(shape[-2], shape[-2], dtype=torch.bool) if masked else None
-    assert choose_attention(capability, q, q, q, mask) == kernel
+    assert choose_attention(AttentionCall(capability, q, q, q, mask)) == kernel
+
+
+def attention_call(capability: tuple[int, int] = H100, /, **options: Any) -> AttentionCall:
+    """A call in bfloat16; `heads`, `keys` and `width` are those of keys and values."""
+    heads, keys, width = (options.pop(n, usual) for n, usual in (("heads", 4), ("keys", 16), ("width", 64)))
+    grad = options.pop("requires_grad", True)
+    query = torch.empty(2, 4, 16, options.pop("query_width", 64), dtype=torch.bfloat16, device="meta")
+    key, value = (
+        torch.empty(2, heads, keys, w, dtype=torch.bfloat16, device="meta") for w in (query.shape[-1], width)
+    )
+    parts = [part.requires_grad_(grad) for part in (query, key, value)]
+    if "mask" in options:
+        options["mask"] = torch.empty(options["mask"], dtype=torch.bfloat16, device="meta")
+    return AttentionCall(capability, *parts, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        (attention_call(heads=2, gqa=True), "cudnn"),
+        (attention_call(A100, heads=2, gqa=True), "flash"),
+        (attention_call(A100, heads=2, gqa=True, mask=(16, 16)), "math"),
+        (attention_call(heads=2, gqa=True, mask=(16, 16)), "cudnn"),
+        (attention_call(dropout=0.1), "cudnn"),
+        (attention_call(mask=(2, 1, 1, 16)), "cudnn"),
+        (attention_call(mask=(4, 16, 16)), "efficient"),
+        (attention_call(query_width=192, width=128), "cudnn"),
+        (attention_call(A100, query_width=192, width=128), "efficient"),
+        (attention_call(keys=1), "flash"),
+        (attention_call(causal=True, keys=8), "cudnn"),
+        (attention_call(A100, causal=True, keys=8), "efficient"),
+        (attention_call(cudnn=False), "flash"),
+        (attention_call(RTX4090, query_width=200, width=200), "efficient"),
+        (attention_call(RTX4090, query_width=200, width=200, requires_grad=False), "flash"),
+    ],
+)
+def test_masks_heads_and_widths_decide_too(call: AttentionCall, kernel: str) -> None:
+    assert choose_attention(call) == kernel
+
+
+def test_what_is_switched_off_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = attention_call()
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert choose_attention(call) == "efficient"
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], set_priority=True):
+        assert choose_attention(call) == "flash"
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        pytest.raises(CaptureError, match="flash: it takes no mask"),
+    ):
+        choose_attention(attention_call(mask=(16, 16)))
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert choose_attention(call) == "flash"
+
+
+def test_cudnn_is_the_first_choice_where_it_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [prefers_cudnn(c) for c in (A100, RTX4090, H100, B200, RTX5090)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert not prefers_cudnn(H100)
+
+
+def test_the_sums_of_cudnn_have_a_last_dimension() -> None:
+    """As eager's have: what is planned to be saved is what is saved."""
+    q = torch.randn(2, 4, 16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    saved = []
+    with (
+        kernels_of_cuda(H100, None),
+        dispatched_in_python(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        F.scaled_dot_product_attention(q, q, q)
+    assert (2, 4, 16, 1) in [tuple(t.shape) for t in saved]
 
 
 def test_the_mask_of_dropout_takes_a_byte_an_element_on_a_gpu() -> None:
