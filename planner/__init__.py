@@ -18,6 +18,7 @@ from planner.errors import (
     PlannerError,
     PlanWarning,
 )
+from planner.own_packages import check_solvers
 
 if TYPE_CHECKING:
     from planner.api import auto_checkpoint as auto_checkpoint
@@ -66,6 +67,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_solvers()
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

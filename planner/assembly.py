@@ -22,6 +22,7 @@ from planner.errors import PlannerError, PlanWarning
 from planner.fingerprint import class_name, state_digest
 from planner.footprint import Footprint as StepFootprint
 from planner.inputs import InputError
+from planner.interrupts import at_stages, held_interrupts
 from planner.optimizer import Optimizer, OptimizerStep, optimizer_step
 from planner.origin import Origin
 from planner.plan_file import (
@@ -108,6 +109,7 @@ class Prepared:
         return Budget(self.footprint.around(wanted.bytes), wanted.text)
 
 
+@held_interrupts()
 def prepare(
     model: torch.nn.Module,
     step: Step,
@@ -120,6 +122,7 @@ def prepare(
     costs: CostSource = "roofline",
 ) -> Prepared:
     """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
+    progress = at_stages(progress)
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):
         raise InputError(f"training is {step.training!r}; expected True or False")
@@ -127,7 +130,7 @@ def prepare(
     if step.training and not model.training:
         notes.append(IN_EVALUATION)
         logger.warning(IN_EVALUATION)
-        warnings.warn(IN_EVALUATION, PlanWarning, stacklevel=3)
+        warnings.warn(IN_EVALUATION, PlanWarning, stacklevel=4)
     here = _device_of(model, step)
     target = find_device(device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))

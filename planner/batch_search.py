@@ -6,8 +6,8 @@ batch is tried on the others first. The answer is captured and solved in full; w
 the estimate was off, the search goes on from it.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,12 @@ import torch
 from planner._torch_attention import Attention
 from planner.api import find_solver
 from planner.assembly import CostSource, Prepared, make_plan, prepare
+from planner.batch_points import BatchChoice, BatchPoint, MaxBatch, named
 from planner.budget import Budget, format_bytes, parse_budget
 from planner.devices import Device
 from planner.errors import BudgetError, InfeasibleBudget
 from planner.inputs import InputError, check_loss, check_model, read_inputs, read_step
 from planner.optimizer import Optimizer
-from planner.plan_file import Plan
 from planner.sizes import Sized, SizedSteps
 from planner.step import Loss, Outputs, Step
 from solvers import portfolio
@@ -34,70 +34,10 @@ MakeArguments = Callable[[int], Any]
 QUICK_SECONDS = 8.0
 """Wall seconds for each estimated batch; graphs of some thousand operations take one or two."""
 MOST_CAPTURES = 8
-
-
-@dataclass(frozen=True)
-class BatchPoint:
-    """One batch, with the fastest plan found for it.
-
-    Attributes:
-        batch: The batch.
-        total_bytes: What the device must have for the whole step.
-        seconds: Predicted time of forward, backward and the optimizer's step.
-        samples_per_second: Batch over seconds.
-        overhead: Time of forward and backward per sample, over that of the largest unplanned batch:
-            0.29 is 29 % slower. Over the same batch without recomputation where no unplanned batch fits.
-        captured: The step was captured at this batch, not estimated from others.
-    """
-
-    batch: int
-    total_bytes: int
-    seconds: float
-    samples_per_second: float
-    overhead: float
-    captured: bool
-
-
-@dataclass(frozen=True)
-class MaxBatch:
-    """The largest batch within a budget.
-
-    Attributes:
-        batch: The largest batch.
-        plan: The plan for it.
-        budget_bytes: What bounded it.
-        largest: The largest batch's figures.
-        unplanned: The largest batch that fits without a plan; None where not even one sample does.
-        fastest: The planned batch of most samples a second among `points`.
-        points: The planned batches that were found to fit, ascending.
-        captures: How often the step was captured.
-    """
-
-    batch: int
-    plan: Plan
-    budget_bytes: int
-    largest: BatchPoint
-    unplanned: BatchPoint | None
-    fastest: BatchPoint
-    points: list[BatchPoint]
-    captures: int
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times the unplanned batch the planned one is; None where nothing fits unplanned."""
-        return self.batch / self.unplanned.batch if self.unplanned else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the plan, as plain data."""
-        return {
-            "batch": self.batch,
-            "ratio": self.ratio,
-            "budget_bytes": self.budget_bytes,
-            "unplanned": None if self.unplanned is None else asdict(self.unplanned),
-            "fastest": asdict(self.fastest),
-            "points": [asdict(point) for point in self.points],
-            "captures": self.captures,
-        }
+OVERHEADS = (0.15, 0.33, None)
+"""What else is told beside the answer: the largest batches at these overheads, None for any."""
+_NEAR = 0.02
+"""How far below the largest those may be, relative: they are estimates, and each step to them is a solve."""
 
 
 def max_batch(
@@ -105,7 +45,7 @@ def max_batch(
     make_args: MakeArguments,
     budget: int | str,
     *,
-    max_overhead: float | None = None,
+    max_overhead: float | None = 0.33,
     solver: str = "auto",
     loss: Loss | None = None,
     outputs: Outputs = "held",
@@ -129,7 +69,8 @@ def max_batch(
         budget: Bytes as an int or text ("32GiB") for the whole step; on a GPU for all that it takes of
             the device.
         max_overhead: The most that time per sample may rise over that of the largest unplanned batch:
-            0.29 allows 29 %. None: whatever it takes.
+            0.33 allows 33 %, about one more forward. None: whatever it takes, which may be several times
+            the time.
         solver, loss, outputs, optimizer, device, attention, accumulate, costs, training: As for
             :func:`planner.plan`.
         start: The first batch that is captured.
@@ -138,13 +79,15 @@ def max_batch(
         progress: Called with a text and a fraction from 0 to 1.
 
     Returns:
-        The largest batch with its plan, the largest unplanned one, and the fastest.
+        The largest batch with its plan; ``.choices`` has the largest without a plan, the fastest, and the
+        largest at other overheads.
 
     Raises:
         BudgetError: The budget is a percentage or "min", which say nothing without a batch.
         InputError: Model, inputs or loss are in no form that can be read.
         CaptureError: The step cannot be captured.
         InfeasibleBudget: Not even one sample fits; ``.minimum_bytes`` is what it needs.
+        ValueError: ``max_overhead``, ``start`` or ``most`` is out of range.
     """
     if not callable(make_args):
         raise InputError(
@@ -153,6 +96,8 @@ def max_batch(
         )
     check_model(model)
     check_loss(loss)
+    if max_overhead is not None and not max_overhead >= 0:
+        raise ValueError(f"max_overhead={max_overhead!r}: expected a share of the time, as 0.33, or None")
     wanted = parse_budget(budget, 2**60)
     if wanted.bytes is None or wanted.text.endswith("%"):
         raise BudgetError(f'budget {wanted.text!r} depends on the batch: give bytes, as "32GiB"')
@@ -175,7 +120,7 @@ def max_batch(
     search = BatchSearch(
         SizedSteps(capture), wanted, solver=solver, time_limit=time_limit, most=most, progress=progress
     )
-    return search.run(min(start, most), max_overhead)
+    return search.run(min(start, most), max_overhead, OVERHEADS)
 
 
 def _step(
@@ -225,8 +170,14 @@ class BatchSearch:
         if self._progress is not None:
             self._progress(text, self._fraction)
 
-    def run(self, start: int = 4, max_overhead: float | None = None) -> MaxBatch:
-        """Search, confirm, and tell; arguments and errors are those of :func:`max_batch`."""
+    def run(
+        self, start: int = 4, max_overhead: float | None = None, others: Sequence[float | None] = ()
+    ) -> MaxBatch:
+        """Search, confirm, and tell; arguments and errors are those of :func:`max_batch`.
+
+        Args:
+            others: Overheads for which to estimate the largest batch as well.
+        """
         self._max_overhead, self._solutions, self._fraction = max_overhead, {}, 0.0
         if len(self.steps.captured) < 2:
             self._capture_two(start)
@@ -254,7 +205,7 @@ class BatchSearch:
                 # where that is not enough, one sample less is.
                 self._solutions.pop(answer, None)
                 answer = max(1, answer - 1 if known else self._bisect(0, answer))
-        return self._result(answer, unplanned)
+        return self._result(answer, unplanned, others)
 
     # ---- estimated batches -----------------------------------------------------------------------
 
@@ -295,9 +246,9 @@ class BatchSearch:
             step *= 2
         return max(self._bisect(low, min(high, self.most + 1)), 1)
 
-    def _bisect(self, low: int, high: int) -> int:
-        """The largest batch below `high` that fits, given that `low` does (0 always does)."""
-        while high - low > 1:
+    def _bisect(self, low: int, high: int, near: float = 0.0) -> int:
+        """The largest batch below `high` that fits, or one `near` it, as `low` does (0 always does)."""
+        while high - low > max(1, near * low):
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(middle) else (low, middle)
         return low
@@ -351,18 +302,27 @@ class BatchSearch:
             captured=size in self.steps.captured,
         )
 
-    def _result(self, answer: int, unplanned: int | None) -> MaxBatch:
-        prepared = self.steps.prepared[answer]
+    def _result(self, answer: int, unplanned: int | None, others: Sequence[float | None]) -> MaxBatch:
+        prepared, allowed = self.steps.prepared[answer], self._max_overhead
         plan = make_plan(prepared, self._solutions[answer], Budget(self.budget_bytes, self.budget_text))
-        points = [
-            self._point(size, solution.peak_bytes, solution.seconds)
-            for size, solution in sorted(self._solutions.items())
-            if size <= answer
-        ]
+        points = self._points(answer)
         without = None
         if unplanned is not None:
             step = self.steps.at(unplanned)
-            without = self._point(unplanned, int(step.eager_bytes.max(initial=0)), step.eager_seconds)
+            peak = int(step.eager_bytes.max(initial=0))
+            without = replace(self._point(unplanned, peak, step.eager_seconds), planned=False)
+        largest = {allowed: points[-1]}
+        for share in others:
+            if share not in largest:
+                self.tell(f"looking for the {named(share)}", 0.9)
+                point = self._largest_at(share, {k: p.batch for k, p in largest.items()}, unplanned or 0)
+                largest |= {share: point} if point is not None else {}
+        self._max_overhead = allowed
+        known = [*points, *([without] if without is not None else [])]
+        fastest = max([*largest.values(), *known], key=lambda point: point.samples_per_second)
+        choices = [] if without is None else [BatchChoice("no plan", without)]
+        choices.append(BatchChoice("fastest", fastest))
+        choices += [BatchChoice(named(s), largest[s], s) for s in sorted(largest, key=_price)]
         self.tell("planned", 1.0)
         return MaxBatch(
             batch=answer,
@@ -370,10 +330,42 @@ class BatchSearch:
             budget_bytes=self.budget_bytes,
             largest=points[-1],
             unplanned=without,
-            fastest=max(points, key=lambda point: point.samples_per_second),
+            fastest=fastest,
             points=points,
             captures=len(self.steps.captured),
+            choices=choices,
         )
+
+    def _points(self, most: int) -> list[BatchPoint]:
+        return [
+            self._point(size, solution.peak_bytes, solution.seconds)
+            for size, solution in sorted(self._solutions.items())
+            if size <= most
+        ]
+
+    def _largest_at(
+        self, share: float | None, known: dict[float | None, int], unplanned: int
+    ) -> BatchPoint | None:
+        """About the largest batch at another overhead, by estimate, from those at known overheads."""
+        self._max_overhead = share
+        below = [batch for other, batch in known.items() if _price(other) <= _price(share)]
+        above = [batch for other, batch in known.items() if _price(other) > _price(share)]
+        low = max([unplanned, *below])
+        high = min(above, default=0)
+        if not high:
+            more, high = max(low, 1), low + 1
+            while high <= self.most and self._fits(high):
+                low, high = high, high + more
+                more *= 2
+            high = min(high, self.most + 1)
+        low = max(self._bisect(low, high, _NEAR), 1)
+        step = self.steps.at(low)
+        if low not in self._solutions:  # it fits by a schedule of another batch
+            self._solutions[low] = self._solve(step, min(QUICK_SECONDS, self.time_limit))
+        solution = self._solutions[low]
+        if not self._allowed(step, solution):
+            return None
+        return self._point(low, solution.peak_bytes, solution.seconds)
 
     def _infeasible(self, step: Sized, solution: Solution) -> InfeasibleBudget:
         least = step.total_bytes(solution.peak_bytes)
@@ -381,7 +373,8 @@ class BatchSearch:
         return InfeasibleBudget(
             f"budget {self.budget_text} is {format_bytes(self.budget_bytes)}, "
             + (
-                f"which one sample meets only at more than {100 * (self._max_overhead or 0):.0f} % extra time"
+                f"which one sample meets only at more than {100 * (self._max_overhead or 0):.0f} % extra "
+                "time; max_overhead=None (--max-overhead any) allows that"
                 if slow
                 else f"but one sample needs at least {format_bytes(least)} ({least:,} bytes)"
             ),
@@ -394,3 +387,7 @@ def _belongs(schedule: np.ndarray, step: Sized) -> bool:
     """Whether a schedule can be one of a step's graph; estimated steps share their rows."""
     rows, base = len(step.graph.ops), step.graph.base_length
     return bool(schedule.max(initial=-1) < rows and np.unique(schedule[schedule < base]).size == base)
+
+
+def _price(max_overhead: float | None) -> float:
+    return float("inf") if max_overhead is None else max_overhead

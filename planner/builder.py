@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlannerError
+from planner.own_packages import hidden_by_own, import_own
+from planner.progress import Progressing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,8 +42,13 @@ def load_reference(reference: str) -> Callable[..., Any]:
     if not colon or not place or not attribute:
         raise BuilderError(f"{reference!r}: expected pkg.module:function or path/to/file.py:function")
     if place.endswith(".py") or os.sep in place:
+        if not os.path.isfile(place):
+            raise BuilderError(f"{place}: no such file")
+        import_own()
+        _search(os.getcwd())
         found: Any = _import_file(place)
     else:
+        import_own()
         _search(os.getcwd())
         found = _import_module(place)
     for part in attribute.split("."):
@@ -55,24 +62,28 @@ def load_reference(reference: str) -> Callable[..., Any]:
     return function
 
 
-def build(reference: str) -> Built:
+def build(reference: str, progress: Progressing) -> Built:
     """Call a builder and check what it returns: (model, args) or (model, args, kwargs).
 
     The arguments are in any form that :func:`planner.plan` takes.
 
-    Raises:
-        BuilderError: as `load_reference`, or the builder raises, or returns something else.
-    """
-    return _checked(reference, _called(reference))
-
-
-def build_for_batches(reference: str) -> "tuple[nn.Module, Callable[[int], Any]]":
-    """Call a builder of a model for any batch: it returns (model, make_args).
+    Args:
+        reference: where the builder is, as for `load_reference`.
+        progress: is told what is being done.
 
     Raises:
         BuilderError: as `load_reference`, or the builder raises, or returns something else.
     """
-    result = _called(reference)
+    return _checked(reference, _called(reference, progress))
+
+
+def build_for_batches(reference: str, progress: Progressing) -> "tuple[nn.Module, Callable[[int], Any]]":
+    """Call a builder of a model for any batch, as `build`: it returns (model, make_args).
+
+    Raises:
+        BuilderError: as `load_reference`, or the builder raises, or returns something else.
+    """
+    result = _called(reference, progress)
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise BuilderError(f"{reference!r} returned a {type(result).__name__}: expected (model, make_args)")
     model = _checked_model(reference, result[0])
@@ -84,8 +95,10 @@ def build_for_batches(reference: str) -> "tuple[nn.Module, Callable[[int], Any]]
     return model, result[1]
 
 
-def _called(reference: str) -> Any:
+def _called(reference: str, progress: Progressing) -> Any:
+    progress("importing PyTorch and the model's code", 0.0)
     function = load_reference(reference)
+    progress("building the model", 0.0)
     try:
         return function()
     except (Exception, SystemExit) as error:
@@ -121,15 +134,15 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise BuilderError(f"no module named {error.name!r}, here or installed") from None
+            raise BuilderError(
+                f"no module named {error.name!r}, here or installed{hidden_by_own(error)}"
+            ) from None
         raise BuilderError(f"importing {name} raised {_summary(error)}") from error
     except (Exception, SystemExit) as error:
         raise BuilderError(f"importing {name} raised {_summary(error)}") from error
 
 
 def _import_file(path: str) -> ModuleType:
-    if not os.path.isfile(path):
-        raise BuilderError(f"{path}: no such file")
     path = os.path.abspath(path)
     stem = os.path.splitext(os.path.basename(path))[0]
     # Under its own name, unless that would hide, or be taken for, another module.
@@ -157,4 +170,5 @@ def _search(directory: str) -> None:
 
 def _summary(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    hidden = hidden_by_own(error) if isinstance(error, ImportError) else ""
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + hidden

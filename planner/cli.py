@@ -1,7 +1,8 @@
 """The command line: `plan`, `sweep`, `max-batch`, `verify`, `show` and `schema`.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a plan did not verify, 2 wrong
-usage or input, 3 no plan fits the budget.
+usage or input, 3 no plan fits the budget, 130 interrupted. A reader of stdout that stops early, as `head`
+does, changes none of them.
 """
 
 import json
@@ -57,6 +58,8 @@ from planner.report.verification import render_verification
 
 app = typer.Typer(
     help="Plan which activations a PyTorch training step keeps and recomputes, within a memory budget.",
+    epilog="Exit codes: 0 done, 1 the plan did not verify, 2 wrong usage or input, 3 no plan fits the "
+    "budget, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -102,29 +105,27 @@ def plan_command(
             check_writable(output)
         if figure is not None:
             plan_figure.check_figure(figure)
-        with stdout_for_results():
-            built = build(reference)
-            loss_function = None if loss is None else load_reference(loss)
-            with shown_progress() as progress:
-                plan = planner.plan(
-                    built.model,
-                    args=built.args,
-                    kwargs=built.kwargs,
-                    budget=budget,
-                    solver=solver,
-                    loss=loss_function,
-                    outputs=outputs.value,
-                    optimizer=optimizer,
-                    device=device,
-                    attention=None if attention is None else attention.value,
-                    accumulate=accumulate,
-                    costs=costs.value,
-                    time_limit=time_limit,
-                    keep=keep or (),
-                    recompute=recompute or (),
-                    checkpoints=checkpoint or (),
-                    progress=progress,
-                )
+        with stdout_for_results(), shown_progress() as progress:
+            built = build(reference, progress)
+            plan = planner.plan(
+                built.model,
+                args=built.args,
+                kwargs=built.kwargs,
+                budget=budget,
+                solver=solver,
+                loss=None if loss is None else load_reference(loss),
+                outputs=outputs.value,
+                optimizer=optimizer,
+                device=device,
+                attention=None if attention is None else attention.value,
+                accumulate=accumulate,
+                costs=costs.value,
+                time_limit=time_limit,
+                keep=keep or (),
+                recompute=recompute or (),
+                checkpoints=checkpoint or (),
+                progress=progress,
+            )
         if output is not None:
             plan.save(output)
         if figure is not None:
@@ -168,28 +169,26 @@ def sweep_command(
             parse_budget(budget, 2**40)
         if output is not None:
             check_folder(output)
-        with stdout_for_results():
-            built = build(reference)
-            loss_function = None if loss is None else load_reference(loss)
-            with shown_progress() as progress:
-                plans = planner.sweep(
-                    built.model,
-                    args=built.args,
-                    kwargs=built.kwargs,
-                    budgets=wanted,
-                    points=points,
-                    loss=loss_function,
-                    outputs=outputs.value,
-                    optimizer=optimizer,
-                    device=device,
-                    attention=None if attention is None else attention.value,
-                    accumulate=accumulate,
-                    costs=costs.value,
-                    time_limit=time_limit,
-                    keep=keep or (),
-                    recompute=recompute or (),
-                    progress=progress,
-                )
+        with stdout_for_results(), shown_progress() as progress:
+            built = build(reference, progress)
+            plans = planner.sweep(
+                built.model,
+                args=built.args,
+                kwargs=built.kwargs,
+                budgets=wanted,
+                points=points,
+                loss=None if loss is None else load_reference(loss),
+                outputs=outputs.value,
+                optimizer=optimizer,
+                device=device,
+                attention=None if attention is None else attention.value,
+                accumulate=accumulate,
+                costs=costs.value,
+                time_limit=time_limit,
+                keep=keep or (),
+                recompute=recompute or (),
+                progress=progress,
+            )
         saved = [os.path.join(output, f"plan-{i:02}.json") if output else None for i in range(len(plans))]
         for made, path in zip(plans, saved, strict=True):
             if path is not None:
@@ -197,7 +196,7 @@ def sweep_command(
         if as_json:
             print_json([{**described(p), "saved_to": s} for p, s in zip(plans, saved, strict=True)])
             return
-        show(render_frontier(plans))
+        show(render_frontier(plans, width=width()))
         if output is not None:
             typer.echo(f"\n{len(plans)} plans written to {printable(output)}")
 
@@ -214,9 +213,9 @@ def max_batch_command(
     ],
     budget: Annotated[str, typer.Option("--budget", "-b", help="8GiB, 8GB, or bytes.")],
     max_overhead: Annotated[
-        str | None,
-        typer.Option(help="The most extra time per sample over the largest unplanned batch, as 29%."),
-    ] = None,
+        str,
+        typer.Option(help="The most extra time per sample over the largest unplanned batch, as 29%, or any."),
+    ] = "33%",
     output: PlanFile = None,
     solver: Solver = "auto",
     device: DeviceName = None,
@@ -232,41 +231,39 @@ def max_batch_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Find the largest batch that fits a budget, with its plan."""
+    """Find the largest batch that fits a budget, with its plan, and what else there is to choose from."""
     with one_line_errors(debug, as_json):
         parse_budget(budget, 2**40)
-        allowed = None if max_overhead is None else _share(max_overhead)
+        allowed = None if max_overhead == "any" else _share(max_overhead)
         if output is not None:
             check_writable(output)
-        with stdout_for_results():
-            model, make_args = build_for_batches(reference)
-            loss_function = None if loss is None else load_reference(loss)
-            with shown_progress() as progress:
-                found = planner.max_batch(
-                    model,
-                    make_args,
-                    budget,
-                    max_overhead=allowed,
-                    solver=solver,
-                    loss=loss_function,
-                    outputs=outputs.value,
-                    optimizer=optimizer,
-                    device=device,
-                    attention=None if attention is None else attention.value,
-                    accumulate=accumulate,
-                    costs=costs.value,
-                    start=start,
-                    most=most,
-                    time_limit=time_limit,
-                    progress=progress,
-                )
+        with stdout_for_results(), shown_progress() as progress:
+            model, make_args = build_for_batches(reference, progress)
+            found = planner.max_batch(
+                model,
+                make_args,
+                budget,
+                max_overhead=allowed,
+                solver=solver,
+                loss=None if loss is None else load_reference(loss),
+                outputs=outputs.value,
+                optimizer=optimizer,
+                device=device,
+                attention=None if attention is None else attention.value,
+                accumulate=accumulate,
+                costs=costs.value,
+                start=start,
+                most=most,
+                time_limit=time_limit,
+                progress=progress,
+            )
         if output is not None:
             found.plan.save(output)
         if as_json:
             plan = described(found.plan)
             print_json({**found.to_dict(), "plan": plan, "saved_to": output})
             return
-        show(render_batches(found))
+        show(render_batches(found, width=width()))
         if output is not None:
             typer.echo(f"\nthe plan for batch {found.batch} is written to {printable(output)}")
 
@@ -277,7 +274,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1e6:
-        raise BudgetError(f'--max-overhead {text!r} is no share of time: expected "29%" or 0.29')
+        raise BudgetError(f'--max-overhead {text!r} is no share of time: expected "29%", 0.29 or "any"')
     return share
 
 
@@ -287,29 +284,31 @@ def verify_command(
     plan_path: PlanPath,
     loss: Loss = None,
     outputs: MeasuredOutputs = None,
+    repeats: Annotated[
+        int, typer.Option(min=0, help="Timed steps of each kind; the spread of their times is told.")
+    ] = 3,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Run the planned and the unplanned step, and compare gradients, buffers, memory and time."""
     with one_line_errors(debug):
         plan = Plan.load(plan_path)
-        with stdout_for_results():
-            built: Built = build(reference)
-            loss_function = None if loss is None else load_reference(loss)
-            with shown_progress() as progress:
-                progress("running the unplanned and the planned step", 0.0)
-                report = planner.verify(
-                    built.model,
-                    args=built.args,
-                    kwargs=built.kwargs,
-                    plan=plan,
-                    loss=loss_function,
-                    outputs=None if outputs is None else outputs.value,
-                )
+        with stdout_for_results(), shown_progress() as progress:
+            built: Built = build(reference, progress)
+            report = planner.verify(
+                built.model,
+                args=built.args,
+                kwargs=built.kwargs,
+                plan=plan,
+                loss=None if loss is None else load_reference(loss),
+                outputs=None if outputs is None else outputs.value,
+                repeats=repeats,
+                progress=progress,
+            )
         if as_json:
             print_json(report.to_dict())
         else:
-            show(render_verification(report))
+            show(render_verification(report, width=width()))
         if not report.ok:
             raise typer.Exit(VERIFY_FAILED)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from planner.errors import PlanFileError
+from planner.interrupts import FILES
 
 _WIDTH = 110
 
@@ -45,11 +46,12 @@ def replace_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO],
     temporary = os.path.join(directory, f".{name[:60]}.{secrets.token_hex(6)}.tmp")
     try:
         try:
-            with open(temporary, "xb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
+            with FILES:
+                with open(temporary, "xb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -89,8 +91,9 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             raise PlanFileError(f"{shown}: cannot be written: there is no directory {directory}")
         # Permission bits do not tell of read-only file systems; making a file does.
         probe = os.path.join(directory, f".{secrets.token_hex(8)}.tmp")
-        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        os.unlink(probe)
+        with FILES:
+            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.unlink(probe)
     except PlanFileError:
         raise
     except (OSError, ValueError) as error:

@@ -87,12 +87,29 @@ def measure_seconds(
     Returns:
         The median seconds of each step.
     """
+    return [statistics.median(taken) for taken in time_steps(steps, repeats, device=device)]
+
+
+def time_steps(
+    steps: Sequence[Callable[[], object]],
+    repeats: int,
+    *,
+    device: torch.device | str = "cpu",
+    before: Callable[[int], object] | None = None,
+) -> list[list[float]]:
+    """Seconds of every run of each step, as :func:`measure_seconds` takes them.
+
+    Args:
+        before: Called with the number of each round, from 0, before it is timed.
+    """
     device = torch.device(device)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     seconds: list[list[float]] = [[] for _ in steps]
     for step in steps:
         step()
-    for _ in range(repeats):
+    for index in range(repeats):
+        if before is not None:
+            before(index)
         for taken, step in zip(seconds, steps, strict=True):
             _wait_for(device)
             start = clock()
@@ -100,7 +117,7 @@ def measure_seconds(
             _wait_for(device)
             taken.append(clock() - start)
             del held
-    return [statistics.median(taken) for taken in seconds]
+    return seconds
 
 
 def _wait_for(device: torch.device) -> None:

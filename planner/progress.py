@@ -6,17 +6,24 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 Progressing = Callable[[str, float], None]
 """Called with what is being done, and how much of all is done, between 0 and 1."""
+
+_TEXT_WIDTH = 52
+"""Columns for what is being done, the share and the time."""
 
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Progressing]:
     """Show progress on stderr: a bar on a terminal, elsewhere a line whenever the text changes."""
     if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True)
+        bar_width = min(40, max(8, console.width - _TEXT_WIDTH))
+        text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+        columns = (text, BarColumn(bar_width), TaskProgressColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("starting", total=1.0)
             yield lambda text, fraction: bar.update(task, description=text, completed=fraction)
         return

@@ -1,5 +1,6 @@
 """Does the planned module do what the unplanned one does, in the memory that was promised?"""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -11,10 +12,13 @@ from planner.errors import PlanMismatch
 from planner.generators import GeneratorStates, OwnGenerators
 from planner.inputs import InputError, Inputs, read_step
 from planner.install import PlannedCall, apply, installed_plan
-from planner.measure import measure_peak, measure_seconds
+from planner.interrupts import at_stages, held_interrupts
+from planner.measure import measure_peak, time_steps
 from planner.plan_file import Plan
 from planner.python_state import remember
 from planner.step import Loss, Outputs, Step, checked_outputs, differentiable_outputs, tensors_in
+
+Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Report:
         measured_peak_bytes: Planned, with what is resident.
         budget_bytes: What the plan was made for; None for "min".
         seconds, baseline_seconds: Median of interleaved steps; process time on CPU.
+        overheads: Extra time of the planned step in each timed pair, relative: how sure `overhead` is.
         problems: A line for everything that is not as promised; empty if all is.
     """
 
@@ -47,6 +52,7 @@ class Report:
     seconds: float
     baseline_seconds: float
     problems: list[str] = field(default_factory=list)
+    overheads: list[float] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -55,7 +61,7 @@ class Report:
 
     @property
     def overhead(self) -> float:
-        """Measured extra time of a planned step, relative."""
+        """Measured extra time of a planned step, relative: of the medians."""
         return self.seconds / self.baseline_seconds - 1.0 if self.baseline_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,6 +69,7 @@ class Report:
         return {**asdict(self), "ok": self.ok, "overhead": self.overhead}
 
 
+@held_interrupts()
 def verify(
     model: torch.nn.Module,
     args: Inputs = (),
@@ -72,6 +79,7 @@ def verify(
     loss: Loss | None = None,
     outputs: Outputs | None = None,
     repeats: int = 3,
+    progress: Progress | None = None,
 ) -> Report:
     """Run the unplanned and the planned step from the same state and compare everything.
 
@@ -84,11 +92,13 @@ def verify(
         outputs: Whether the measured steps hold the module's outputs while backward runs, as for
             :func:`planner.plan`; None for what the plan was made for.
         repeats: Timed steps of each kind; 0 measures no time.
+        progress: Called with a text and a fraction from 0 to 1.
 
     Raises:
         InputError: If model, inputs, loss or plan are in no form that can be read.
         PlanMismatch: If there is no plan, or it is for another model.
     """
+    report = at_stages(progress)
     step = read_step(model, args, kwargs, loss, of="verify")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan= is a {type(plan).__name__}: pass the plan, from a file as Plan.load(path)")
@@ -116,10 +126,13 @@ def verify(
         outcomes = []
         before.restore()
         _torch.install_call(model, original)
+        report("running the unplanned step", 0.0)
         step.run(model)
         before.restore_generators()  # what random numbers decide goes the way that was planned
         state = _State(model, step, before)  # what a first forward caches is there from now on
-        for call in (original, original, planned, planned):
+        for index, call in enumerate((original, original, planned, planned)):
+            side = "unplanned" if call is original else "planned"
+            report(f"comparing: running the {side} step", (1 + index) / (7 + 2 * (repeats + 1)))
             state.restore()
             _torch.install_call(model, call)
             outcomes.append(_Outcome(model, step, state.own_generators))
@@ -134,19 +147,27 @@ def verify(
             return run
 
         peaks = []
-        for call in sides:
+        for index, call in enumerate(sides):
+            done = (5 + index) / (7 + 2 * (repeats + 1))
+            report(f"measuring the peak of the {('unplanned', 'planned')[index]} step", done)
             state.restore()
             peaks.append(measure_peak(runner(call), state.device))
-        seconds = [0.0, 0.0]
+        times: list[list[float]] = [[], []]
         if repeats:
             state.restore()
-            seconds = measure_seconds([_fresh(runner(c), model) for c in sides], repeats, device=state.device)
+
+            def tell(index: int) -> None:
+                done = 1 - 2 * (repeats - index) / (7 + 2 * (repeats + 1))
+                report(f"timing pair {index + 1} of {repeats}", done)
+
+            timed = [_fresh(runner(c), model) for c in sides]
+            times = time_steps(timed, repeats, device=state.device, before=tell)
     finally:
         before.restore(gradients=True)
         _torch.install_call(model, installed)
         if isinstance(installed, PlannedCall):
             installed.reinstate(waiting=waiting)
-    return _report(plan, reference, again, second, peaks[1].peak_bytes, peaks[0].peak_bytes, seconds)
+    return _report(plan, reference, again, second, peaks[1].peak_bytes, peaks[0].peak_bytes, times)
 
 
 class _State:
@@ -209,7 +230,7 @@ _NOT_TWICE = (
 
 def _report(
     plan: Plan, reference: _Outcome, again: _Outcome, planned: _Outcome, peak: int, baseline_peak: int,
-    seconds: Sequence[float],
+    times: Sequence[Sequence[float]],
 ) -> Report:  # fmt: skip
     problems: list[str] = []
     exact = True
@@ -253,9 +274,10 @@ def _report(
         baseline_predicted_dynamic_peak_bytes=plan.baseline.dynamic_peak_bytes,
         measured_peak_bytes=measured_total,
         budget_bytes=plan.target.budget_bytes,
-        seconds=seconds[1],
-        baseline_seconds=seconds[0],
+        seconds=statistics.median(times[1] or [0.0]),
+        baseline_seconds=statistics.median(times[0] or [0.0]),
         problems=problems,
+        overheads=[after / before - 1 for before, after in zip(*times, strict=True) if before],
     )
 
 

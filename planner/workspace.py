@@ -21,6 +21,7 @@ from planner._torch_memory import plain_execution, profiler_is_active, record_cp
 from planner.devices import CUDA_ROUNDING_BYTES
 from planner.errors import PlannerError
 from planner.host_tensors import read_on_host
+from planner.interrupts import raise_interrupt
 from planner.workspace_cache import (
     call_signature,
     default_cache_path,
@@ -150,6 +151,7 @@ class WorkspaceMeter:
         cuda = [self.device] if self.device.type == "cuda" else []
         with plain_execution(self.device.type), torch.random.fork_rng(devices=cuda):
             for start in range(0, len(todo), _CHUNK):
+                raise_interrupt()
                 self._settle({key: pending[key] for key in todo[start : start + _CHUNK]})
                 if progress is not None:
                     progress(min(start + _CHUNK, len(todo)), len(todo))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import planner
-from planner.batch_search import MaxBatch
+from planner.batch_points import MaxBatch
 from planner.devices import find_device
 from planner.errors import BudgetError
 from planner.inputs import InputError

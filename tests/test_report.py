@@ -173,12 +173,13 @@ class _Verified:
     seconds: float = 1.1
     baseline_seconds: float = 1.0
     overhead: float = 0.1
+    overheads: list[float] = field(default_factory=lambda: [0.12, 0.02, 0.3])
     problems: list[str] = field(default_factory=list)
 
 
 def test_a_verification_shows_both_peaks_and_its_problems() -> None:
     good = _text(render_verification(_Verified()))
-    for words in ("verified", "gradients equal", "99.0 MiB", "0.9900", "+10.0%"):
+    for words in ("verified", "gradients equal", "99.0 MiB", "0.9900", "+10.0% (+2.0% to +30.0% in 3 pairs"):
         assert words in good
     bad = _text(render_verification(_Verified(ok=False, buffers_equal=False, problems=["buffers: bn.mean"])))
     for words in ("NOT VERIFIED", "buffers DIFFER", "problem: buffers: bn.mean"):

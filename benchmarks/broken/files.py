@@ -111,9 +111,9 @@ FILES = [
         (
             Change(
                 "planner/files.py",
-                "        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))\n"
-                "        os.unlink(probe)\n",
-                "        os.access(probe, os.W_OK)\n",
+                "            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))\n"
+                "            os.unlink(probe)\n",
+                "            os.access(probe, os.W_OK)\n",
             ),
         ),
         ("tests/test_plan_file.py::test_a_read_only_directory_is_named",),

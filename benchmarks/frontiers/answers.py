@@ -15,7 +15,8 @@ import torch.nn as nn
 
 import planner
 from planner.assembly import Prepared, make_plan, prepare
-from planner.batch_search import BatchSearch, MaxBatch
+from planner.batch_points import MaxBatch
+from planner.batch_search import BatchSearch
 from planner.budget import Budget
 from planner.devices import find_device
 from planner.sizes import SizedSteps

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from planner.budget import format_bytes
 from planner.plan_file import Plan, Timeline
+from planner.report.columns import Cell, fitted_table
 from planner.report.modules import ModuleRow, folded_holders, module_rows
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -32,8 +33,9 @@ def render(plan: Plan, *, width: int = 100) -> Group:
         plan: the plan.
         width: characters that a line may take.
     """
-    parts: list[RenderableType] = [summary(plan), Text(), timeline_chart(plan, width=width), Text()]
-    parts += [module_table(plan), Text(), holder_table(plan)]
+    parts: list[RenderableType] = [summary(plan, width=width), Text()]
+    parts += [timeline_chart(plan, width=width), Text()]
+    parts += [module_table(plan, width=width), Text(), holder_table(plan, width=width)]
     return Group(*parts, *notes(plan))
 
 
@@ -61,14 +63,17 @@ def as_html(what: RenderableType, *, width: int = 100) -> str:
     return console.export_html(inline_styles=True, code_format=_HTML)
 
 
-def summary(plan: Plan) -> Table:
+def summary(plan: Plan, *, width: int = 100) -> Table:
     """What was planned, for what, and what it promises."""
-    table = _table("", "unplanned", "nothing recomputed", "planned")
     footprints = (plan.baseline, plan.no_recompute, plan.predicted)
-    table.add_row("peak", *(_share(item.peak_bytes, plan.baseline.peak_bytes) for item in footprints))
-    table.add_row("  of the step", *(format_bytes(item.dynamic_peak_bytes) for item in footprints))
-    table.add_row("  resident", *(format_bytes(item.resident_bytes) for item in footprints))
-    table.add_row("time", *(format_seconds(item.seconds) for item in footprints))
+    rows = [
+        ("peak", *(_share(item.peak_bytes, plan.baseline.peak_bytes) for item in footprints)),
+        ("  of the step", *(format_bytes(item.dynamic_peak_bytes) for item in footprints)),
+        ("  resident", *(format_bytes(item.resident_bytes) for item in footprints)),
+        ("time", *(format_seconds(item.seconds) for item in footprints)),
+    ]
+    headers = ("", "unplanned", "nothing recomputed", "planned")
+    table = fitted_table(headers, rows, width=width, least=("nothing recomputed",))
     target, solver, model = plan.target, plan.solver, plan.model
     budget = printable(target.budget_text)
     if target.budget_bytes is not None:
@@ -91,6 +96,8 @@ def summary(plan: Plan) -> Table:
         capture, solve = format_seconds(solver.capture_seconds), format_seconds(solver.solve_seconds)
         facts["solver"] += f", in {solve} after {capture} of capture"
     outer = Table.grid(padding=(0, 2))
+    outer.add_column(no_wrap=True)
+    outer.add_column(overflow="fold")
     for name, fact in facts.items():
         outer.add_row(Text(name, style="bold"), Text(printable(fact)))
     stacked = Table.grid()
@@ -102,7 +109,7 @@ def summary(plan: Plan) -> Table:
 
 def timeline_chart(plan: Plan, *, width: int = 100, height: int = 10) -> Text:
     """Draw live bytes over the step: the plan in blocks, the unplanned step in dots, the budget as a line."""
-    columns = max(20, width - 14)
+    columns = max(8, width - 14)
     share = plan.timeline.forward_length / len(plan.timeline.bytes)
     turn = min(columns - 1, max(1, round(columns * share)))
     planned = _columns(plan.timeline, turn, columns)
@@ -145,36 +152,38 @@ def sparkline(values: Sequence[int], width: int = 60) -> str:
     return "".join(_EIGHTHS[round(8 * value / highest)] for value in points)
 
 
-def module_table(plan: Plan) -> Table:
+def module_table(plan: Plan, *, width: int = 100) -> Table:
     """What is kept and what is re-run, by module; layers that are treated alike share a line."""
-    table = _table("module", "re-run", "of", "bytes re-made", "kept", "extra time")
     rows = module_rows(plan)
     kept_is_known = any(graph.kept for graph in plan.graphs)
+    cells: list[tuple[Cell, ...]] = []
     for row in rows[:_MOST_ROWS]:
         share = row.share
-        table.add_row(
-            _module_label(row),
-            str(share.recomputed_ops) if share.recomputed_ops else "-",
-            str(share.ops),
-            format_bytes(share.recomputed_bytes) if share.recomputed_ops else "-",
-            format_bytes(share.kept_bytes) if kept_is_known and share.kept_bytes else "-",
-            format_seconds(share.recomputed_seconds) if share.recomputed_ops else "-",
+        cells.append(
+            (
+                _module_label(row),
+                str(share.recomputed_ops) if share.recomputed_ops else "-",
+                str(share.ops),
+                format_bytes(share.recomputed_bytes) if share.recomputed_ops else "-",
+                format_bytes(share.kept_bytes) if kept_is_known and share.kept_bytes else "-",
+                format_seconds(share.recomputed_seconds) if share.recomputed_ops else "-",
+            )
         )
     if len(rows) > _MOST_ROWS:
-        table.add_row(Text(f"... and {len(rows) - _MOST_ROWS} more lines"))
-    return table
+        cells.append((Text(f"... and {len(rows) - _MOST_ROWS} more lines"),))
+    headers = ("module", "re-run", "of", "bytes re-made", "kept", "extra time")
+    return fitted_table(headers, cells, width=width, least=("kept", "bytes re-made", "of"))
 
 
-def holder_table(plan: Plan, most: int = 12) -> Table:
+def holder_table(plan: Plan, most: int = 12, *, width: int = 100) -> Table:
     """What is alive at the planned peak, by module."""
-    table = _table("alive at the peak", "bytes", "share")
     holders = folded_holders(plan, most)
     total = sum(holder.bytes for holder in holders) or 1
-    for holder in holders:
-        table.add_row(
-            Text(printable(holder.module)), format_bytes(holder.bytes), f"{holder.bytes / total:.0%}"
-        )
-    return table
+    rows = [
+        (Text(printable(holder.module)), format_bytes(holder.bytes), f"{holder.bytes / total:.0%}")
+        for holder in holders
+    ]
+    return fitted_table(("alive at the peak", "bytes", "share"), rows, width=width)
 
 
 def format_seconds(seconds: float) -> str:
@@ -188,14 +197,6 @@ def format_seconds(seconds: float) -> str:
 def printable(text: str) -> str:
     """Replace what could move a terminal's cursor or break a line; names come from files and modules."""
     return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(first, overflow="fold")
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _share(amount_bytes: int, whole_bytes: int) -> str:

@@ -3,10 +3,10 @@
 from typing import Protocol
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from planner.budget import format_bytes
+from planner.report.columns import fitted_table
 from planner.report.text import format_seconds, printable
 
 
@@ -38,11 +38,13 @@ class Verified(Protocol):
     @property
     def overhead(self) -> float: ...
     @property
+    def overheads(self) -> list[float]: ...
+    @property
     def problems(self) -> list[str]: ...
 
 
-def render_verification(report: Verified) -> Group:
-    """Lay out what a verification found, for `rich.print`."""
+def render_verification(report: Verified, *, width: int = 100) -> Group:
+    """Lay out what a verification found within a number of characters, for `rich.print`."""
     checks = {
         "loss": report.loss_equal,
         "gradients": report.gradients_equal,
@@ -53,11 +55,7 @@ def render_verification(report: Verified) -> Group:
         "verified" if report.ok else "NOT VERIFIED", style="bold green" if report.ok else "bold red"
     )
     same = Text(", ".join(f"{name} {'equal' if equal else 'DIFFER'}" for name, equal in checks.items()))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("")
-    for name in ("predicted peak", "measured peak", "measured / predicted", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = (
+    sides = (
         (
             "unplanned",
             report.baseline_predicted_dynamic_peak_bytes,
@@ -66,9 +64,29 @@ def render_verification(report: Verified) -> Group:
         ),
         ("planned", report.predicted_dynamic_peak_bytes, report.measured_dynamic_peak_bytes, report.seconds),
     )
-    for name, predicted, measured, seconds in rows:
-        ratio = f"{measured / predicted:.4f}" if predicted else "-"
-        table.add_row(name, format_bytes(predicted), format_bytes(measured), ratio, format_seconds(seconds))
-    overhead = Text(f"extra time {report.overhead:+.1%}; peaks are over the entry of the step")
+    rows = [
+        (
+            name,
+            format_bytes(predicted),
+            format_bytes(measured),
+            f"{measured / predicted:.4f}" if predicted else "-",
+            format_seconds(seconds),
+        )
+        for name, predicted, measured, seconds in sides
+    ]
+    headers = ("", "predicted peak", "measured peak", "measured / predicted", "time")
+    table = fitted_table(headers, rows, width=width, least=("measured / predicted", "predicted peak"))
+    overhead = Text(f"{extra_time(report)}; peaks are over the entry of the step")
     problems = [Text(f"problem: {printable(problem)}", style="red") for problem in report.problems]
     return Group(verdict, same, Text(), table, overhead, *problems)
+
+
+def extra_time(report: Verified) -> str:
+    """What the planned step takes more, and between what that lay: single figures of it are noisy."""
+    if not report.overheads:
+        return "no time was measured"
+    pairs = sorted(report.overheads)
+    text = f"extra time {report.overhead:+.1%}"
+    if len(pairs) == 1:
+        return f"{text} (one pair of steps: no telling how far it is off)"
+    return f"{text} ({pairs[0]:+.1%} to {pairs[-1]:+.1%} in {len(pairs)} pairs of steps)"

@@ -1,0 +1,52 @@
+"""Tables that leave columns out where a terminal is too narrow for all of them."""
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+Cell = str | Text
+
+GAP = 2
+"""Blanks between columns."""
+_LABEL = 28
+"""Characters of a row's label that columns are given up for; longer ones are folded if need be."""
+
+
+def fitted_table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    width: int,
+    least: Sequence[str] = (),
+) -> Table:
+    """Lay out rows whose first cell is a label, within a number of characters.
+
+    Args:
+        headers: the names of the columns.
+        rows: a cell for each column; rows may be shorter.
+        width: characters that a line may take.
+        least: columns that can be done without, the first to go first; after them labels are folded.
+    """
+    widths = [
+        max([cell_len(name), *(_length(row[i]) for row in rows if i < len(row))])
+        for i, name in enumerate(headers)
+    ]
+    shown = list(range(len(headers)))
+    for name in least:
+        if min(widths[0], _LABEL) + sum(GAP + widths[i] for i in shown[1:]) <= width:
+            break
+        shown = [i for i in shown if headers[i] != name]
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    room = width - sum(GAP + widths[i] for i in shown[1:])
+    table.add_column(headers[0], overflow="fold", max_width=max(room, 8))
+    for i in shown[1:]:
+        table.add_column(headers[i], justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[i] for i in shown if i < len(row)))
+    return table
+
+
+def _length(cell: Cell) -> int:
+    return cell.cell_len if isinstance(cell, Text) else cell_len(cell)
