@@ -16,7 +16,10 @@ from torch._C._dynamo.eval_frame import _FrameAction
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner._torch_breaks import marks_allowed
 from planner._torch_compat import takes_argument
+from planner._torch_failures import RunsAsItIs
+from planner._torch_jit import leave_out_of_scripts
 from planner._torch_numpy import NUMPY_SETTINGS
 from planner._torch_tracing import (
     answer_like_eager,
@@ -148,7 +151,7 @@ def dynamo_settings(*, symbolic: bool = False) -> Iterator[None]:
     """
     ignored = dynamo.config.ignore_logging_functions | said_once()
     settings = {**_DYNAMO_CONFIG, "automatic_dynamic_shapes": symbolic, "ignore_logging_functions": ignored}
-    with dynamo.config.patch(**settings), go_on_inside_modules(), layouts_of_kernels():
+    with dynamo.config.patch(**settings), go_on_inside_modules(), layouts_of_kernels(), marks_allowed():
         yield
 
 
@@ -183,6 +186,7 @@ def dynamo_compile_shapes(
     function: FunctionType | Callable[..., Any],
     backends: Sequence[Callable[..., Any]],
     given_up: Callable[[], None],
+    failed: Callable[[Exception], None],
 ) -> list[Callable[..., Any]]:
     """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
 
@@ -194,8 +198,9 @@ def dynamo_compile_shapes(
         backends: Called with every graph that is captured, the first for the shape that stays, the second for
             the others.
         given_up: Called when a function has been captured so often that it never will be again.
+        failed: Called with what goes wrong when one is captured; then it runs as it is.
     """
-    options: dict[str, Any] = {"symbolic": True, "given_up": given_up}
+    options: dict[str, Any] = {"symbolic": True, "given_up": given_up, "failed": failed}
     if takes_argument("optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
@@ -209,12 +214,15 @@ def _optimized(
     *,
     symbolic: bool,
     given_up: Callable[[], None] | None = None,
+    failed: Callable[[Exception], None] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     answer_like_eager(backend)
     widen_grouped_products()
     context: Any = dynamo.optimize(backend, **options)
     context.callback = _WithSettings(context.callback, symbolic, given_up)
+    if failed is not None:
+        context.callback = RunsAsItIs(context.callback, failed)
     return context(function)  # type: ignore[no-any-return]
 
 
@@ -297,20 +305,7 @@ def installed_call(module: torch.nn.Module) -> Callable[..., Any] | None:
 def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Put ``call`` in place of the module's own; None takes it out. Pickle and deepcopy drop it."""
     module._compiled_call_impl = call
-
-
-# ---- data-parallel training ---------------------------------------------------------------------
-
-
-def active_data_parallel_group() -> Any:
-    """The process group of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
-    active: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    return None if active is None else active.process_group
-
-
-def default_store() -> Any:
-    """The key-value store that the processes of a job met in."""
-    return torch.distributed.distributed_c10d._get_default_store()
+    leave_out_of_scripts(module, call is not None)
 
 
 # ---- operators and sizes -----------------------------------------------------------------------

@@ -10,7 +10,8 @@ from types import FrameType
 import torch
 from torch.fx import GraphModule
 
-_CALLS = {torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__}
+# By identity: code that Dynamo made may hold constants that have no hash.
+_CALLS = {id(call.__code__) for call in (torch.nn.Module._call_impl, torch.nn.Module._wrapped_call_impl)}
 _STACK = "nn_module_stack"
 
 
@@ -41,7 +42,7 @@ def _running(names: dict[str, str]) -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         # Of no other frames: to look at their locals would hold what they let go of later.
-        if frame.f_code in _CALLS:
+        if id(frame.f_code) in _CALLS:
             name = names.get(str(id(frame.f_locals["self"])))
             if name is not None:
                 return name

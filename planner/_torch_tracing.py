@@ -28,6 +28,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._prims_common import suggest_memory_format
 
+from planner._torch_breaks import break_at_checkpoints_with_effects, pass_over_marks
 from planner._torch_compat import private
 from planner._torch_compiled import call_planned_modules
 from planner._torch_numpy import numbers_of_numpy
@@ -55,6 +56,8 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     _break_at_masks_that_are_written_through()
     numbers_of_numpy(_is_ours)
     call_planned_modules(_is_ours)
+    pass_over_marks(_is_ours)
+    break_at_checkpoints_with_effects(_is_ours)
     break_at_swaps(_is_ours)
 
 

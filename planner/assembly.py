@@ -166,6 +166,8 @@ def prepare(
     update = optimizer_step(optimizer, model, target, meter, source)
     if isinstance(source, MeasuredCosts):
         source.save()
+    if meter is not None and meter.unmeasured:
+        warnings.warn(_unmeasured(meter), PlanWarning, stacklevel=3)
     footprint = StepFootprint(target, _resident(captured, update, target), update)
     origin = Origin(step.loss, step.outputs, optimizer, device, attention, accumulate, costs)
     seconds = time.perf_counter() - started
@@ -194,6 +196,8 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
     notes = [*reached, *captured.notes]
     if meter is not None and meter.failures:
         notes.append(f"workspace of {len(meter.failures)} operations could not be measured and counts as 0")
+    if meter is not None and meter.unmeasured:
+        notes.append(_unmeasured(meter))
     if isinstance(prepared.costs, MeasuredCosts) and prepared.costs.failures:
         notes.append(
             f"{len(prepared.costs.failures)} operations could not be timed; their seconds are the roofline's"
@@ -242,6 +246,13 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         peak_holders=_holders(problem, solution, timeline.peak_step),
         notes=notes,
     ).made_with(prepared.origin)
+
+
+def _unmeasured(meter: WorkspaceMeter) -> str:
+    return (
+        f"a torch.profiler session was open, in which the workspace of {len(meter.unmeasured)} operations "
+        "could not be measured; it counts as 0, and the peak may be higher than predicted. Plan outside of it"
+    )
 
 
 def _rung(captured: CapturedStep) -> tuple[Rung, list[str]]:

@@ -36,6 +36,7 @@ from planner.step import Step, autocast_regions, tensors_in, unique_storages
 from planner.step_copy import StepCopy, described, lacks_data, with_data, without_data
 from planner.sums import hand_out_by_use, reordered_views, sums_between_graphs
 from planner.tracking import Recording, StepRecorder
+from planner.uncaptured import nothing_captured, nothing_differentiated
 
 logger = logging.getLogger(__name__)
 
@@ -221,18 +222,15 @@ class _Capture:
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)
             if not runners:
-                why = _torch_tracing.new_break_reasons(counted)
-                raise CaptureError(
-                    "nothing of the module's forward could be captured, and torch.compile skips it too"
-                    f"{': ' + why[0] if why else ''}. TORCH_LOGS=graph_breaks shows the lines; move "
-                    "what cannot be captured out of the forward, or plan the submodules that can"
-                )
+                raise nothing_captured(counted)
             recording, forward_events = self._compiled_pass(target, runners)
         self._warn_of_other_order(recording, runners)
         if self._cuda is not None:
             self._warn_of_cpu_kernels(recording, runners)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
+        if all(runners[i].joint is None for i in ran):
+            raise nothing_differentiated([runners[i].graph for i in sorted(ran)], counted)
         alike = {i: [k for k in sorted(ran) if runners[k].structure == runners[i].structure] for i in ran}
         reasons = [_torch_tracing.break_reason(runners[i].graph) for i in sorted(ran)]
         return CapturedStep(

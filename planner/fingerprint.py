@@ -27,6 +27,27 @@ def state_digest(model: "nn.Module") -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+_SCRIPTS = ("__main__.", "__mp_main__.")
+"""What a script's classes are found in, when it runs and in processes that it starts with "spawn"."""
+
+
+def same_class(planned: str, found: str) -> bool:
+    """Whether two names of :func:`class_name` are of one class, as far as can be told.
+
+    The class of a script is named by ``__main__`` where it runs, ``__mp_main__`` in processes that it starts,
+    and by its module's name where it is imported.
+    """
+    script, other = _name_in_script(planned), _name_in_script(found)
+    if script is None or other is None:
+        script, other = script or other, found if other is None else planned
+        return planned == found or (script is not None and other.endswith(f".{script}"))
+    return script == other
+
+
+def _name_in_script(name: str) -> str | None:
+    return next((name.removeprefix(s) for s in _SCRIPTS if name.startswith(s)), None)
+
+
 def class_name(model: "nn.Module") -> str:
     """Qualified name of a module's class."""
     return f"{type(model).__module__}.{type(model).__qualname__}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner import _torch, _torch_joint
+from planner import _torch, _torch_jit, _torch_joint
 from planner._torch_compiled import RUNS_A_PLAN, not_compiled
 from planner._torch_modules import name_modules
 from planner.adapt import adapt, among_sizes, describes, planned_bytes, total_bytes
@@ -26,7 +26,7 @@ from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.dropped_outputs import DroppedOutputs
 from planner.errors import CaptureError, PlanFileError, PlanMismatch, PlanWarning
-from planner.fingerprint import class_name, state_digest
+from planner.fingerprint import class_name, same_class, state_digest
 from planner.first_forward import CapturedAgain, Path
 from planner.graph_hooks import CompiledGraph, GraphHook, TracedGraph
 from planner.graph_runner import detach_outputs, is_tensor_output, structure_of
@@ -34,6 +34,7 @@ from planner.joint import JointGraph, read_joint
 from planner.kept_casts import AGAIN, KeptCasts, unplanned_call
 from planner.meetings import Meetings
 from planner.new_shapes import NewShapes, OnNewShape, checked, shape_key
+from planner.own_errors import unplanned
 from planner.partial_backward import PartialBackward
 from planner.plan_file import GraphRecord, Plan
 from planner.ranks import RankCheck, refuse_wrappers
@@ -74,7 +75,7 @@ def apply(
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
     refuse_wrappers(model, "apply the plan to")
     found = class_name(model)
-    if found != plan.model.class_name:
+    if not same_class(plan.model.class_name, found):
         raise PlanMismatch(f"the plan is for a {plan.model.class_name}, this is a {found}")
     if state_digest(model) != plan.model.state_digest:
         raise PlanMismatch(
@@ -215,6 +216,8 @@ class PlannedCall:
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
+        if _torch_jit.is_traced():  # what is recorded is the module, not the plan
+            return _torch.module_call(model, *args, **kwargs)
         if model.training is not self._training or not torch.is_grad_enabled():
             if torch.is_grad_enabled() and not self._told_of_casts:
                 self._told_of_casts = unplanned_call([p for p in model.parameters() if p.requires_grad])
@@ -240,10 +243,15 @@ class PlannedCall:
         return _torch.call_with_forward(model, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        key = shape_key(args, kwargs)
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._shapes.program(args, kwargs)
+        key = None
+        try:
+            key = shape_key(args, kwargs)
+            program = self._programs.get(key)
+            if program is None:
+                program = self._programs[key] = self._shapes.program(args, kwargs)
+        except Exception as error:
+            unplanned("a step with inputs that have not been seen before", error)
+            program = self._programs[key] = run_forward
         return program(self._model, args, kwargs)
 
 
@@ -253,11 +261,15 @@ def _compiled(
     def compile_(once_more: bool) -> list[CapturedAgain]:
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]
         backends = [PlanBackend(model, plan, told_of_shapes, path) for path in paths]
-        compiled = _torch.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more)
+        compiled = _torch.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more, _not_captured)
         return [CapturedAgain(paths[i], compiled[i], lambda: compile_(False), i) for i in range(2)]
 
     planned, others = compile_(True)
     return planned, others
+
+
+def _not_captured(error: Exception) -> None:
+    unplanned("a part of the forward that cannot be captured", error)
 
 
 def _not_captured_any_more() -> None:
@@ -313,7 +325,9 @@ class PlanBackend:
                 return self._compile(graph, example_inputs, record)
             except _torch_joint.DATA_DECIDE as error:  # Dynamo would go on without a word
                 _warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
-                return graph.forward
+            except Exception as error:
+                unplanned("a part of the forward", error)
+            return graph.forward
         try:
             return self._compile(graph, example_inputs, record, exactly=True)
         except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes

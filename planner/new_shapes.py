@@ -20,8 +20,9 @@ from planner.adapt import adapt
 from planner.assembly import Prepared, input_records, prepare
 from planner.budget import format_bytes
 from planner.capture import CapturedStep
-from planner.errors import CaptureError, PlanMismatch, PlanWarning
+from planner.errors import PlanMismatch, PlanWarning
 from planner.joint import JointGraph
+from planner.own_errors import is_meant
 from planner.plan_file import GraphRecord, Plan
 from planner.problem import Problem
 from planner.step import Loss, Step
@@ -146,7 +147,9 @@ class NewShapes:
         try:
             prepared = self._prepare(args, kwargs)
             peak_bytes = predicted_peak(first.plan, prepared)
-        except (CaptureError, PlanMismatch) as error:
+        except Exception as error:
+            if is_meant(error):
+                raise
             self._warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
             first.covered.append(shapes)
             return first

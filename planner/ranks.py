@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner import _torch
+from planner import _torch_ddp
 from planner._torch_compiled import is_compiled
 from planner.errors import PlanMismatch
 from planner.plan_file import Plan
@@ -94,22 +94,24 @@ class RankCheck:
         Raises:
             PlanMismatch: If another rank trains by another plan.
         """
-        group = _torch.active_data_parallel_group()
+        group = _torch_ddp.active_data_parallel_group()
         if group is None:
             return False
         ranks, mine = dist.get_process_group_ranks(group), dist.get_rank()
         name = f"planner/{'-'.join(map(str, ranks))}/{RankCheck._number}"
         RankCheck._number += 1
-        store, digest = _torch.default_store(), decisions_digest(self._plan, self._on_new_shape)
-        store.set(f"{name}/{mine}", digest)
+        digest = decisions_digest(self._plan, self._on_new_shape)
         others = [rank for rank in ranks if rank != mine]
         try:
+            store = _torch_ddp.default_store()
+            store.set(f"{name}/{mine}", digest)
             store.wait([f"{name}/{rank}" for rank in others], PATIENCE)
-        except dist.DistStoreError:
+            told = {rank: store.get(f"{name}/{rank}").decode() for rank in others}
+        except dist.DistError:
             logger.warning("another rank does not say which plan it trains by; plans are not compared")
             return True
         for rank in others:
-            if store.get(f"{name}/{rank}").decode() != digest:
+            if told[rank] != digest:
                 raise PlanMismatch(
                     f"rank {mine} trains by another plan than rank {rank}, or with another on_new_shape=: "
                     "plan once, save the plan, and apply the same file in the same way on all ranks"

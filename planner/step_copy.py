@@ -162,6 +162,8 @@ def described(doing: str, error: Exception) -> str:
         text += f", at {line}"
     if "SparseTensor" in text:
         text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
+    if "NestedInt" in text or "nested_int" in text or "jagged" in text:
+        text += " (nested tensors cannot be planned: pad them, or leave what uses them out of the module)"
     if "double backward" in text:
         text += " (the forward differentiates itself: leave that part out of the planned module)"
     return text

@@ -19,7 +19,6 @@ import torch
 from planner._torch import OpOverload, concrete_size, is_foreign, tree_leaves
 from planner._torch_memory import plain_execution, profiler_is_active, record_cpu_allocations
 from planner.devices import CUDA_ROUNDING_BYTES
-from planner.errors import PlannerError
 from planner.host_tensors import read_on_host
 from planner.interrupts import raise_interrupt
 from planner.workspace_cache import (
@@ -88,6 +87,8 @@ class WorkspaceMeter:
 
     Attributes:
         failures: Operators that could not be run, with the reason, by signature. Their workspace counts as 0.
+        unmeasured: Those that were not run, since a profiler session was open: measuring on the CPU would end
+            it. Their workspace counts as 0, too.
     """
 
     def __init__(self, device: torch.device | str, cache_path: Path | str | None = "default") -> None:
@@ -99,6 +100,7 @@ class WorkspaceMeter:
         """
         self.device = torch.device(device)
         self.failures: dict[str, str] = {}
+        self.unmeasured: set[str] = set()
         self._known: dict[str, OpMemory] = {}
         self._masks_false: set[str] = set()
         if cache_path == "default":
@@ -111,9 +113,6 @@ class WorkspaceMeter:
         """Returns the memory of each call, in order, running those not yet known.
 
         The state of the random generators, and whatever modes and autocast are active, stay as they are.
-
-        Raises:
-            PlannerError: a profiler session is open, which measuring on the CPU would end.
         """
         self._load()
         signatures: list[str | None] = []
@@ -128,7 +127,10 @@ class WorkspaceMeter:
             signatures.append(signature)
             if signature is not None and signature not in self._known and signature not in self.failures:
                 pending[signature] = call
-        if pending:
+        if pending and self.device.type == "cpu" and profiler_is_active():
+            logger.warning("a torch.profiler session is open: workspace is not measured")
+            self.unmeasured.update(pending)
+        elif pending:
             self._run_all(pending, progress)
             self._save({key: self._known[key] for key in pending if key in self._known})
         return [NOT_RUN if s is None else self._known.get(s, NOT_RUN) for s in signatures]
@@ -145,8 +147,6 @@ class WorkspaceMeter:
     # ---- running ------------------------------------------------------------------------------
 
     def _run_all(self, pending: Mapping[str, Call], progress: Progress | None) -> None:
-        if self.device.type == "cpu" and profiler_is_active():
-            raise PlannerError("a torch.profiler session is open: close it before memory is measured")
         todo = list(pending)
         cuda = [self.device] if self.device.type == "cuda" else []
         with plain_execution(self.device.type), torch.random.fork_rng(devices=cuda):

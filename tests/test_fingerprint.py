@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from planner.fingerprint import state_digest
+from planner.fingerprint import same_class, state_digest
 
 
 def _model(width: int = 4, **options: torch.dtype | str) -> nn.Module:
@@ -39,3 +39,14 @@ def test_state_that_is_no_tensor_and_lazy_parameters_have_a_digest() -> None:
 
     assert state_digest(WithExtra(4, 4)) != state_digest(nn.Linear(4, 4))
     assert state_digest(nn.LazyLinear(4)) != state_digest(nn.Linear(4, 4))
+
+
+def test_a_class_of_a_script_is_the_same_where_it_is_imported() -> None:
+    names = ["__main__.Outer.Net", "__mp_main__.Outer.Net", "package.train.Outer.Net"]
+    for planned in names[:2]:
+        for found in names:
+            assert same_class(planned, found)
+            assert same_class(found, planned)
+    assert not same_class(names[2], "package.other.Outer.Net")
+    assert not same_class(names[0], "train.MyOuter.Net")
+    assert not same_class(names[0], "__mp_main__.Net")

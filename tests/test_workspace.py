@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch_memory import record_cpu_allocations
-from planner.errors import PlannerError
 from planner.measure import measure_peak
-from planner.workspace import Call, OpMemory, WorkspaceMeter
+from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
 
 aten = torch.ops.aten
 
@@ -247,12 +246,13 @@ def test_nothing_of_the_caller_s_changes() -> None:
 
 
 def test_an_open_profiler_session_is_left_alone() -> None:
-    meter = WorkspaceMeter("cpu", None)
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-        pytest.raises(PlannerError, match=r"torch\.profiler session is open"),
-    ):
-        meter.measure([Call(aten.neg.default, (meta(3),))])
+    meter, calls = WorkspaceMeter("cpu", None), [Call(aten.neg.default, (meta(3),))]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as session:
+        assert meter.measure(calls) == [NOT_RUN]
+        torch.ones(3).exp()
+    assert any(event.name == "aten::exp" for event in session.events())
+    assert len(meter.unmeasured) == 1
+    assert meter.measure(calls)[0].output_bytes == (12,)
 
 
 # ---- failures -----------------------------------------------------------------------------------

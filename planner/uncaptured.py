@@ -1,0 +1,40 @@
+"""Errors that say why nothing of a step could be captured, and what to do."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from planner import _torch_tracing
+from planner.errors import CaptureError
+
+_REMEDY = (
+    "TORCH_LOGS=graph_breaks shows the lines; move what cannot be captured out of the forward, or plan the "
+    "submodules that can"
+)
+
+
+def nothing_captured(counted: dict[str, int]) -> CaptureError:
+    """The error for a forward of which no graph came.
+
+    Args:
+        counted: What :func:`planner._torch_tracing.counted_breaks` told before.
+    """
+    why = _torch_tracing.new_break_reasons(counted)
+    return CaptureError(
+        "nothing of the module's forward could be captured, and torch.compile skips it too"
+        f"{': ' + why[0] if why else ''}. {_REMEDY}"
+    )
+
+
+def nothing_differentiated(graphs: Iterable[Any], counted: dict[str, int]) -> CaptureError:
+    """The error for a forward of which only graphs came that have nothing to differentiate.
+
+    Args:
+        graphs: The graphs that Dynamo made.
+        counted: What :func:`planner._torch_tracing.counted_breaks` told before.
+    """
+    places = _torch_tracing.distinct_places(map(_torch_tracing.break_reason, graphs))
+    why = places or _torch_tracing.new_break_reasons(counted)
+    return CaptureError(
+        "no part of the module's forward that gradients pass through could be captured"
+        f"{': ' + '; '.join(why[:3]) if why else ''}. {_REMEDY}"
+    )

@@ -1,0 +1,169 @@
+"""A training step does not end in an error of the planner's own: it runs without the plan, and says so."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner import install, new_shapes, workspace
+from planner.errors import CaptureError, PlanMismatch, PlanWarning
+from tests.side_by_side import Layers, assert_same, layers, left_by, no_plan_warnings, plan_of
+from tests.test_loops import steps
+
+
+class Small(Layers):
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
+CPU = [torch.profiler.ProfilerActivity.CPU]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(workspace, "default_cache_path", lambda: tmp_path / "workspace.json")
+
+
+# ---- an open profiler ---------------------------------------------------------------------------------
+
+
+def test_planning_inside_a_profiler_says_what_it_did_not_measure() -> None:
+    model, args, _ = layers(Small)
+    with torch.profiler.profile(activities=CPU), pytest.warns(PlanWarning, match="profiler session was open"):
+        inside = plan_of(model, args)
+    outside = plan_of(model, args)
+    assert any("could not be measured" in note for note in inside.notes)
+    assert not any("could not be measured" in note for note in outside.notes)
+
+
+def test_a_larger_shape_inside_a_profiler_trains_on() -> None:
+    model, args, _ = layers(Small)
+    twin = copy.deepcopy(model)
+    plan_of(model, args).apply(model)
+    model(*args).backward()
+    larger = (torch.randn(96, 32),)
+    with torch.profiler.profile(activities=CPU), pytest.warns(PlanWarning, match="profiler session was open"):
+        ours = left_by(model, steps(larger))
+    assert_same(ours, left_by(twin, steps(larger)))
+
+
+# ---- errors of our own, and of PyTorch's front end ----------------------------------------------------
+
+
+def _broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the books are lost")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "rows"),
+    [(new_shapes, "input_records", 96), (new_shapes, "prepare", 96), (install, "emit", 64)],
+    ids=["shapes", "prediction", "graphs"],
+)
+def test_a_step_outlives_an_error_of_the_planners(
+    where: Any, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args, _ = layers(Small)
+    twin = copy.deepcopy(model)
+    plan_of(model, args).apply(model)
+    monkeypatch.setattr(where, name, _broken)
+    with pytest.warns(PlanWarning, match="the books are lost") as caught:
+        ours = left_by(model, steps((torch.ones(rows, 32),)))
+    assert len([w for w in caught if w.category is PlanWarning]) == 1
+    assert_same(ours, left_by(twin, steps((torch.ones(rows, 32),))))
+
+
+def _never_traced() -> None:
+    """Dynamo raises where it comes here."""
+
+
+_never_traced._dynamo_forbidden = True  # type: ignore[attr-defined]
+
+
+class TurnsForbidden(Small):
+    forbidden = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.forbidden:
+            _never_traced()
+        return super().forward(x)
+
+
+def test_a_step_outlives_an_error_of_dynamos() -> None:
+    model, args, _ = layers(TurnsForbidden)
+    twin = copy.deepcopy(model)
+    plan_of(model, args).apply(model)
+    for each in (model, twin):
+        each.forbidden = True  # type: ignore[assignment]
+    with pytest.warns(PlanWarning, match="forbidden callable"):
+        ours = left_by(model, steps(args))
+    assert_same(ours, left_by(twin, steps(args)))
+    model.forbidden = False  # type: ignore[assignment]
+    with no_plan_warnings():
+        model(*args).backward()
+
+
+def test_what_is_meant_to_be_an_error_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, _ = layers(Small)
+    plan = plan_of(model, args)
+    plan.apply(model, on_new_shape="error")
+    with pytest.raises(PlanMismatch, match="on_new_shape='error'"):
+        model(torch.randn(96, 32))
+    plan.apply(model)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        model(torch.randn(96, 31))
+    monkeypatch.setattr(install, "emit", _broken)
+    plan.apply(model)
+    with no_plan_warnings(), pytest.raises(Exception, match="the books are lost"):
+        model(*args)
+
+
+# ---- gradients only where nothing can be captured -----------------------------------------------------
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+class OnlyOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Doubles.apply(x * self.weight)  # type: ignore[no-untyped-call]
+        return result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x.relu() + 1)
+
+
+def test_gradients_only_outside_of_graphs_are_an_error_that_names_the_line() -> None:
+    with pytest.raises(
+        CaptureError, match=r"test_own_errors\.py:\d+ \(return self\.hidden.*plan the submodules"
+    ):
+        planner.plan(OnlyOutside(), (torch.ones(4, 8),), budget="min")
+
+
+# ---- classes of scripts -------------------------------------------------------------------------------
+
+
+def test_a_script_applies_the_plan_that_was_made_where_it_is_imported() -> None:
+    args = (torch.ones(8, 32),)
+    of_script = type("Net", (Layers,), {"__module__": "__mp_main__"})
+    model: nn.Module = of_script(1)
+    plan = plan_of(type("Net", (Layers,), {"__module__": "__main__"})(1), args)
+    assert install.installed_plan(plan.apply(model)) is plan
+    other = type("Nets", (Layers,), {"__module__": "__main__"})
+    with pytest.raises(PlanMismatch, match="Nets"):
+        plan.apply(other(1))

@@ -1,0 +1,149 @@
+"""Forwards that eager runs and PyTorch's front end refuses: they are planned, or planned around."""
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import planner
+from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+from tests.test_loops import steps
+
+# ---- marks for the compiler ---------------------------------------------------------------------------
+
+
+class MarksItsCache(Layers):
+    """Marks what it keeps for the compiler, unless it is being compiled, as caches of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.zeros_like(x)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(kept)
+            torch._dynamo.mark_dynamic(x, 0)
+        return super().forward(x + kept)
+
+
+def test_marks_for_the_compiler_are_passed_over() -> None:
+    model, args, _ = layers(partial(MarksItsCache, 2))
+    twin = copy.deepcopy(model)
+    plan = plan_of(model, args)
+    assert plan.rung == "one-graph"
+    plan.apply(model)
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(model, steps(args))
+    assert runs.backward == 2
+    assert_same(ours, left_by(twin, steps(args)))
+
+
+def _marks(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.mark_static_address(x)
+    return x * 2
+
+
+def test_marks_in_what_others_compile_are_the_error_that_they_were() -> None:
+    model, args, _ = layers(partial(MarksItsCache, 1))
+    plan_of(model, args)
+    with pytest.raises(AssertionError, match="forbidden callable"):
+        torch.compile(_marks, backend="eager")(args[0])
+
+
+# ---- checkpoints inside which buffers change ----------------------------------------------------------
+
+
+class Inside(nn.Module):
+    """A part with a running statistic, of several kinds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(32, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("variance", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        if self.kind == "module":
+            return self.norm(x)  # type: ignore[no-any-return]
+        if self.kind == "function":
+            return F.batch_norm(x, self.mean, self.variance, training=True)
+        if self.kind == "average":
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean.clone()
+
+
+class ChecksSomeParts(Layers):
+    def __init__(self, kind: str) -> None:
+        super().__init__(3)
+        self.inside = Inside(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + checkpoint(self.layers[0], x, use_reentrant=False)
+        x = x + checkpoint(self.inside, x, use_reentrant=False)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "average"])
+def test_a_checkpoint_in_which_buffers_change_runs_as_written(kind: str) -> None:
+    model, args, _ = layers(partial(ChecksSomeParts, kind))
+    twin = copy.deepcopy(model)
+    plan = plan_of(model, args)
+    assert plan.rung == "partly-captured"
+    assert any(re.search(r"checkpoint\(self\.inside.*: a checkpoint with effects", n) for n in plan.notes)
+    plan.apply(model)
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(model, steps(args))
+    assert runs.backward == 4
+    assert_same(ours, left_by(twin, steps(args)))
+
+
+def test_a_checkpoint_that_changes_nothing_is_seen_through() -> None:
+    model, args, _ = layers(partial(ChecksSomeParts, "none"))
+    assert plan_of(model, args).rung == "one-graph"
+
+
+# ---- TorchScript --------------------------------------------------------------------------------------
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+class ReturnsAll(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("used", [False, True])
+def test_a_planned_module_is_traced_and_scripted(used: bool) -> None:
+    model, (x,), _ = layers(partial(ReturnsAll, 1))
+    before = set(vars(model))
+    plan_of(model, (x,), loss=_loss).apply(model)
+    if used:
+        _loss(model(x)).backward()
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    expected = model(x)
+    for made in (torch.jit.trace(model, (x,)), torch.jit.script(model)):  # type: ignore[no-untyped-call]
+        assert torch.equal(made(x), expected)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        # TorchScript itself leaves the second.
+        assert set(vars(planner.remove(each))) - before <= {"_compiled_call_impl", "__overloads__"}
+
+
+def test_what_a_user_leaves_out_of_scripts_stays_so() -> None:
+    model, (x,), _ = layers(partial(ReturnsAll, 1))
+    model.__jit_ignored_attributes__ = ["anything"]  # type: ignore[assignment]
+    plan = plan_of(model, (x,), loss=_loss)
+    plan.apply(plan.apply(model))
+    assert model.__jit_ignored_attributes__ == ["anything", "_compiled_call_impl"]
+    assert planner.remove(model).__jit_ignored_attributes__ == ["anything"]
