@@ -16,6 +16,7 @@ from planner.inputs import Inputs, read_step
 from planner.install import apply
 from planner.new_shapes import OnNewShape, checked
 from planner.optimizer import Optimizer
+from planner.options import check_options
 from planner.origin import Origin
 from planner.plan_file import Plan, WholeStep
 from planner.selection import select
@@ -92,12 +93,21 @@ def plan(
 
     Raises:
         BudgetError: If the budget cannot be read.
-        InputError: If model, inputs or loss are none of these forms; the message says what to write.
+        InputError: If model, inputs, loss or an option are none of these forms; it says what to write.
         OutputsError: If ``outputs`` is neither of the two.
         CaptureError: If the step cannot be captured.
         SelectionError: If ``keep``, ``recompute`` or ``checkpoints`` name what is not there.
         InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would.
     """
+    check_options(
+        attention=attention,
+        accumulate=accumulate,
+        time_limit=time_limit,
+        keep=keep,
+        recompute=recompute,
+        checkpoints=checkpoints,
+        progress=progress,
+    )
     report = progress or _no_report
     find_solver(solver)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
@@ -145,7 +155,11 @@ def plan_prepared(
         time_limit=origin.time_limit,
         progress=lambda text, fraction: report(text, 0.93 * fraction),
         constraints=select(
-            graph, keep=origin.keep, recompute=origin.recompute, checkpoints=origin.checkpoints
+            graph,
+            keep=origin.keep,
+            recompute=origin.recompute,
+            checkpoints=origin.checkpoints,
+            modules=dict(prepared.model.named_modules()),
         ),
     )
     if not solution.feasible:
@@ -191,12 +205,21 @@ def sweep(
     Returns:
         The plans, largest budget first.
     """
+    check_options(
+        points=points,
+        attention=attention,
+        accumulate=accumulate,
+        time_limit=time_limit,
+        keep=keep,
+        recompute=recompute,
+        progress=progress,
+    )
     report = progress or _no_report
     if isinstance(budgets, str | int | float):
         budgets = [budgets]
     for budget in budgets or ():
         parse_budget(budget, 2**60)
-    if points < 1 or (budgets is not None and not len(budgets)):
+    if budgets is not None and not len(budgets):
         raise BudgetError("sweep needs a budget: leave budgets= out for points=20 of them, or name some")
     step = replace(read_step(model, args, kwargs, loss, outputs, of="sweep"), training=training)
     prepared = prepare(
@@ -210,7 +233,7 @@ def sweep(
         progress=lambda text, fraction: report(text, 0.4 * fraction),
     )
     graph = prepared.problem.graph
-    constraints = select(graph, keep=keep, recompute=recompute)
+    constraints = select(graph, keep=keep, recompute=recompute, modules=dict(model.named_modules()))
     wanted = [prepared.budget(b) for b in budgets or ()]
     end = time.perf_counter() + time_limit
     if budgets is None:

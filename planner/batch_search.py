@@ -22,6 +22,7 @@ from planner.devices import Device
 from planner.errors import BudgetError, InfeasibleBudget
 from planner.inputs import InputError, check_loss, check_model, read_inputs, read_step
 from planner.optimizer import Optimizer
+from planner.options import check_options
 from planner.sizes import Sized, SizedSteps
 from planner.step import Loss, Outputs, Step
 from solvers import portfolio
@@ -96,13 +97,18 @@ def max_batch(
         )
     check_model(model)
     check_loss(loss)
-    if max_overhead is not None and not max_overhead >= 0:
-        raise ValueError(f"max_overhead={max_overhead!r}: expected a share of the time, as 0.33, or None")
+    check_options(
+        max_overhead=max_overhead,
+        attention=attention,
+        accumulate=accumulate,
+        start=start,
+        most=most,
+        time_limit=time_limit,
+        progress=progress,
+    )
     wanted = parse_budget(budget, 2**60)
     if wanted.bytes is None or wanted.text.endswith("%"):
         raise BudgetError(f'budget {wanted.text!r} depends on the batch: give bytes, as "32GiB"')
-    if start < 1 or most < 1:
-        raise ValueError(f"start and most are batches, at least 1, not {start} and {most}")
     find_solver(solver)
 
     def capture(size: int) -> Prepared:

@@ -225,6 +225,11 @@ def find_device(name: str | torch.device | Device | None, model_device: torch.de
         name = model_device if model_device is not None and model_device.type != "meta" else "cpu"
     if isinstance(name, torch.device):
         name = str(name)
+    if not isinstance(name, str):
+        raise DeviceError(
+            f'device= is a {type(name).__name__}: expected a name such as "A100-80GB", "cpu" or "cuda", a '
+            "torch.device, or a Device"
+        )
     if name.endswith(".json"):
         return load_device(name)
     wanted = _plain(name)

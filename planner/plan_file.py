@@ -205,11 +205,13 @@ class Plan(Record):
 
         Raises:
             PlanMismatch: the plan is of another model.
+            InputError: the loss is no function of the module's output.
             ValueError: `on_new_shape` is none of the three.
         """
+        from planner.inputs import check_loss
         from planner.install import apply
 
-        return apply(self, model, on_new_shape=on_new_shape, loss=loss)
+        return apply(self, model, on_new_shape=on_new_shape, loss=check_loss(loss))
 
     def dumps(self) -> str:
         """Write the plan as JSON text, laid out for people: one operation a line.

@@ -14,6 +14,7 @@ from planner.inputs import InputError, Inputs, read_step
 from planner.install import PlannedCall, apply, installed_plan
 from planner.interrupts import at_stages, held_interrupts
 from planner.measure import measure_peak, time_steps
+from planner.options import check_options
 from planner.plan_file import Plan
 from planner.python_state import remember
 from planner.step import Loss, Outputs, Step, checked_outputs, differentiable_outputs, tensors_in
@@ -100,6 +101,7 @@ def verify(
     """
     report = at_stages(progress)
     step = read_step(model, args, kwargs, loss, of="verify")
+    check_options(repeats=repeats, progress=progress)
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan= is a {type(plan).__name__}: pass the plan, from a file as Plan.load(path)")
     plan = plan or installed_plan(model)

@@ -62,6 +62,7 @@ class _OddNames(nn.Module):
         self.attention = nn.ModuleDict({"self": nn.Sequential(nn.Linear(16, 16), nn.Tanh())})
         self.tied = self.attention["self"]
         self.hidden = [nn.Softplus()]
+        self.tied_twice = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.module(x)
@@ -84,5 +85,7 @@ def test_a_selection_by_the_name_that_the_user_sees() -> None:
     model = _OddNames()
     plan = _plan(model, torch.randn(4, 8), keep=["attention.self"])
     assert "attention.self.1" in _kept(plan)
+    with pytest.raises(planner.PlannerError, match=r"is of tied_twice: it computes nothing"):
+        _plan(model, torch.randn(4, 8), keep=["tied_*"])
     with pytest.raises(planner.PlannerError, match=r"names 'attention\.0'"):
         _plan(model, torch.randn(4, 8), keep=["attention.0"])

@@ -1,0 +1,72 @@
+"""Options of a wrong kind are refused before the long work, by name."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner.devices import DeviceError
+from planner.inputs import InputError
+
+X = torch.randn(6, 4)
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "keep": (3, "list of names"),
+    "recompute": ([nn.ReLU()], "list of names"),
+    "checkpoints": (None, "list of names"),
+    "attention": ("fast", "None or one of"),
+    "time_limit": ("60s", "number of seconds"),
+    "accumulate": ("yes", "True, False or None"),
+    "progress": (3, "function"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_options_of_plan(name: str) -> None:
+    value, words = WRONG[name]
+    with pytest.raises(InputError, match=f"{name}=.*{words}"):
+        planner.plan(_model(), X, budget="min", loss=_loss, **{name: value})
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), None, True])
+def test_seconds(seconds: Any) -> None:
+    with pytest.raises(InputError, match="0 or more"):
+        planner.sweep(_model(), X, loss=_loss, time_limit=seconds)
+
+
+@pytest.mark.parametrize("points", ["a", 2.5, 0, True])
+def test_points_of_a_sweep(points: Any) -> None:
+    with pytest.raises(InputError, match=r"points=.*1 or more"):
+        planner.sweep(_model(), X, loss=_loss, points=points)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_overhead", "29%"), ("start", "a"), ("most", 0)])
+def test_options_of_max_batch(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{name}=.*expected"):
+        planner.max_batch(_model(), lambda batch: X[:batch], "1MiB", loss=_loss, **{name: value})
+
+
+def test_repeats_of_verify_and_a_device() -> None:
+    with pytest.raises(InputError, match=r"repeats='a'.*0 or more"):
+        planner.verify(_model(), X, loss=_loss, repeats="a")  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match=r"device= is a int.*A100"):
+        planner.plan(_model(), X, budget="min", loss=_loss, device=3)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_none_is_refused_when_a_plan_is_applied() -> None:
+    model = _model()
+    plan = planner.plan(model, X, budget="100%", loss=_loss, solver="none")
+    with pytest.raises(InputError, match="loss= is a int"):
+        plan.apply(model, loss=3)  # type: ignore[arg-type]
+    assert planner.install.installed_plan(model) is None  # type: ignore[attr-defined]
