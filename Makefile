@@ -1,6 +1,14 @@
-# Two commands for a fresh machine with Python 3.11: `make demo` and `make test`. Everything goes into $(VENV).
+# Two commands for a fresh machine with Python 3.11 or newer: `make demo` and `make test`. Everything goes into
+# $(VENV).
 VENV ?= .venv
-PYTHON ?= python3.11
+PYTHONS := python3.11 python3.12 python3.13 python3
+# The first of them that is there, runs, and can make virtual environments.
+PYTHON ?= $(shell for python in $(PYTHONS); do \
+	if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then echo $$python; break; fi; done)
+NO_PYTHON := no Python 3.11 or newer with venv was found (tried $(PYTHONS)). Install one, as with \
+	"apt install python3.12 python3.12-venv", "brew install python@3.12", or from https://www.python.org/downloads/; \
+	or name one that is elsewhere: make PYTHON=/path/to/python
 TORCH ?= torch==2.13.0
 TIMM ?= timm==1.0.31
 TORCHVISION ?= torchvision==0.28.0
@@ -22,7 +30,7 @@ venv: $(BIN)/.installed  ## Make the virtual environment.
 # other packages, where only the zoo looks for it (tests/zoo/torchvision_shim.py): where its build does not go with
 # torch, libraries that find it fail.
 $(BIN)/.installed: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(wildcard $(BIN)/python),,$(or $(PYTHON),$(error $(NO_PYTHON))) -m venv $(VENV))
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps "$(TIMM)"
