@@ -273,19 +273,23 @@ def batches(): return nn.Linear, lambda n: (torch.randn(n, 4),)
 """
 
 
+def _silent(_text: str, _fraction: float) -> None:
+    """Tell nobody."""
+
+
 def test_builders_return_the_same_forms(tmp_path: Path) -> None:
     path = tmp_path / "input_forms.py"
     path.write_text(BUILDERS)
     for name, shape in {"tensor": (6, 4), "mapping": (6, 4), "loader": (2, 4), "both": (6, 4)}.items():
-        built = build(f"{path}:{name}")
+        built = build(f"{path}:{name}", _silent)
         (found,) = [*built.args, *built.kwargs.values()]
         assert found.shape == shape
     with pytest.raises(BuilderError, match=r"wrong.*str.*\(x,\)"):
-        build(f"{path}:wrong")
+        build(f"{path}:wrong", _silent)
     with pytest.raises(BuilderError, match="class Linear"):
-        build(f"{path}:a_class")
+        build(f"{path}:a_class", _silent)
     with pytest.raises(BuilderError, match="class Linear"):
-        build_for_batches(f"{path}:batches")
+        build_for_batches(f"{path}:batches", _silent)
 
 
 def test_a_pair_of_positional_and_keyword_arguments() -> None:
