@@ -15,9 +15,10 @@ from planner.install import PlannedCall, apply, installed_plan
 from planner.interrupts import at_stages, held_interrupts
 from planner.measure import measure_peak, time_steps
 from planner.options import check_options
+from planner.outcomes import Outcome, Spread, difference, on_host, same
 from planner.plan_file import Plan
 from planner.python_state import remember
-from planner.step import Loss, Outputs, Step, checked_outputs, differentiable_outputs, tensors_in
+from planner.step import Loss, Outputs, Step, checked_outputs, tensors_in
 
 Progress = Callable[[str, float], None]
 
@@ -125,21 +126,30 @@ def verify(
         assert isinstance(planned, PlannedCall)
         planned.retire()
         sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
-        outcomes = []
         before.restore()
         _torch.install_call(model, original)
         report("running the unplanned step", 0.0)
         step.run(model)
         before.restore_generators()  # what random numbers decide goes the way that was planned
         state = _State(model, step, before)  # what a first forward caches is there from now on
-        for index, call in enumerate((original, original, planned, planned)):
+        taken, unplanned = 0, _unplanned_steps(state.device)
+        stages = 5 + unplanned + 2 * (repeats + 1)
+
+        def outcome(call: Callable[..., Any] | None) -> Outcome:
+            nonlocal taken
+            taken += 1
             side = "unplanned" if call is original else "planned"
-            report(f"comparing: running the {side} step", (1 + index) / (7 + 2 * (repeats + 1)))
+            report(f"comparing: running the {side} step", taken / stages)
             state.restore()
             _torch.install_call(model, call)
-            outcomes.append(_Outcome(model, step, state.own_generators))
-        reference, again, first, second = outcomes
-        del first
+            return Outcome(model, step, state.own_generators)
+
+        reference = outcome(original)
+        spread = Spread(reference, allowed=state.device.type != "cpu")
+        for _ in range(unplanned - 1):
+            spread.add(outcome(original))
+        outcome(planned)  # a first planned step captures
+        second = outcome(planned)
 
         def runner(call: Callable[..., Any] | None) -> Callable[[], object]:
             def run() -> object:
@@ -150,7 +160,7 @@ def verify(
 
         peaks = []
         for index, call in enumerate(sides):
-            done = (5 + index) / (7 + 2 * (repeats + 1))
+            done = (3 + unplanned + index) / stages
             report(f"measuring the peak of the {('unplanned', 'planned')[index]} step", done)
             state.restore()
             peaks.append(measure_peak(runner(call), state.device))
@@ -159,7 +169,7 @@ def verify(
             state.restore()
 
             def tell(index: int) -> None:
-                done = 1 - 2 * (repeats - index) / (7 + 2 * (repeats + 1))
+                done = 1 - 2 * (repeats - index) / stages
                 report(f"timing pair {index + 1} of {repeats}", done)
 
             timed = [_fresh(runner(c), model) for c in sides]
@@ -169,7 +179,7 @@ def verify(
         _torch.install_call(model, installed)
         if isinstance(installed, PlannedCall):
             installed.reinstate(waiting=waiting)
-    return _report(plan, reference, again, second, peaks[1].peak_bytes, peaks[0].peak_bytes, times)
+    return _report(plan, reference, spread, second, peaks[1].peak_bytes, peaks[0].peak_bytes, times)
 
 
 class _State:
@@ -182,7 +192,7 @@ class _State:
         if earlier is not None:
             known = {id(t): c for t, c in zip(earlier._tensors, earlier._copies, strict=True)}
         self._copies: list[torch.Tensor] = [
-            known[id(t)] if id(t) in known and _same(t, known[id(t)], 0.0) else t.detach().clone()
+            known[id(t)] if id(t) in known and same(t.cpu(), known[id(t)], 0.0) else on_host(t)
             for t in self._tensors
         ]
         self._gradients = [t.grad for t in self._tensors]
@@ -196,7 +206,7 @@ class _State:
         self._put_python_back()
         with torch.no_grad():
             for tensor, copy, gradient in zip(self._tensors, self._copies, self._gradients, strict=True):
-                if not _same(tensor, copy, 0.0):
+                if not same(tensor.cpu(), copy, 0.0):
                     tensor.copy_(copy)
                 tensor.grad = gradient if gradients else None
         self.restore_generators()
@@ -207,23 +217,6 @@ class _State:
         self.own_generators.restore(self._own_states)
 
 
-class _Outcome:
-    """What a step leaves: copies, so that the next step cannot change them."""
-
-    def __init__(self, model: torch.nn.Module, step: Step, own_generators: OwnGenerators) -> None:
-        output, loss = step.run(model)
-        losses = [loss] if loss is not None else differentiable_outputs(output)
-        self.loss = [x.detach().clone() for x in losses]
-        self.gradients: dict[str, torch.Tensor | None] = {
-            n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()
-        }
-        for i, tensor in enumerate(tensors_in((step.args, dict(step.kwargs)))):
-            if tensor.requires_grad:
-                self.gradients[f"input {i}"] = None if tensor.grad is None else tensor.grad.detach().clone()
-        self.buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-        self.rng, self.own_rng = GeneratorStates.now(), own_generators.states()
-
-
 _NOT_TWICE = (
     "; so does that of a second step without the plan: the module draws on what cannot be put back, "
     "and its steps cannot be compared"
@@ -231,32 +224,21 @@ _NOT_TWICE = (
 
 
 def _report(
-    plan: Plan, reference: _Outcome, again: _Outcome, planned: _Outcome, peak: int, baseline_peak: int,
+    plan: Plan, reference: Outcome, spread: Spread, planned: Outcome, peak: int, baseline_peak: int,
     times: Sequence[Sequence[float]],
 ) -> Report:  # fmt: skip
     problems: list[str] = []
     exact = True
 
-    def compare(
-        kind: str, left: Mapping[str, Any], repeated: Mapping[str, Any], right: Mapping[str, Any]
-    ) -> bool:
-        nonlocal exact
-        equal = True
-        for name, value in left.items():
-            tolerance = _spread(value, repeated[name])
-            exact = exact and tolerance == 0.0
-            if not _same(value, right.get(name), tolerance):
-                equal = False
-                alone = "" if _same(value, repeated[name], tolerance) else _NOT_TWICE
-                problems.append(f"{kind} {name} differs: {_difference(value, right.get(name))}{alone}")
-        return equal
-
-    def numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {str(i): t for i, t in enumerate(tensors)}
-
-    loss_equal = compare("loss", numbered(reference.loss), numbered(again.loss), numbered(planned.loss))
-    gradients_equal = compare("gradient of", reference.gradients, again.gradients, planned.gradients)
-    buffers_equal = compare("buffer", reference.buffers, again.buffers, planned.buffers)
+    equal = {"loss": True, "gradient of": True, "buffer": True}
+    for name, value in reference.tensors.items():
+        tolerance = spread.of(name)
+        exact = exact and tolerance == 0.0
+        kind, called = name
+        if not same(value, planned.tensors.get(name), tolerance):
+            equal[kind] = False
+            alone = _NOT_TWICE if spread.incomparable(name) else ""
+            problems.append(f"{kind} {called} differs: {difference(value, planned.tensors.get(name))}{alone}")
     rng_equal = reference.rng.same_as(planned.rng) and reference.own_rng == planned.own_rng
     if not rng_equal:
         problems.append("the random generators stand elsewhere after the planned step")
@@ -265,9 +247,9 @@ def _report(
         over = measured_total - plan.target.budget_bytes
         problems.append(f"the measured peak of {measured_total:,} bytes is {over:,} over the budget")
     return Report(
-        loss_equal=loss_equal,
-        gradients_equal=gradients_equal,
-        buffers_equal=buffers_equal,
+        loss_equal=equal["loss"],
+        gradients_equal=equal["gradient of"],
+        buffers_equal=equal["buffer"],
         rng_equal=rng_equal,
         exact=exact,
         measured_dynamic_peak_bytes=peak,
@@ -283,41 +265,14 @@ def _report(
     )
 
 
+def _unplanned_steps(device: torch.device) -> int:
+    """How many tell what is deterministic: sums that a GPU does in any order often come out alike twice."""
+    return 2 if device.type == "cpu" else 5
+
+
 def _fresh(run: Callable[[], object], model: torch.nn.Module) -> Callable[[], object]:
     def step() -> object:
         model.zero_grad(set_to_none=True)
         return run()
 
     return step
-
-
-def _spread(value: torch.Tensor | None, repeated: torch.Tensor | None) -> float:
-    """How far two unplanned steps are apart: 0 where PyTorch is deterministic, as it is on the CPU."""
-    if value is None or repeated is None or value.device.type == "cpu" or _same(value, repeated, 0.0):
-        return 0.0
-    return float((value - repeated).abs().max())
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float) -> bool:
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    if tolerance == 0.0:
-        return bool(torch.equal(torch.isnan(a), torch.isnan(b))) and torch.equal(
-            torch.nan_to_num(a), torch.nan_to_num(b)
-        )
-    return bool(torch.allclose(a, b, rtol=1e-5, atol=10 * tolerance, equal_nan=True))
-
-
-def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
-    if a is None or b is None:
-        kinds = ["None" if t is None else "a tensor" for t in (a, b)]
-        return f"{kinds[0]} without the plan, {kinds[1]} with it"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{tuple(a.shape)} {a.dtype} without the plan, {tuple(b.shape)} {b.dtype} with it"
-    a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))
-    apart = (a.double() - b.double()).abs()
-    return f"{int((apart > 0).sum()):,} of {a.numel():,} elements, by at most {float(apart.max()):.3g}"

@@ -1,0 +1,107 @@
+"""What steps leave is compared where kernels are not deterministic, and kept where there is memory."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import planner
+from planner import outcomes, verification
+from planner.outcomes import Spread, difference, distance, on_host, same
+
+NAN, INF = math.nan, math.inf
+
+
+def left(value: torch.Tensor) -> Any:
+    return SimpleNamespace(tensors={("buffer", "x"): value})
+
+
+def spread_of(*values: torch.Tensor, allowed: bool = True) -> tuple[float, bool]:
+    spread = Spread(left(values[0]), allowed)
+    for value in values[1:]:
+        spread.add(left(value))
+    return spread.of(("buffer", "x")), spread.incomparable(("buffer", "x"))
+
+
+def test_nans_in_the_same_places_are_no_spread() -> None:
+    a, b = torch.tensor([1.0, NAN, INF, -INF]), torch.tensor([1.5, NAN, INF, -INF])
+    assert spread_of(a, a.clone()) == (0.0, False)
+    assert spread_of(a, b) == (0.5, False)
+    assert same(a, b, 0.5)
+    assert not same(a, torch.tensor([NAN, NAN, INF, -INF]), 0.5)
+    assert not same(a, b, 0.0)
+
+
+def test_nans_in_other_places_cannot_be_compared() -> None:
+    a, b = torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0])
+    assert spread_of(a, b) == (0.0, True)
+    assert distance(torch.tensor([INF]), torch.tensor([-INF])) == INF
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.complex64])
+def test_buffers_that_are_no_floats_can_differ(dtype: torch.dtype) -> None:
+    a, b = torch.tensor([0, 1, 1]).to(dtype), torch.tensor([1, 1, 1]).to(dtype)
+    apart, incomparable = spread_of(a, b)
+    assert incomparable == (dtype is torch.bool)
+    assert apart == (0.0 if dtype is torch.bool else 1.0)
+    assert same(a, b, apart) == (dtype is not torch.bool)
+    assert "1 of 3 elements" in difference(a, b)
+
+
+def test_differences_tell_of_nans() -> None:
+    assert difference(torch.tensor([NAN, 1.0]), torch.tensor([NAN, NAN])) == "1 of 2 elements, by at most inf"
+
+
+def test_the_most_of_several_steps_counts() -> None:
+    values = [torch.tensor([x]) for x in (1.0, 1.0, 1.25, 1.0)]
+    assert spread_of(*values) == (0.25, False)
+    assert spread_of(*values, allowed=False) == (0.0, True)
+
+
+def test_copies_are_on_the_host() -> None:
+    x = torch.ones(2)
+    assert on_host(x).data_ptr() != x.data_ptr()
+    with FakeTensorMode():
+        assert on_host(torch.empty(3, device="cuda:0")).device.type == "cpu"
+
+
+class Marked(nn.Module):
+    """A layer, and a buffer of booleans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def test_steps_of_a_gpu_are_taken_often_and_kept_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = Marked(), (torch.randn(2, 4),)
+    plan = planner.plan(model, args, budget="100GiB", solver="none")
+    steps: list[outcomes.Outcome] = []
+
+    class Noisy(outcomes.Outcome):
+        """As sums in any order are: another last bit, and not every time."""
+
+        def __init__(self, *taken: Any) -> None:
+            super().__init__(*taken)
+            steps.append(self)
+            if len(steps) in (4, 7):
+                gradient = self.tensors["gradient of", "layer.weight"]
+                assert gradient is not None
+                gradient += 1e-7
+
+    monkeypatch.setattr(verification, "Outcome", Noisy)
+    usual = verification._unplanned_steps(torch.device("cuda"))
+    monkeypatch.setattr(verification, "_unplanned_steps", lambda device: usual)
+    monkeypatch.setattr(verification, "Spread", lambda reference, allowed: Spread(reference, True))
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert len(steps) == 7
+    assert report.ok
+    assert not report.exact
