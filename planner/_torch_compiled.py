@@ -4,6 +4,7 @@ Like :mod:`planner._torch`, each function says what it hides. All of it was seen
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -50,3 +51,9 @@ def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
 def is_compiled(module: object) -> bool:
     """Whether a module is what ``torch.compile(module)`` returns."""
     return isinstance(module, OptimizedModule)
+
+
+def holds_dtensors(module: torch.nn.Module) -> bool:
+    """Whether parameters of a module are DTensors."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and any(isinstance(p, tensor.DTensor) for p in module.parameters())

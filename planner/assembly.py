@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import planner
 from planner._torch_attention import Attention
+from planner._torch_compiled import holds_dtensors
 from planner.budget import Budget, parse_budget
 from planner.capture import CapturedStep, CudaKernels, capture
 from planner.costs import Costs, roofline
@@ -46,6 +47,7 @@ from planner.ranks import refuse_wrappers
 from planner.runnable import refuse_what_cannot_run
 from planner.step import Step, tensors_in, unique_storages
 from planner.timing import MeasuredCosts
+from planner.unplanned import SHARDED
 from planner.workspace import WorkspaceMeter
 from solvers.schedule import alive_at, lifetimes, simulate
 from solvers.solution import Solution
@@ -129,8 +131,11 @@ def prepare(
     notes = []
     if step.training and not model.training:
         notes.append(IN_EVALUATION)
-        logger.warning(IN_EVALUATION)
-        warnings.warn(IN_EVALUATION, PlanWarning, stacklevel=4)
+    if holds_dtensors(model):
+        notes.append(SHARDED)
+    for note in notes:
+        logger.warning(note)
+        warnings.warn(note, PlanWarning, stacklevel=4)
     here = _device_of(model, step)
     target = find_device(device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
@@ -377,6 +382,7 @@ def input_records(step: Step) -> list[TensorRecord]:
                     dtype=str(leaf.dtype).removeprefix("torch."),
                     device=str(leaf.device),
                     requires_grad=leaf.requires_grad,
+                    strides=strides_in_memory(leaf),
                 )
             )
     return records
@@ -386,3 +392,10 @@ def _device_of(model: torch.nn.Module, step: Step) -> torch.device:
     for tensor in [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]:
         return tensor.device
     return torch.device("cpu")
+
+
+def strides_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """The strides of a tensor; None where it is contiguous, or has none."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    return list(tensor.stride())

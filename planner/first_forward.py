@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.plan_file import GraphRecord, Plan
+from planner.step import differentiable_outputs
 
 Compiled = Callable[..., Any]
 
@@ -55,6 +56,11 @@ class Path:
         )
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was captured."""
+        return not self._left and not self._followed
+
+    @property
     def is_the_plans(self) -> bool:
         """Whether the graphs are those of the plan, all of them and no others."""
         return not self._left and self._followed == self._planned
@@ -68,12 +74,19 @@ class CapturedAgain:
         compiled: What it runs.
         again: Compiles anew, this one and others.
         place: Which of them this is.
+        warn: Told if nothing of the forward was captured.
     """
 
     def __init__(
-        self, path: Path, compiled: Compiled, again: Callable[[], Sequence[Compiled]], place: int
+        self,
+        path: Path,
+        compiled: Compiled,
+        again: Callable[[], Sequence[Compiled]],
+        place: int,
+        warn: Callable[[str], None],
     ) -> None:
         self._path, self._compiled, self._again, self._place = path, compiled, again, place
+        self._warn = warn
         self._run = self._first if path.captured_again else compiled
 
     def __call__(self, *args: Any) -> Any:
@@ -81,6 +94,12 @@ class CapturedAgain:
 
     def _first(self, *args: Any) -> Any:
         result = self._compiled(*args)
+        if self._path.is_empty and differentiable_outputs(result):
+            self._warn(
+                "nothing of the planned forward could be captured: the step runs without the plan. PyTorch "
+                "leaves alone what FullyShardedDataParallel wraps, unless it has use_orig_params=True, and "
+                "modules whose parts fully_shard shards: plan and apply to those parts"
+            )
         self._run = self._compiled if self._path.is_the_plans else self._again()[self._place]
         return result
 

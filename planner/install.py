@@ -17,11 +17,12 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_jit, _torch_joint
-from planner._torch_compiled import RUNS_A_PLAN, not_compiled
+from planner._torch_compiled import RUNS_A_PLAN, holds_dtensors, not_compiled
 from planner._torch_modules import name_modules
 from planner.adapt import adapt, among_sizes, describes, planned_bytes, total_bytes
 from planner.arrivals import Expected
 from planner.autocast import Surroundings, share_casts
+from planner.awaiting import Awaiting, Calls
 from planner.capture import run_forward
 from planner.codegen import compile_graph
 from planner.dropped_outputs import DroppedOutputs
@@ -43,7 +44,7 @@ from planner.second_order import SecondOrder
 from planner.static_shapes import MOST_SHAPES, StaticShapes
 from planner.step import Loss, autocast_regions
 from planner.tripwire import UnusedOutputs
-from planner.unplanned import COMPILED_BEFORE, Unplanned, displaced
+from planner.unplanned import COMPILED_BEFORE, SHARDED, Unplanned, displaced
 from planner.uses import compile_by_use
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,9 @@ class PlannedCall:
         self._model = model
         self._training = plan.model.training
         self.on_new_shape, self.loss = on_new_shape, loss
-        self._shapes = NewShapes(model, plan, on_new_shape, partial(_compiled, weakref.ref(model)), loss)
+        self._calls = Calls(_warn)
+        compile_ = partial(_compiled, weakref.ref(model), self._calls)
+        self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
         self._told_of_casts = False
@@ -240,9 +243,12 @@ class PlannedCall:
                 return _torch.module_call(model, *args, **kwargs)
             self._hooks = hooks
             self.unplanned.planned_call()
+            if holds_dtensors(model):
+                _warn(SHARDED)
         return _torch.call_with_forward(model, self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.begin()
         key = None
         try:
             key = shape_key(args, kwargs)
@@ -256,13 +262,13 @@ class PlannedCall:
 
 
 def _compiled(
-    model: weakref.ref[torch.nn.Module], plan: Plan, told_of_shapes: Callable[[], bool]
+    model: weakref.ref[torch.nn.Module], calls: Calls, plan: Plan, told_of_shapes: Callable[[], bool]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def compile_(once_more: bool) -> list[CapturedAgain]:
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]
-        backends = [PlanBackend(model, plan, told_of_shapes, path) for path in paths]
+        backends = [PlanBackend(model, plan, told_of_shapes, path, calls) for path in paths]
         compiled = _torch.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more, _not_captured)
-        return [CapturedAgain(paths[i], compiled[i], lambda: compile_(False), i) for i in range(2)]
+        return [CapturedAgain(paths[i], compiled[i], lambda: compile_(False), i, _warn) for i in range(2)]
 
     planned, others = compile_(True)
     return planned, others
@@ -288,6 +294,7 @@ class PlanBackend:
         plan: The plan.
         told_of_shapes: Whether the inputs had other shapes than planned, about which the user was told.
         path: Told which of the plan's graphs are there.
+        calls: Told when their backwards run.
     """
 
     def __init__(
@@ -296,8 +303,10 @@ class PlanBackend:
         plan: Plan,
         told_of_shapes: Callable[[], bool],
         path: Path,
+        calls: Calls,
     ) -> None:
         self._model, self._plan, self._told_of_shapes, self._path = model, plan, told_of_shapes, path
+        self._calls = calls
         self._captured: Counter[str] = Counter()
         self._autocast: list[str] = []
 
@@ -379,7 +388,7 @@ class PlanBackend:
         backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
         hooks: list[GraphHook] = [
             KeptCasts(_warn), Expected(_warn), Meetings(_warn), backward, second_order,
-            UnusedOutputs(unused), DroppedOutputs(unused, self._plan, _warn),
+            UnusedOutputs(unused), DroppedOutputs(unused, self._plan, _warn), Awaiting(self._calls),
         ]  # fmt: skip
         compiled = compile_by_use(
             detach_outputs(graph, unused),

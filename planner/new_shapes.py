@@ -23,7 +23,7 @@ from planner.capture import CapturedStep
 from planner.errors import PlanMismatch, PlanWarning
 from planner.joint import JointGraph
 from planner.own_errors import is_meant
-from planner.plan_file import GraphRecord, Plan
+from planner.plan_file import GraphRecord, Plan, TensorRecord
 from planner.problem import Problem
 from planner.step import Loss, Step
 from solvers.schedule import simulate
@@ -53,16 +53,22 @@ def checked(policy: str) -> OnNewShape:
 
 def shape_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Shapes of all tensors among arguments, to look up at every call; 1 or 2 microseconds."""
-    key = [a.shape if isinstance(a, torch.Tensor) else _nested(a) for a in args]
+    key = [_laid_out(a) if isinstance(a, torch.Tensor) else _nested(a) for a in args]
     if kwargs:
-        key += [(k, a.shape if isinstance(a, torch.Tensor) else _nested(a)) for k, a in kwargs.items()]
+        key += [(k, _laid_out(a) if isinstance(a, torch.Tensor) else _nested(a)) for k, a in kwargs.items()]
     return tuple(key)
+
+
+def _laid_out(tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor.shape
+    return tensor.shape, tensor.stride()
 
 
 def _nested(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return None
-    return tuple(x.shape for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+    return tuple(_laid_out(x) for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
 
 
 @dataclass
@@ -113,6 +119,8 @@ class NewShapes:
         self._origin = plan.origin if loss is None else replace(plan.origin, loss=loss)
         self._parameters = _names(model.forward)
         self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
+        self._planned_strides = self._strides(plan.model.inputs)
+        self._told_of_strides = False
         self._others = False
         self._programs = [self._program(plan, self._planned)]
         self._predictions = 0
@@ -126,6 +134,7 @@ class NewShapes:
         """
         records = input_records(Step(args, kwargs))
         shapes = dict(self._named((r.path, tuple(r.shape)) for r in records))
+        self._look_at_strides(records)
         if self._policy == "error" and shapes != self._planned:
             raise PlanMismatch(
                 f"{self._differences(shapes)}; the plan was applied with on_new_shape='error'. Plan for this "
@@ -175,6 +184,19 @@ class NewShapes:
             )
         return first
 
+    def _look_at_strides(self, records: Sequence[TensorRecord]) -> None:
+        known, found = self._planned_strides, self._strides(records)
+        other = [name for name, strides in found.items() if strides and strides != known.get(name)]
+        if other and not self._told_of_strides:
+            self._told_of_strides = True
+            self._warn(
+                f"{other[0]} lies otherwise in memory than planned (strides {found[other[0]]}): copies of it "
+                "are not predicted, and the step may take more. Pass .contiguous(), or plan with one like it"
+            )
+
+    def _strides(self, records: Sequence[TensorRecord]) -> dict[str, Any]:
+        return dict(self._named((r.path, tuple(r.strides or ())) for r in records))
+
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         origin = self._origin
         return prepare(
@@ -207,7 +229,7 @@ class NewShapes:
         resident = self._programs[0].plan.resident
         return resident.optimizer_bytes if self._origin.optimizer is None else 0
 
-    def _named(self, shapes: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _named(self, shapes: Any) -> Iterator[tuple[str, Any]]:
         """Paths by the names of parameters, whether these were given by position or by name."""
         for path, shape in shapes:
             kind, _, rest = path.partition("[")

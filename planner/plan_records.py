@@ -120,6 +120,9 @@ class TensorRecord(Record):
     dtype: Label
     device: Label
     requires_grad: bool
+    strides: list[Count] | None = Field(
+        default=None, max_length=64, description="steps in memory, where it is not contiguous"
+    )
 
 
 class ModelRecord(Record):

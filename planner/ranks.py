@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from planner import _torch_ddp
 from planner._torch_compiled import is_compiled
@@ -66,6 +67,13 @@ def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
             f"this is a {type(model).__name__}: {doing} the module inside, as model.module or before it is "
             "wrapped; the wrapper then trains by the plan"
         )
+    if isinstance(model, FullyShardedDataParallel):
+        raise PlanMismatch(
+            f"this is a FullyShardedDataParallel: {doing} the module inside before it is wrapped, and wrap "
+            "it with use_orig_params=True"
+        )
+    if isinstance(model, FSDPModule):
+        raise PlanMismatch(f"this module is sharded by fully_shard: {doing} it before it is sharded")
     if is_compiled(model):
         raise PlanMismatch(
             f"this is a torch.compile()d module: {doing} the module inside, model._orig_mod, or before it is "

@@ -21,6 +21,10 @@ COMPILED_BEFORE = (
     "model.compile() was called before: while it trains, the plan runs in place of what was compiled; in "
     "evaluation that goes on to run"
 )
+SHARDED = (
+    "parameters are DTensors (fully_shard, tensor parallelism): what gathering and communicating them takes "
+    "is not predicted, and the step may take more than predicted. planner.verify() measures it"
+)
 MODES = {True: "training", False: "evaluation"}
 
 

@@ -2,12 +2,14 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import planner
 from planner.errors import PlanMismatch, PlanWarning
@@ -263,4 +265,91 @@ def test_a_compiled_module_is_refused_with_what_to_do(plan: Plan) -> None:
     compiled = _compiled_whole(model)
     for act in (lambda: plan_of(compiled, args), lambda: plan.apply(compiled)):
         with pytest.raises(PlanMismatch, match=r"_orig_mod"):
+            act()
+
+
+# ---- memory that is not predicted ------------------------------------------------------------------------
+
+
+def _two_calls(model: nn.Module, x: torch.Tensor) -> None:
+    (model(x) + model(x)).backward()
+
+
+def _retained(model: nn.Module, x: torch.Tensor) -> None:
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _transposed(model: nn.Module, x: torch.Tensor) -> None:
+    model(x.t().contiguous().t()).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "what", "remedy"),
+    [
+        (_two_calls, "awaits its backward", "make them one batch"),
+        (_retained, "retain_graph=True", "call backward once"),
+        (_transposed, r"lies otherwise in memory than planned", ".contiguous()"),
+    ],
+)
+def test_what_takes_more_than_predicted_is_told_once(
+    plan: Plan, step: Callable[[nn.Module, torch.Tensor], None], what: str, remedy: str
+) -> None:
+    model, (x,) = _built()
+    plan.apply(model)
+    kept = []
+
+    def as_planned() -> None:
+        for _ in range(2):
+            kept.append(model(x))  # a loss that was differentiated may be held
+            kept[-1].backward()
+        model(x)
+        model(x).backward()  # what is let go of does not wait
+
+    assert _told(as_planned) == []
+    texts = [text for text in _told(lambda: [step(model, x) for _ in range(2)]) if what in text]
+    assert len(texts) == 1
+    assert remedy in texts[0]
+
+
+def test_an_input_that_lies_as_planned_is_not_told_of() -> None:
+    model, (x,) = _built()
+    transposed = x.t().contiguous().t()
+    made = plan_of(model, (transposed,))
+    assert made.model.inputs[0].strides == [1, 64]
+    made.apply(model)
+    assert _told(lambda: model(transposed).backward()) == []
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+@pytest.mark.parametrize("original", [False, True])
+def test_fsdp_of_a_planned_module(plan: Plan, original: bool, one_process: None) -> None:
+    model, args = _built()
+    plan.apply(model)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+    with counting_runs() as runs:
+        texts = _told(lambda: [wrapped(*args).backward() for _ in range(2)])
+    assert runs.backward == (2 if original else 0)
+    assert [("use_orig_params=True" in text) for text in texts] == ([] if original else [True])
+    for act in (lambda: plan_of(wrapped, args), lambda: plan.apply(wrapped)):
+        with pytest.raises(PlanMismatch, match=r"FullyShardedDataParallel.*use_orig_params=True"):
+            act()
+
+
+def test_sharded_parameters_are_told_of(plan: Plan, one_process: None) -> None:
+    model, args = _built()
+    plan.apply(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert any("DTensors" in text for text in _told(lambda: model(*args).backward()))
+    for act in (lambda: plan_of(model, args), lambda: plan.apply(model)):
+        with pytest.raises(PlanMismatch, match="before it is sharded"):
             act()
