@@ -59,7 +59,7 @@ def test_a_table_for_people() -> None:
     arguments = ["max-batch", "batches.py:build", "-b", "1MiB", "--solver", "sqrt_n", "--max-overhead", "20%"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
-    for word in ("no plan", "fastest", "largest at +20% <- the plan", "at any price", "samples/s"):
+    for word in ("no plan", "fastest", "largest at +20% (planned)", "at any price", "samples/s"):
         assert word in result.stdout
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 import planner
 from planner.plan_file import Holder, Plan
 from planner.report import figure
+from planner.report.frontier import render_frontier
 from planner.report.modules import module_rows
 from planner.report.text import format_seconds, module_table, printable, render, sparkline, timeline_chart
 from planner.report.verification import render_verification
@@ -192,3 +193,26 @@ def test_a_loaded_plan_shows_as_the_one_saved() -> None:
     solver = plan.solver.model_copy(update=unknown)
     expected = _text(render(plan.model_copy(update={"solver": solver})))
     assert _text(render(Plan.loads(plan.dumps()))) == expected
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_reports_fit_narrow_terminals_with_whole_labels(width: int) -> None:
+    plans = [layered_plan(), layered_plan(kept_layers=4)]
+    reports = {
+        "plan": (render(plans[0], width=width), ["peak", "  of the step", "(the model)", "(itself)"]),
+        "frontier": (render_frontier(plans, width=width), ["101.0 MiB"]),
+        "verification": (render_verification(_Verified(), width=width), ["unplanned", "planned"]),
+    }
+    for name, (report, labels) in reports.items():
+        lines = _text(report, width=width).splitlines()
+        if width >= 60 or name != "plan":  # the chart's legend is wider
+            assert all(len(line.rstrip()) <= width for line in lines), name
+        for label in labels:
+            assert any(line.lstrip().startswith(label.strip()) for line in lines), (name, label)
+        assert not any("…" in line for line in lines), name
+
+
+def test_the_spread_of_the_extra_time_is_told() -> None:
+    few = _Verified(overheads=[0.1])
+    assert "+10.0% (one pair of steps" in _text(render_verification(few))
+    assert "no time was measured" in _text(render_verification(_Verified(overheads=[])))

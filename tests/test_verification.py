@@ -21,9 +21,17 @@ def test_a_right_plan_is_ok_and_everything_is_left_as_it_was() -> None:
     values = [g.clone() for g in gradients if g is not None]
     state = copy.deepcopy(model.state_dict())
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    report = planner.verify(model, args, kwargs, plan=plan)
+    told: list[tuple[str, float]] = []
+    report = planner.verify(
+        model, args, kwargs, plan=plan, repeats=2, progress=lambda *stage: told.append(stage)
+    )
     assert report.ok, report.problems
     assert report.exact
+    assert [text for text, _ in told[-2:]] == ["timing pair 1 of 2", "timing pair 2 of 2"]
+    assert len(told) == 9
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert len(report.overheads) == 2
+    assert min(report.overheads) <= report.overhead <= max(report.overheads)
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
     assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
     assert report.seconds > 0

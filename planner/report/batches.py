@@ -24,7 +24,7 @@ def render_batches(found: "MaxBatch", *, width: int = 100) -> Table:
     for key, point in points.items():
         label = Text(", ".join(names[key]).replace(", largest at", " and"))
         if point == found.largest:
-            label = Text(f"{label.plain} <- the plan", style="bold")
+            label = Text(f"{label.plain} (planned)", style="bold")
         rows.append(
             (
                 label,

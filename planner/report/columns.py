@@ -10,7 +10,7 @@ Cell = str | Text
 
 GAP = 2
 """Blanks between columns."""
-_LABEL = 28
+_LABEL = 36
 """Characters of a row's label that columns are given up for; longer ones are folded if need be."""
 
 

@@ -73,7 +73,7 @@ def summary(plan: Plan, *, width: int = 100) -> Table:
         ("time", *(format_seconds(item.seconds) for item in footprints)),
     ]
     headers = ("", "unplanned", "nothing recomputed", "planned")
-    table = fitted_table(headers, rows, width=width, least=("nothing recomputed",))
+    table = fitted_table(headers, rows, width=width, least=("nothing recomputed", "unplanned"))
     target, solver, model = plan.target, plan.solver, plan.model
     budget = printable(target.budget_text)
     if target.budget_bytes is not None:
