@@ -25,6 +25,7 @@ def _kept(plan: Plan) -> list[str]:
     return [graph.ops[i].module for graph in plan.graphs for i in graph.kept]
 
 
+@pytest.mark.heavy
 def test_layers_of_a_submodule_that_is_captured_by_itself() -> None:
     model, args, kwargs = zoo.build("hf_gpt2_without_cache")
     plan = planner.plan(

@@ -12,7 +12,7 @@ import planner
 from planner.files import laid_out
 from planner.plan_file import Plan
 from tests.plans import layered_plan
-from tests.small import Built, broken_layers, small_gpt, small_resnet
+from tests.small import Built, broken_layers, small_gpt
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("build", "solver"),
     [
-        (small_resnet, "sqrt_n"),
         (broken_layers, "sqrt_n"),
         pytest.param(small_gpt, "auto", marks=pytest.mark.heavy),
     ],
