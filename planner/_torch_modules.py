@@ -4,6 +4,7 @@ Dynamo writes down a source, such as ``L['self'].h.0``. It begins at the functio
 submodule, wherever a graph break lies inside one. The module itself is told by its identity.
 """
 
+import re
 import sys
 from types import FrameType
 
@@ -55,3 +56,20 @@ def calls_forward_as_given(module: torch.nn.Module) -> bool:
     return type(module).__call__ is torch.nn.Module.__call__ and not (
         module._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks
     )
+
+
+_INSIDE = re.compile(r"'\]\._modules\['|\._(?:modules|parameters|buffers)\['|'\]")
+
+
+def source_name(placeholder: torch.fx.Node) -> str | None:
+    """What an input of a Dynamo graph is called where it comes from, as in ``args[0]`` or ``0.bias``.
+
+    None for what an earlier graph handed over.
+    """
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", None)
+    found = re.fullmatch(r"L\['(args|kwargs|module)'\](.*)", str(name() if callable(name) else name))
+    if found is None:
+        return None
+    if found[1] != "module":
+        return f"{found[1]}{found[2]}"
+    return _INSIDE.sub(lambda inside: "." if "[" in inside[0] else "", found[2]).lstrip(".")

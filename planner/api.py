@@ -18,6 +18,7 @@ from planner.new_shapes import OnNewShape, checked
 from planner.optimizer import Optimizer
 from planner.options import check_options
 from planner.origin import Origin
+from planner.overwritten import InputsAre, checked_inputs
 from planner.plan_file import Plan, WholeStep
 from planner.selection import select
 from planner.step import Loss, Outputs
@@ -48,6 +49,7 @@ def plan(
     accumulate: bool | None = None,
     costs: CostSource = "roofline",
     training: bool = True,
+    inputs: InputsAre = "unchanged",
     time_limit: float = 60,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -80,6 +82,8 @@ def plan(
             "measured", which times each distinct one on the device at hand and remembers it.
         training: Whether the module will train in training mode, in which it is planned whatever mode it is
             in now; False for evaluation mode (dropout off, running statistics as they are).
+        inputs: What happens to inputs, buffers and biases between forward and backward: "unchanged", then
+            the backward may read them again, or "overwritten", then it reads copies, whose bytes count.
         time_limit: Wall seconds for the solver.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
             ("aten.native_layer_norm") or patterns of either ("encoder.layer.*.attention").
@@ -96,6 +100,7 @@ def plan(
         InputError: If model, inputs, loss or an option are none of these forms; it says what to write.
         OutputsError: If ``outputs`` is neither of the two.
         CaptureError: If the step cannot be captured.
+        InputsError: If ``inputs`` is neither of the two.
         SelectionError: If ``keep``, ``recompute`` or ``checkpoints`` name what is not there.
         InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would.
     """
@@ -110,6 +115,7 @@ def plan(
     )
     report = progress or _no_report
     find_solver(solver)
+    checked_inputs(inputs)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
     step = replace(read_step(model, args, kwargs, loss, outputs, of="plan"), training=training)
     prepared = prepare(
@@ -120,6 +126,7 @@ def plan(
         attention=attention,
         accumulate=accumulate,
         costs=costs,
+        inputs=inputs,
         progress=lambda text, fraction: report(text, 0.7 * fraction),
     )
     return plan_prepared(
@@ -184,6 +191,7 @@ def sweep(
     accumulate: bool | None = None,
     costs: CostSource = "roofline",
     training: bool = True,
+    inputs: InputsAre = "unchanged",
     time_limit: float = 300,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
@@ -230,6 +238,7 @@ def sweep(
         attention=attention,
         accumulate=accumulate,
         costs=costs,
+        inputs=inputs,
         progress=lambda text, fraction: report(text, 0.4 * fraction),
     )
     graph = prepared.problem.graph

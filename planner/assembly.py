@@ -26,6 +26,7 @@ from planner.inputs import InputError
 from planner.interrupts import at_stages, held_interrupts
 from planner.optimizer import Optimizer, OptimizerStep, optimizer_step
 from planner.origin import Origin
+from planner.overwritten import InputsAre, checked_inputs
 from planner.plan_file import (
     Footprint,
     GradientLayout,
@@ -122,6 +123,7 @@ def prepare(
     attention: Attention | None = None,
     accumulate: bool | None = None,
     costs: CostSource = "roofline",
+    inputs: InputsAre = "unchanged",
 ) -> Prepared:
     """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
     progress = at_stages(progress)
@@ -136,6 +138,7 @@ def prepare(
     for note in notes:
         logger.warning(note)
         warnings.warn(note, PlanWarning, stacklevel=4)
+    checked_inputs(inputs)
     here = _device_of(model, step)
     target = find_device(device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
@@ -165,7 +168,7 @@ def prepare(
             roofline(target),
             progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
         )
-    problem = build_problem(captured, target, meter, source)
+    problem = build_problem(captured, target, meter, source, copying=inputs == "overwritten")
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
     update = optimizer_step(optimizer, model, target, meter, source)
@@ -174,7 +177,7 @@ def prepare(
     if meter is not None and meter.unmeasured:
         warnings.warn(_unmeasured(meter), PlanWarning, stacklevel=3)
     footprint = StepFootprint(target, _resident(captured, update, target), update)
-    origin = Origin(step.loss, step.outputs, optimizer, device, attention, accumulate, costs)
+    origin = Origin(step.loss, step.outputs, optimizer, device, attention, accumulate, costs, inputs)
     seconds = time.perf_counter() - started
     return Prepared(model, step, captured, problem, footprint, meter, source, seconds, origin)
 
@@ -228,6 +231,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
             budget_bytes=budget.bytes,
             budget_text=budget.text,
             device=prepared.device.name,
+            inputs=prepared.origin.inputs,
             costs=prepared.costs.name,
             workspace="measured" if meter is not None else "none",
         ),

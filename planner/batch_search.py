@@ -23,6 +23,7 @@ from planner.errors import BudgetError, InfeasibleBudget
 from planner.inputs import InputError, check_loss, check_model, read_inputs, read_step
 from planner.optimizer import Optimizer
 from planner.options import check_options
+from planner.overwritten import InputsAre, checked_inputs
 from planner.sizes import Sized, SizedSteps
 from planner.step import Loss, Outputs, Step
 from solvers import portfolio
@@ -55,6 +56,7 @@ def max_batch(
     attention: Attention | None = None,
     accumulate: bool | None = None,
     costs: CostSource = "roofline",
+    inputs: InputsAre = "unchanged",
     start: int = 4,
     most: int = 1 << 20,
     training: bool = True,
@@ -72,7 +74,7 @@ def max_batch(
         max_overhead: The most that time per sample may rise over that of the largest unplanned batch:
             0.33 allows 33 %, about one more forward. None: whatever it takes, which may be several times
             the time.
-        solver, loss, outputs, optimizer, device, attention, accumulate, costs, training: As for
+        solver, loss, outputs, optimizer, device, attention, accumulate, costs, inputs, training: As for
             :func:`planner.plan`.
         start: The first batch that is captured.
         most: No batch larger than this is tried.
@@ -110,6 +112,7 @@ def max_batch(
     if wanted.bytes is None or wanted.text.endswith("%"):
         raise BudgetError(f'budget {wanted.text!r} depends on the batch: give bytes, as "32GiB"')
     find_solver(solver)
+    checked_inputs(inputs)
 
     def capture(size: int) -> Prepared:
         return prepare(
@@ -120,6 +123,7 @@ def max_batch(
             attention=attention,
             accumulate=accumulate,
             costs=costs,
+            inputs=inputs,
             progress=lambda text, _: search.tell(f"batch {size}: {text}"),
         )
 

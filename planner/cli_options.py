@@ -65,6 +65,13 @@ class Attention(StrEnum):
     math = "math"
 
 
+class Inputs(StrEnum):
+    """What happens to a step's inputs before its backward."""
+
+    unchanged = "unchanged"
+    overwritten = "overwritten"
+
+
 Solver = Annotated[str, typer.Option(help="How to search for the plan.")]
 DeviceName = Annotated[
     str | None,
@@ -82,6 +89,13 @@ CostName = Annotated[
 Accumulate = Annotated[
     bool | None,
     typer.Option("--accumulate", help="Gradients are there when the step begins, and are added to."),
+]
+InputsName = Annotated[
+    Inputs,
+    typer.Option(
+        "--inputs",
+        help="Whether inputs, buffers or biases are overwritten before the backward: it then reads copies.",
+    ),
 ]
 Keep = Annotated[
     list[str] | None,

@@ -13,6 +13,10 @@ class PlanMismatch(PlannerError):
     """A plan was made for another model, or for other inputs, than it is now given."""
 
 
+class InputsChanged(PlannerError, RuntimeError):
+    """What a planned backward reads again was changed in place since the forward."""
+
+
 class PlanFileError(PlannerError, ValueError):
     """A plan file cannot be read, written, or does not hold a consistent plan."""
 

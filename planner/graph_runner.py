@@ -23,6 +23,7 @@ from planner.codegen import compile_graph
 from planner.graph_hooks import CompiledGraph, TracedGraph
 from planner.joint import JointGraph, read_joint
 from planner.kept_casts import KeptCasts
+from planner.overwritten import to_copy
 from planner.rewrite import Halves, emit, no_recomputation
 from planner.step import autocast_state, under_autocast
 from planner.tracking import StepRecorder
@@ -215,6 +216,7 @@ class GraphRunner:
         inputs = len(self.example_inputs)
         self.casts.on_traced(TracedGraph(joint, forward_outputs, inputs, self.by_use, self._kept_casts))
         self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
+        self.joint.to_copy = to_copy(self.joint, self.example_inputs)
         if self._data:
             self._halves = emit(self.joint, no_recomputation(self.joint))
         outputs, gradients = self.joint.outputs

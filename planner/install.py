@@ -39,7 +39,8 @@ from planner.own_errors import unplanned
 from planner.partial_backward import PartialBackward
 from planner.plan_file import GraphRecord, Plan
 from planner.ranks import RankCheck, refuse_wrappers
-from planner.rewrite import emit, no_recomputation, user_outputs
+from planner.read_again import ReadAgain
+from planner.rewrite import no_recomputation, user_outputs
 from planner.second_order import SecondOrder
 from planner.static_shapes import MOST_SHAPES, StaticShapes
 from planner.step import Loss, autocast_regions
@@ -369,7 +370,7 @@ class PlanBackend:
             traced = TracedGraph(joint, outputs, len(example_inputs), frozenset(by_use), kept)
             for hook in hooks:
                 hook.on_traced(traced)
-            return self._partition(record, second_order, joint, outputs, exactly)
+            return self._partition(record, second_order, again, joint, outputs, exactly)
 
         def compile_backward(module: GraphModule) -> _torch_joint.BoxedFunction:
             function = backward.compile(module)
@@ -386,8 +387,9 @@ class PlanBackend:
             obstacle = "it is captured in several parts"
         second_order = SecondOrder(graph, obstacle, _warn)
         backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
+        again = ReadAgain(self._plan, graph, example_inputs)
         hooks: list[GraphHook] = [
-            KeptCasts(_warn), Expected(_warn), Meetings(_warn), backward, second_order,
+            KeptCasts(_warn), Expected(_warn), Meetings(_warn), backward, second_order, again,
             UnusedOutputs(unused), DroppedOutputs(unused, self._plan, _warn), Awaiting(self._calls),
         ]  # fmt: skip
         compiled = compile_by_use(
@@ -425,6 +427,7 @@ class PlanBackend:
         self,
         record: GraphRecord | None,
         second_order: SecondOrder,
+        again: ReadAgain,
         module: GraphModule,
         outputs: int,
         exactly: bool,
@@ -433,7 +436,7 @@ class PlanBackend:
         if exactly and record is not None and not describes(record, joint):
             raise CaptureError("traced into other operations than planned")
         second_order.on_joint(module, joint)
-        halves = emit(joint, self._sequence(record, joint))
+        halves = again.emitted(joint, self._sequence(record, joint))
         return halves.forward, halves.backward
 
     def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:

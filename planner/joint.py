@@ -95,6 +95,9 @@ class JointGraph:
         graph: The graph, without dead code.
         forward_outputs: How many of its outputs belong to the forward.
         mutated: Indices of the inputs that the step overwrites.
+
+    Attributes:
+        to_copy: Inputs of which re-runs read copies where users overwrite them, see `planner.overwritten`.
     """
 
     graph: FxGraph
@@ -106,6 +109,7 @@ class JointGraph:
     storage_bytes: list[int] = field(default_factory=list, init=False)
     storage_of: dict[Node, int] = field(default_factory=dict, init=False)
     op_of: dict[Node, int] = field(default_factory=dict, init=False)
+    to_copy: frozenset[Node] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         self._keys: dict[int, int] = {}

@@ -206,6 +206,7 @@ class NewShapes:
             device=origin.device,
             attention=origin.attention,
             accumulate=origin.accumulate,
+            inputs=origin.inputs,
             costs=origin.costs if self._policy == "replan" else "roofline",  # else only bytes are wanted
             progress=lambda _text, _fraction: None,
         )

@@ -23,6 +23,7 @@ class Origin:
     attention: Any = None
     accumulate: bool | None = None
     costs: Any = "roofline"
+    inputs: Any = "unchanged"
     solver: str = "auto"
     time_limit: float = 60
     keep: Sequence[str] = ()

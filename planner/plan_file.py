@@ -6,6 +6,7 @@ generated from the models.
 """
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
@@ -171,9 +172,14 @@ class Plan(Record):
         from solvers.registry import SOLVERS
 
         if self._origin is not None:
-            return self._origin
+            return replace(self._origin, inputs=self.target.inputs)
         name = self.solver.name if self.solver.name in SOLVERS else "auto"
-        return Origin(solver=name, accumulate=self.resident.gradient_bytes > 0, outputs=self.model.outputs)
+        return Origin(
+            solver=name,
+            accumulate=self.resident.gradient_bytes > 0,
+            outputs=self.model.outputs,
+            inputs=self.target.inputs,
+        )
 
     def made_with(self, origin: Origin) -> Self:
         """The same plan, which remembers what it was made with."""

@@ -271,6 +271,11 @@ class Target(Record):
     )
     budget_text: Name = Field(description="the budget as it was written")
     device: Label
+    inputs: Literal["unchanged", "overwritten"] = Field(
+        default="unchanged",
+        description="what happens to inputs, buffers and biases before the backward; overwritten: re-runs "
+        "read copies of them",
+    )
     costs: Name = Field(description="where the seconds of operations come from")
     workspace: Name = Field(description="where the scratch bytes of operations come from")
 

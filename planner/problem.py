@@ -20,6 +20,7 @@ from planner.devices import Device, round_bytes
 from planner.graph_runner import GraphCall
 from planner.in_place import operator_in_place
 from planner.joint import JointGraph, JointOp
+from planner.overwritten import InputReads, copy_bytes
 from planner.tracking import Event
 from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
 from solvers.graph import GLUE_REGION, Graph, Op, Phase, Value
@@ -72,7 +73,12 @@ class Problem:
 
 
 def build_problem(
-    captured: CapturedStep, device: Device, meter: WorkspaceMeter | None, costs: Costs | None = None
+    captured: CapturedStep,
+    device: Device,
+    meter: WorkspaceMeter | None,
+    costs: Costs | None = None,
+    *,
+    copying: bool = False,
 ) -> Problem:
     """Turn a captured step into the problem that solvers see.
 
@@ -84,9 +90,10 @@ def build_problem(
         device: For seconds and rounding.
         meter: Measures the workspace of every distinct operation by running it; None counts none.
         costs: Seconds of operations; None for the device's roofline.
+        copying: Re-runs read copies of inputs, see :mod:`planner.overwritten`. Taking them counts as no time.
     """
     costs = costs or roofline(device)
-    builder = _Builder(captured)
+    builder = _Builder(captured, copying)
     builder.run()
     graph = builder.graph(device, meter, costs)
     sources = [row.source for row in builder.rows]
@@ -122,6 +129,7 @@ class _Again:
 @dataclass
 class _Builder:
     captured: CapturedStep
+    copying: bool = False
     rows: list[_Row] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     _value_of: dict[int, int] = field(default_factory=dict)  # by recorded storage
@@ -236,9 +244,14 @@ class _Builder:
             if placeholder in joint.storage_of and recorded in self._value_of:
                 storages[joint.storage_of[placeholder]] = self._value_of[recorded]
         split = joint.forward_length
+        copies = _Copies(joint, once and self.copying)
         for joint_op in joint.ops[split:] if call.backward else joint.ops[:split]:
+            for primal in copies.before(joint_op):
+                self.rows.append(self._copy_row(joint, primal, storages, region, joint_op.module))
+                copies.values[primal] = self.rows[-1].op.outputs[0]
             source = Source(call.graph, call.instance, joint_op.index)
-            self.rows.append(self._joint_row(joint, joint_op, source, storages, region, backward, once))
+            row = self._joint_row(joint, joint_op, source, storages, region, backward, once, copies)
+            self.rows.append(row)
         for output, recorded in zip(joint.outputs[call.backward], call.outputs, strict=True):
             if recorded >= 0 and recorded not in self._value_of and isinstance(output, Node):
                 value = storages.get(joint.storage_of.get(output, -1))
@@ -254,6 +267,7 @@ class _Builder:
         region: int,
         backward: bool,
         once: bool,
+        copies: "_Copies",
     ) -> _Row:
         reads = tuple(storages[s] for s in op.reads if s in storages)
         for storage in op.allocates:
@@ -280,16 +294,29 @@ class _Builder:
             size = replay.generator_state_bytes(replay.generator_device(op.node)[0])
             state = self._value(Value(size, f"generator state of {op.node.name}", on_demand=True))
             row.op = replace(row.op, outputs=(*made, state))
-            row.again = _Again((*reads, state), made, extra_bytes=size)
+            row.again = _Again(
+                (*copies.read(op.node.all_input_nodes, storages), state), made, extra_bytes=size
+            )
         elif recomputable and op.batch_norm:
             target, arguments = replay.batch_norm_again(op.node.args)
-            read = [s for n in arguments[:3] if isinstance(n, Node) for s in joint.storages_of(n)]
             row.again = _Again(
-                tuple(dict.fromkeys(storages[s] for s in read if s in storages)),
+                copies.read([n for n in arguments[:3] if isinstance(n, Node)], storages),
                 tuple(storages[s] for s in op.allocates_again),
                 Call(target, map_arg(arguments, _example)),
             )
+        elif recomputable and copies.are_read(op.node.all_input_nodes):
+            row.again = _Again(copies.read(op.node.all_input_nodes, storages), made)
         return row
+
+    def _copy_row(
+        self, joint: JointGraph, primal: Node, storages: dict[int, int], region: int, module: str
+    ) -> _Row:
+        """A copy of an input, which is there only in schedules that read it."""
+        name = f"copy of {primal.name}"
+        reads = tuple(storages[s] for s in joint.storages_of(primal) if s in storages)
+        made = (self._value(Value(copy_bytes(primal), name, on_demand=True)),)
+        op = Op(reads, made, recomputable=False, region=region, name=name, module=module)
+        return _Row(Source(), op, None, None, made)
 
     # ---- values ------------------------------------------------------------------------------------
 
@@ -314,6 +341,39 @@ class _Builder:
     def _hold(self, value: int, let_go: int | None, born: int) -> None:
         known = self._held.get(value, born)
         self._held[value] = None if let_go is None or known is None else max(let_go, known)
+
+
+class _Copies:
+    """Copies of the inputs of a graph, which re-runs read in their place.
+
+    Attributes:
+        values: The value of each that was taken.
+    """
+
+    def __init__(self, joint: JointGraph, wanted: bool) -> None:
+        self.values: dict[Node, int] = {}
+        self._joint, self._reads = joint, InputReads(joint) if wanted else None
+        self._before = self._reads.first_readers() if self._reads is not None else {}
+
+    def before(self, op: JointOp) -> list[Node]:
+        """The inputs of which a copy is taken right before an operation."""
+        return [p for p in self._before.get(op.index, ()) if p in self._joint.to_copy]
+
+    def are_read(self, nodes: Sequence[Node]) -> bool:
+        """Whether a re-run with such arguments reads copies."""
+        return self._reads is not None and any(p in self.values for n in nodes for p in self._reads.of(n))
+
+    def read(self, nodes: Sequence[Node], storages: dict[int, int]) -> tuple[int, ...]:
+        """The values that a re-run with such arguments reads."""
+        found: list[int] = []
+        for node in nodes:
+            inputs = () if self._reads is None else self._reads.of(node)
+            for source in inputs or (node,):
+                if source in self.values:
+                    found.append(self.values[source])
+                else:
+                    found += [storages[s] for s in self._joint.storages_of(source) if s in storages]
+        return tuple(dict.fromkeys(found))
 
 
 def _example(node: Node) -> Any:

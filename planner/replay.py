@@ -2,6 +2,7 @@
 
 A random operation is re-run from the generator state that it first saw, and the generator is put
 back afterwards; so is an operation from outside PyTorch, which may draw numbers without saying so.
+Inputs are read through aliases, or copies, that the forward takes.
 A batch normalisation is re-run without its running statistics, which the first run has updated
 already. The emitted graphs call these functions.
 """
@@ -15,6 +16,19 @@ from torch.fx import Node
 from planner import _torch
 
 aten = torch.ops.aten
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and version under another tensor: it stays with it where the first is given other."""
+    return tensor.detach()
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the tensor does, dense or not."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def generator_state(devices: str, device_index: int | None) -> torch.Tensor:

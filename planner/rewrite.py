@@ -3,12 +3,12 @@
 Every operation of the backward sequence becomes a node of its own; an operation that is re-run
 becomes a fresh node each time. What the backward needs of the forward's own results is *saved*:
 an output of the forward graph and an input of the backward graph. Views are saved as they are
-where their base is, and taken again where it is computed again. Symbolic sizes are saved as the
-numbers they are.
+where their base is, and taken again where it is computed again; those of inputs, and what re-runs
+read of inputs, are views of an alias or a copy that the forward takes. Symbolic sizes are saved as
+the numbers they are.
 """
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,18 @@ from planner import replay
 from planner.errors import CaptureError
 from planner.in_place import OnCopy, operator_in_place
 from planner.joint import JointGraph, JointOp
+from planner.overwritten import InputReads
 
 _USER_OUTPUTS = "user_outputs"
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The two graphs of one captured graph, and the forward's nodes that are saved in between.
+    """The two graphs of one captured graph.
+
+    Attributes:
+        saved: The forward's nodes that are saved in between.
+        read_again: The forward's inputs that only re-runs read in the backward.
 
     ``forward`` takes the primals and returns the forward outputs followed by what is saved, tensors before
     sizes; ``backward`` takes saved sizes, saved tensors and the tangents, and returns the gradients.
@@ -36,25 +41,28 @@ class Halves:
     forward: GraphModule
     backward: GraphModule
     saved: tuple[Node, ...]
+    read_again: tuple[Node, ...] = ()
 
 
-def emit(joint: JointGraph, backward: Sequence[int]) -> Halves:
+def emit(joint: JointGraph, backward: Sequence[int], *, copying: bool = False) -> Halves:
     """Emit the graphs that run a schedule.
 
     Args:
         joint: The captured graph.
         backward: The operations that the backward runs, by index, in order; forward operations
             among them are re-runs.
+        copying: Re-runs read copies of ``joint.to_copy``.
 
     Raises:
         CaptureError: If the backward needs an input that the step overwrites.
     """
-    body = _Backward(joint)
+    body = _Backward(joint, joint.to_copy if copying else frozenset())
     for index in backward:
         body.run(joint.ops[index])
     body.finish()
     forward, saved = _forward(joint, body)
-    return Halves(forward, GraphModule(joint.module, body.graph), saved)
+    again = tuple(p for p in body.read_again if p not in body.read)
+    return Halves(forward, GraphModule(joint.module, body.graph), saved, again)
 
 
 def user_outputs(forward: GraphModule) -> int | None:
@@ -75,8 +83,13 @@ class _Backward:
     stands for a different node of this graph in each version of the storages it looks at.
     """
 
-    def __init__(self, joint: JointGraph) -> None:
-        self.joint = joint
+    def __init__(self, joint: JointGraph, to_copy: Collection[Node]) -> None:
+        self.joint, self._to_copy = joint, to_copy
+        self.reads = InputReads(joint)
+        self.taken: dict[tuple[Node, bool], Node] = {}  # of an input, or of its copy
+        self.read: set[Node] = set()  # inputs, by the backward's own operations
+        self.read_again: dict[Node, None] = {}  # inputs, not copies of them, by re-runs
+        self._views: dict[tuple[Node, bool], Node] = {}
         self.graph = FxGraph()
         self.saved: dict[Node, Node] = {}
         self.states: dict[JointOp, Node] = {}
@@ -86,7 +99,6 @@ class _Backward:
         self.backward_nodes = _backward_nodes(joint)
         self._early_sizes = _sizes_of_forward(joint, self.backward_nodes)
         self._mutated = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
-        self._inputs = set(joint.primals)
         self._tangents = {n: self._placeholder(n.name, n) for n in joint.tangents}
 
     def run(self, op: JointOp) -> None:
@@ -108,13 +120,13 @@ class _Backward:
 
     def _again(self, op: JointOp) -> Node:
         def take(tree: Any) -> Any:
-            return map_arg(tree, self.node)
+            return map_arg(tree, self._node_again)
 
         if op.batch_norm:
             target, arguments = replay.batch_norm_again(op.node.args)
             return self.graph.call_function(target, take(arguments))
         if not op.random:
-            return _copy(self.graph, op.node, self.node)
+            return _copy(self.graph, op.node, self._node_again)
         if op not in self.states:
             self.states[op] = self._placeholder(f"{op.node.name}_generator", None)
         device, in_place = replay.generator_device(op.node), operator_in_place(op.node)
@@ -131,8 +143,10 @@ class _Backward:
         if self.joint.is_size(original):
             return self._size(original)
         versions = self._versions(original)
-        if original not in self.backward_nodes and not any(versions) and not self._of_input(original):
-            return self._save(original)
+        if original not in self.backward_nodes and not any(versions):
+            inputs = self.reads.of(original)
+            self.read.update(inputs)
+            return self._save(original) if inputs in ((), (original,)) else self._view(original, False)
         current = self._current.get(original)
         if current is not None and current[0] == versions:
             return current[1]
@@ -140,6 +154,34 @@ class _Backward:
             raise AssertionError(f"schedule uses {original} before it is computed")
         node = self.graph.node_copy(original, self.node)
         self._current[original] = (versions, node)
+        return node
+
+    def _node_again(self, original: Node) -> Node:
+        """The same for a re-run: of inputs what they were in the forward, as far as that is kept."""
+        inputs = self.reads.of(original)
+        if not inputs or original in self.backward_nodes:
+            return self.node(original)
+        self.read_again.update(dict.fromkeys(p for p in inputs if p not in self._to_copy))
+        return self._view(original, any(p in self._to_copy for p in inputs))
+
+    def _view(self, original: Node, copy: bool) -> Node:
+        """An input under another name, or a view of it, as the forward saw it; of its copy if it has one.
+
+        What autograd saves is such a view as well: it stays with the memory that the input had.
+        """
+        if self.joint.is_size(original):
+            return self._size(original)
+        if original.op == "placeholder":
+            key = (original, copy and original in self._to_copy)
+            if key not in self.taken:
+                self.taken[key] = self._placeholder(
+                    f"{original.name}_{'copy' if key[1] else 'alias'}", original
+                )
+            return self.taken[key]
+        node = self._views.get((original, copy))
+        if node is None:
+            node = self.graph.node_copy(original, lambda n: self._view(n, copy))
+            self._views[original, copy] = node
         return node
 
     def finish(self) -> None:
@@ -166,16 +208,6 @@ class _Backward:
                 )
             node = self.saved[original] = self._placeholder(original.name, original)
         return node
-
-    def _of_input(self, node: Node) -> bool:
-        """Whether a node is a view of inputs that keep their values: these are saved, and viewed again."""
-        if not self.joint.is_view(node) or node.target is operator.getitem:
-            return False
-        sources = node.all_input_nodes
-        return bool(sources) and all(
-            (n in self._inputs and n not in self._mutated) or self.joint.is_size(n) or self._of_input(n)
-            for n in sources
-        )
 
     def _placeholder(self, name: str, original: Node | None) -> Node:
         first = next(iter(self.graph.nodes), None)
@@ -204,6 +236,12 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
             env[original] = _copy(graph, original, node)
         return env[original]
 
+    first_readers = body.reads.first_readers()
+    taken_as: dict[tuple[Node, bool], Node] = {}
+    for primal, copy in body.taken:
+        if not copy:
+            taken_as[primal, copy] = _taken(graph, env[primal], replay.alias)
+
     sizes = _sizes_after(joint, body.backward_nodes, body.sizes)
     for size in sizes.get(-1, ()):
         node(size)
@@ -212,18 +250,28 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
             device = replay.generator_device(op.node)
             state_of[op] = graph.call_function(replay.generator_state, device)
             state_of[op].meta["val"] = torch.empty(0, dtype=torch.uint8)
+        for primal in first_readers.get(op.index, ()):
+            if (primal, True) in body.taken:
+                taken_as[primal, True] = _taken(graph, env[primal], replay.copied)
         node(op.node)
         for size in sizes.get(op.index, ()):
             node(size)
     wanted = [*outputs, *saved, *body.sizes]
     results = map_arg(wanted, node)
     states = [state_of[op] for op in body.states]
-    graph.output([*results[: len(outputs)], *states, *results[len(outputs) :]])
+    taken = [taken_as[key] for key in body.taken]
+    graph.output([*results[: len(outputs)], *states, *taken, *results[len(outputs) :]])
     graph.output_node().meta[_USER_OUTPUTS] = len(outputs)
 
-    tensors = [*(body.states[op] for op in body.states), *(body.saved[n] for n in saved)]
+    tensors = [*body.states.values(), *body.taken.values(), *(body.saved[n] for n in saved)]
     _order_placeholders(body, [*body.sizes.values(), *tensors])
     return GraphModule(joint.module, graph), tuple(saved)
+
+
+def _taken(graph: FxGraph, source: Node, function: Callable[..., Any]) -> Node:
+    node = graph.call_function(function, (source,))
+    node.meta["val"] = source.meta["val"]
+    return node
 
 
 def _copy(graph: FxGraph, original: Node, take: Callable[[Node], Any]) -> Node:

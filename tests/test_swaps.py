@@ -80,6 +80,22 @@ class Average(nn.Module):
         return self.last((y - self.average).tanh()).square().mean()
 
 
+class Late(nn.Module):
+    """Gives a weight other memory after it was used."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.last, self.name = nn.Linear(8, 8), nn.Linear(8, 8), name
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.first(x) * self.scale).tanh().sin()
+        y = self.last(y).square().mean()
+        weight = self.get_parameter(self.name)
+        weight.data = weight.data * 0.9
+        return y
+
+
 def step(model: nn.Module, x: Tensor) -> list[Any]:
     model.zero_grad()
     loss = model(x)
@@ -103,8 +119,26 @@ def same(first: list[Any], second: list[Any]) -> bool:
 
 @pytest.mark.parametrize(
     "model",
-    [Flow, Momentum, lambda: Average("data"), lambda: Average("set"), lambda: Average("in place")],
-    ids=["first-input", "momentum", "average-data", "average-set", "average-in-place"],
+    [
+        Flow,
+        Momentum,
+        lambda: Average("data"),
+        lambda: Average("set"),
+        lambda: Average("in place"),
+        lambda: Late("last.weight"),
+        lambda: Late("scale"),
+        lambda: Late("first.bias"),
+    ],
+    ids=[
+        "first-input",
+        "momentum",
+        "average-data",
+        "average-set",
+        "average-in-place",
+        "late-weight",
+        "late-scale",
+        "late-bias",
+    ],
 )
 def test_steps_that_give_tensors_other_memory_are_planned(model: Any) -> None:
     torch.manual_seed(0)

@@ -45,4 +45,43 @@ BELONGINGS = [
             "tests/test_intact.py::test_what_a_loss_refers_to_is_left_alone",
         ),
     ),
+    Break(
+        "inputs-overwritten",
+        "Planned with inputs='overwritten', what the user writes into inputs and biases changes no gradient.",
+        "Re-runs read the inputs themselves.",
+        (
+            Change(
+                "planner/replay.py",
+                "        return tensor.clone()\n",
+                "        return tensor.detach()\n",
+            ),
+        ),
+        ("tests/test_overwritten.py::test_what_is_overwritten_is_not_read_again",),
+    ),
+    Break(
+        "inputs-changed",
+        "A change in place of what only a plan reads again is an error that names the plan and the remedy.",
+        "Nobody looks before PyTorch does.",
+        (
+            Change(
+                "planner/read_again.py",
+                "            if version is not None and tensor._version != version:\n",
+                "            if False:\n",
+            ),
+        ),
+        ("tests/test_overwritten.py::test_the_error_names_what_changed_the_plan_and_the_remedy",),
+    ),
+    Break(
+        "other-memory",
+        "A weight that is given other memory before the backward keeps the gradients of the old one.",
+        "Re-runs and views read what the weight has by then.",
+        (
+            Change(
+                "planner/replay.py",
+                "    return tensor.detach()\n",
+                "    return tensor\n",
+            ),
+        ),
+        ("tests/test_overwritten.py::test_tensors_that_are_given_other_memory_are_no_change",),
+    ),
 ]
