@@ -185,7 +185,6 @@ def test_every_solver_counts_copies(solver: str) -> None:
     plan = planner.plan(
         model, (x,), loss=squares, budget="min", solver=solver, inputs="overwritten", **options
     )
-    assert plan.graphs[0].recomputed or solver == "manual"
     plan.apply(model)
     plain, x_plain = build()
     assert all(
@@ -223,9 +222,9 @@ def test_anything_else_is_refused() -> None:
 def test_the_command_line_passes_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builders = tmp_path / "builders_of_inputs.py"
     builders.write_text(
-        "from torch import nn\n"
-        "def build():\n    return nn.Linear(1, 1), ()\n"
-        "def build_batches():\n    return nn.Linear(1, 1), lambda batch: ()\n"
+        "import torch\n"
+        "def build():\n    return torch.nn.Linear(1, 1), (torch.zeros(1, 1),)\n"
+        "def build_batches():\n    return torch.nn.Linear(1, 1), lambda batch: (torch.zeros(batch, 1),)\n"
     )
     given: list[str] = []
 
