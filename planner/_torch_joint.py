@@ -32,7 +32,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner._torch import fake_mode
+from planner._torch import fake_mode, without_modes
 from planner._torch_effects import refuse_tokens, without_tokens
 from planner._torch_in_place import results_in_place
 
@@ -265,7 +265,8 @@ def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tupl
 def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
     copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     if tensor.constant is not None and isinstance(copy, FakeTensor):
-        copy.constant = tensor.constant.clone()
+        with without_modes():  # without data it would be taken for data, which ends the process
+            copy.constant = tensor.constant.clone()
     return copy
 
 

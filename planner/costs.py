@@ -124,6 +124,8 @@ def bytes_moved(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         return written
     inputs: dict[object, torch.Tensor] = {}
     for tensor in (*_tensors(args), *_tensors(kwargs)):
+        if tensor.layout is not torch.strided:
+            continue
         view = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         inputs.setdefault(view, tensor)
     sizes = [tensor_bytes(tensor) for tensor in inputs.values()]

@@ -13,6 +13,8 @@ from planner.errors import CaptureError
 from planner.step import Loss, Step, map_tensors, tensors_in
 from planner.user_lines import line_of
 
+_NESTED = "nested tensors cannot be planned: pad them, or leave what uses them out of the planned module"
+
 
 @dataclass(frozen=True)
 class StepCopy:
@@ -37,6 +39,8 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
     known: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_nested:
+            raise CaptureError(_NESTED)
         if id(tensor) not in replaced:
             made = _torch_values.fake_with_values(tensor, mode)
             if made is not None:
@@ -163,7 +167,7 @@ def described(doing: str, error: Exception) -> str:
     if "SparseTensor" in text:
         text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
     if "NestedInt" in text or "nested_int" in text or "jagged" in text:
-        text += " (nested tensors cannot be planned: pad them, or leave what uses them out of the module)"
+        text += f" ({_NESTED})"
     if "double backward" in text:
         text += " (the forward differentiates itself: leave that part out of the planned module)"
     return text

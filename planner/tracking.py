@@ -235,6 +235,8 @@ class _Pause:
 
 def shape_only(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, strides, dtype and device with a storage (and no data) of its own."""
+    if tensor.layout in _SPARSE:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
     span = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
     base = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
     return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -243,15 +245,36 @@ def shape_only(tensor: torch.Tensor) -> torch.Tensor:
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(v for v in value if isinstance(v, torch.Tensor))
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                found.extend(_parts(tensor))
     return found
+
+
+_SPARSE = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+}
+"""Sparse tensors that have no storage of their own, but those of the tensors that they are made of."""
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in whose storages a tensor lies."""
+    parts = _SPARSE.get(tensor.layout)
+    if parts is None:
+        return [tensor]
+    if _torch.running_node() is not None:
+        raise NotImplementedError("SparseTensor among the gradients")
+    return [part(tensor.detach()) for part in parts]
 
 
 def _signature(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        if value.layout in _SPARSE:
+            return (tuple(value.shape), value.layout, value.dtype, value.device)
         storage = value.untyped_storage().nbytes()
         return (tuple(value.shape), value.stride(), value.dtype, value.device, storage)
     if isinstance(value, list | tuple):

@@ -8,10 +8,23 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+from planner._torch_joint import run_without_data
+from planner._torch_values import KnowingMode, fake_with_values, known_values
+from planner.errors import CaptureError
+from tests.side_by_side import (
+    Layers,
+    assert_same,
+    assert_trains_alike,
+    counting_runs,
+    layers,
+    left_by,
+    no_plan_warnings,
+    plan_of,
+)
 from tests.test_loops import steps
 
 # ---- marks for the compiler ---------------------------------------------------------------------------
@@ -147,3 +160,57 @@ def test_what_a_user_leaves_out_of_scripts_stays_so() -> None:
     plan.apply(plan.apply(model))
     assert model.__jit_ignored_attributes__ == ["anything", "_compiled_call_impl"]
     assert planner.remove(model).__jit_ignored_attributes__ == ["anything"]
+
+
+# ---- sparse and nested tensors ------------------------------------------------------------------------
+
+
+class SparseBetween(Layers):
+    """Products of sparse matrices, as of adjacencies, among layers that are planned."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.run(x)
+        weights = x.detach().mean(1).abs()[:4]
+        rows, columns = torch.tensor([0, 2, 3, 4]), torch.tensor([0, 1, 2, 0])
+        adjacent = torch.sparse_csr_tensor(rows, columns, weights, size=(3, 3))
+        squared = (adjacent @ adjacent).to_sparse_coo().coalesce()
+        return self.run(x).square().mean() * squared.values().sum()
+
+
+def test_sparse_matrices_between_graphs_run_as_written() -> None:
+    model, args, _ = layers(SparseBetween)
+    plan = assert_trains_alike(model, args, steps(args), expected_runs=4)
+    assert plan.rung == "partly-captured"
+
+
+class Nested(nn.Module):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside, self.layer = inside, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inside:
+            x = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 6]))
+        return self.layer(x).values().square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_nested_tensors_are_an_error_that_says_what_to_do(inside: bool) -> None:
+    parts = [torch.randn(2, 8), torch.randn(4, 8)]
+    x = torch.cat(parts) if inside else torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with pytest.raises(CaptureError, match="nested tensors cannot be planned: pad them"):
+        planner.plan(Nested(inside), (x,), budget="min")
+
+
+def test_known_values_that_a_graph_changes_are_computed_on_data() -> None:
+    # Taken for data, a copy without data ends the process.
+    mode = KnowingMode(allow_non_fake_inputs=True)
+    count = fake_with_values(torch.tensor(3), mode)
+    graph = torch.fx.Graph()
+    graph.output((graph.call_method("add_", (graph.placeholder("count"), 1)),))
+    copies, _ = run_without_data(torch.fx.GraphModule(nn.Module(), graph), [count])
+    assert not isinstance(known_values(copies[0]), FakeTensor)
+    assert known_values(count) == 3
