@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 
+# Not by their names, which may stand for wrappers of the user's.
+RESHAPE, ADD = torch._C._VariableFunctions.reshape, torch._C._VariableFunctions.add
+
 
 def raw_callable(operator: Any) -> Any:
     """The C++ function behind an ``OpOverload``: the same call without a Python frame around it."""

@@ -31,6 +31,7 @@ from torch._prims_common import suggest_memory_format
 from planner._torch_breaks import break_at_checkpoints_with_effects, pass_over_marks
 from planner._torch_compat import private
 from planner._torch_compiled import call_planned_modules
+from planner._torch_named import look_inside_wrappers
 from planner._torch_numpy import numbers_of_numpy
 from planner._torch_swaps import break_at_swaps
 from planner._torch_values import NOT_FAKE
@@ -51,6 +52,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     """
     _backends.add(backend)
     _answer_questions()
+    look_inside_wrappers()
     _break_inside_loops()
     _break_at_indices_that_are_data()
     _break_at_masks_that_are_written_through()

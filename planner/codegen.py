@@ -121,7 +121,7 @@ class _Writer:
             return self._written(OnCopy(_torch_calls.raw_callable(in_place)), str(in_place), node)
         if target is aten.view.default or (target is aten._unsafe_view.default and node not in self._results):
             # Fake and real strides of some kernels disagree, and then a view cannot be taken.
-            return self._written(torch.reshape, "reshape", node, sizes_in_tuples=True)
+            return self._written(_torch_calls.RESHAPE, "reshape", node, sizes_in_tuples=True)
         if is_sum_in_place(node):
             return self._written(add_as_in_place, "add", node)
         binding = self._binding(node)
@@ -176,7 +176,7 @@ class _Writer:
 
 def add_as_in_place(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients, as it lies in memory where the second is added to the first in place."""
-    total = torch.add(first, second)
+    total: torch.Tensor = _torch_calls.ADD(first, second)
     steps, found = first.stride(), total.stride()
     if steps != found and all(
         a == b or n == 1 for a, b, n in zip(steps, found, total.shape, strict=True)

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint, _torch_values
 from planner._torch_modules import name_modules
+from planner._torch_named import call_what_was_captured
 from planner.arrivals import Arrivals
 from planner.autocast import Surroundings, share_casts
 from planner.codegen import compile_graph
@@ -342,6 +343,7 @@ def collector(
     """
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
+        call_what_was_captured(graph)
         name_modules(graph, module)
         runner = GraphRunner(len(runners), graph, example_inputs, cuda=cuda, data=data)
         runners.append(runner)

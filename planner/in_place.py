@@ -42,7 +42,8 @@ class OnCopy:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return laid_out_like(tensor).copy_(tensor)
+    copied: torch.Tensor = torch.ops.aten.copy_.default(laid_out_like(tensor), tensor)
+    return copied
 
 
 def laid_out_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,9 @@ from torch.fx import GraphModule
 
 from planner import _torch, _torch_jit, _torch_joint
 from planner._torch_compiled import RUNS_A_PLAN, holds_dtensors, not_compiled
+from planner._torch_definitions import Definitions
 from planner._torch_modules import name_modules
+from planner._torch_named import call_what_was_captured
 from planner.adapt import adapt, among_sizes, describes, planned_bytes, total_bytes
 from planner.arrivals import Expected
 from planner.autocast import Surroundings, share_casts
@@ -198,6 +200,7 @@ class PlannedCall:
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
         self._told_of_casts = False
+        self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
         self.unplanned = Unplanned(model, self._training)
         setattr(self, RUNS_A_PLAN, True)
@@ -246,7 +249,20 @@ class PlannedCall:
             self.unplanned.planned_call()
             if holds_dtensors(model):
                 _warn(SHARDED)
+        if self._definitions is None:
+            self._definitions = Definitions(model)
+        elif (changed := self._definitions.changed()) is not None:
+            _warn(
+                f"{changed} was changed since the first planned step: it runs as it is, without the plan. "
+                "Apply the plan again to have the change captured"
+            )
+            return _torch.module_call(model, *args, **kwargs)
         return _torch.call_with_forward(model, self._forward, args, kwargs)
+
+    def captured(self) -> None:
+        """Look after the classes of what was captured now, too."""
+        if self._definitions is not None:
+            self._definitions.include(self._model)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.begin()
@@ -312,8 +328,11 @@ class PlanBackend:
         self._autocast: list[str] = []
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        call_what_was_captured(graph)
         if (model := self._model()) is not None:
             name_modules(graph, model)
+            if isinstance(installed := _torch.installed_call(model), PlannedCall):
+                installed.captured()
         self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
         record = self._record_of(structure_of(graph))
         if record is None and not any(

@@ -51,6 +51,33 @@ EXACTNESS = [
         ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
     ),
     Break(
+        "wrappers-around-functions",
+        "A wrapper that stands in the place of one of PyTorch's functions is run once.",
+        "Graphs call functions by name, and find the wrapper that was followed into them.",
+        (Change("planner/install.py", "        call_what_was_captured(graph)\n", ""),),
+        ("tests/test_patches.py::test_wrappers_that_are_there_before_planning",),
+    ),
+    Break(
+        "wrappers-that-dynamo-takes-for-pytorch",
+        "A wrapper that is there before Dynamo looks for PyTorch's functions is run once.",
+        "Dynamo takes the wrapper for PyTorch's function.",
+        (Change("planner/_torch_tracing.py", "    look_inside_wrappers()\n", ""),),
+        ("tests/test_patches.py::test_wrappers_that_are_there_before_anything_is_compiled",),
+    ),
+    Break(
+        "patches-of-classes",
+        "A method that is exchanged in a class after the first planned step counts.",
+        "Nobody looks at classes after the first step.",
+        (
+            Change(
+                "planner/install.py",
+                "        elif (changed := self._definitions.changed()) is not None:\n",
+                "        elif (changed := None) is not None:\n",
+            ),
+        ),
+        ("tests/test_patches.py::test_patches_after_the_first_step_count",),
+    ),
+    Break(
         "writes-in-place",
         "What is written in place into a stretch of something larger lies in memory as without a plan.",
         "Results of such writes are tensors of their own.",

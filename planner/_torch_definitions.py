@@ -1,0 +1,75 @@
+"""Whether classes and functions are still those that a capture has followed; Dynamo takes it that they are.
+
+A patch (``nn.LayerNorm.forward = ...``) after the first step would otherwise go unnoticed. Looking at a whole
+class at every step costs more than a step may; the number that Python gives a dictionary's state does not.
+All of it was seen to work with torch 2.13.
+"""
+
+import gc
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import dict_version
+
+_WITH_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, staticmethod, classmethod, property)
+_SHARED = (torch.Tensor, torch, torch.nn.functional)
+"""What every forward looks functions up in."""
+
+
+class Definitions:
+    """The functions of the classes of a module and all below it, of tensors and of ``torch``, as they are."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._known: dict[int, _Owner] = {}
+        for owner in _SHARED:
+            self._known[id(owner)] = _Owner(owner)
+        self.include(module)
+
+    def include(self, module: torch.nn.Module) -> None:
+        """Take down classes that have come since, as they are now."""
+        kinds = {kind for part in module.modules() for kind in type(part).__mro__[:-1]}
+        for kind in kinds:
+            if id(kind) not in self._known:
+                self._known[id(kind)] = _Owner(kind)
+
+    def changed(self) -> str | None:
+        """A function that is no longer what it was, such as ``LayerNorm.forward``; None if all are."""
+        for owner in self._known.values():
+            if dict_version(owner.names) != owner.version:
+                name = owner.changed()
+                if name is not None:
+                    return name
+        return None
+
+
+class _Owner:
+    """A class or module, and the functions in it."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner  # held, so that its id stays its own
+        # What stands behind the read-only view that classes give of theirs.
+        self.names: dict[str, Any] = (
+            gc.get_referents(vars(owner))[0] if isinstance(owner, type) else vars(owner)
+        )
+        self._functions = _functions(self.names)
+        self.version = dict_version(self.names)
+
+    def changed(self) -> str | None:
+        version, found = dict_version(self.names), _functions(self.names)
+        for name in self._functions.keys() | found.keys():
+            if self._functions.get(name) is not found.get(name) and (
+                name in self._functions or self._hides(name)
+            ):
+                return f"{self._owner.__name__}.{name}"
+        self.version = version
+        return None
+
+    def _hides(self, name: str) -> bool:
+        """Whether a new name stands before one of a class that this one is derived from."""
+        bases = self._owner.__mro__[1:] if isinstance(self._owner, type) else ()
+        return any(name in vars(base) for base in bases)
+
+
+def _functions(names: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if isinstance(value, _WITH_CODE)}

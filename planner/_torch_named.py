@@ -1,0 +1,101 @@
+"""Private PyTorch APIs that look for PyTorch's functions by name, where users may have put wrappers.
+
+Dynamo takes what it finds under such a name (``F.relu``) for PyTorch's, and does not look inside. The code of
+its graphs calls functions and methods by name, and functions of PyTorch's that are called under a mode call
+themselves by name: a wrapper would run twice. All of it was seen to work with torch 2.13.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch.fx import GraphModule, Node
+from torch.fx.node import _get_qualified_name
+
+_FOLDER = Path(torch.__file__).parent.as_posix() + "/"
+_CALLABLES = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
+
+
+@functools.cache
+def look_inside_wrappers() -> None:
+    """Have Dynamo follow functions of users' that it found under names of PyTorch's."""
+    rules = get_torch_obj_rule_map()
+    for function in [f for f in rules if isinstance(f, FunctionType) and not _is_of_pytorch(f)]:
+        del rules[function]
+
+
+def call_what_was_captured(graph: GraphModule) -> None:
+    """Let a Dynamo graph call the very functions that it was captured with, whatever their names stand for.
+
+    To be called by the backend that Dynamo hands the graph to.
+    """
+    for part in graph.modules():
+        if not isinstance(part, GraphModule):
+            continue
+        changed = False
+        for node in part.graph.nodes:
+            original = _hidden(node)
+            if original is not None:
+                node.op, node.target = "call_function", _by_object(original)
+                changed = True
+        if changed:
+            part.recompile()
+
+
+def _hidden(node: Node) -> Any | None:
+    """What a node is to call, where its name now stands for something else."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return getattr(torch._C.TensorBase, name, None) if _is_replaced(name) else None
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, _CALLABLES):
+        return None
+    try:
+        name = _get_qualified_name(target)
+    except RuntimeError:  # its name stands for something else where it is looked for
+        return target
+    first, *path = name.split(".")
+    if first != "torch":
+        return None
+    found: Any = torch
+    for part in path:
+        found = getattr(found, part, None)
+    return None if found is target else target
+
+
+def _is_of_pytorch(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_FOLDER)
+
+
+def _is_replaced(method: str) -> bool:
+    """Whether a method of tensors is no longer PyTorch's own."""
+    found = getattr(torch.Tensor, method, None)
+    return isinstance(found, FunctionType) and not _is_of_pytorch(found)
+
+
+@functools.cache
+def _by_object(function: Any) -> Callable[..., Any]:
+    """A function that torch.fx does not take for one of PyTorch's, and calls as the object that it is."""
+    if isinstance(function, FunctionType):
+        function = _knowing_itself(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    return call
+
+
+def _knowing_itself(function: FunctionType) -> FunctionType:
+    """A copy of a function to which its own name means itself."""
+    names = dict(function.__globals__)
+    copy = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    names[function.__name__] = copy
+    return copy
