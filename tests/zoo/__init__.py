@@ -29,7 +29,7 @@ Builder = Callable[[], Built]
 ZOO: dict[str, Builder] = {}
 FAMILIES = (
     "text", "decoders", "vision", "audio", "adapters", "timm_models", "diffusion",
-    "layers", "generative", "convolutional", "recurrent", "structured", "difficult",
+    "layers", "generative", "convolutional", "recurrent", "structured", "difficult", "packages",
 )  # fmt: skip
 """Files of this package with more models; importing one adds its models to ``ZOO``."""
 
