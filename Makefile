@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint format schema picture zoo breaks bench clean
+.PHONY: help venv packages demo test test-all lint format schema picture zoo breaks bench clean
 
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -35,6 +35,12 @@ $(BIN)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps "$(TIMM)"
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)"
+	touch $@
+
+packages: venv $(VENV)/packages  ## Install the packages that the zoo has models of, apart from the others.
+
+$(VENV)/packages: tests/zoo/packages.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ --requirement $<
 	touch $@
 
 demo: venv  ## Plan a BERT for 60 % of its memory, train with the plan, compare with the unplanned step.
@@ -65,7 +71,7 @@ picture: venv  ## Draw the picture of the README from the demo's plan.
 	$(BIN)/python examples/bert.py --budget 60% --plan $(OUT)/bert-plan.json --steps 0
 	$(BIN)/python -m planner show $(OUT)/bert-plan.json --figure docs/bert.svg
 
-zoo: venv  ## Plan, run and compare every model of the zoo; writes docs/zoo.md. Takes an hour; goes on where it stopped.
+zoo: venv packages  ## Plan, run and compare every model of the zoo; writes docs/zoo.md. Takes an hour; goes on where it stopped.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --results $(OUT)/zoo.jsonl --out docs/zoo.md
 
 breaks: venv  ## Switch off what keeps each promise: do the tests notice? Writes docs/results/breaks.md; a quarter of an hour.

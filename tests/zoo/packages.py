@@ -1,6 +1,6 @@
 """Models of packages that nobody here wrote or tuned for: what users install and train.
 
-The packages lie beside the others (``make packages``), in ``<environment>/packages``: most ask for a PyTorch or a
+They are installed apart by ``make packages``, in ``<environment>/packages``: most ask for a PyTorch or a
 torchvision of their own, which must not take the place of the one that is tested.
 """
 
@@ -173,8 +173,8 @@ def _of_sequences(name: str, module: str, kind: str, *sizes: int, **settings: An
     in_zoo_as(f"pkg_{name}", build)
 
 
-_of_sequences("nystrom", "nystrom_attention", "Nystromformer", 4, 32, 48, dim=48, depth=2, dim_head=16, heads=3,
-              num_landmarks=8)  # fmt: skip
+_of_sequences("nystrom", "nystrom_attention", "Nystromformer", 4, 32, 48, dim=48, depth=2, dim_head=16,
+              heads=3, num_landmarks=8)  # fmt: skip
 _of_sequences("conformer", "conformer", "Conformer", 4, 32, 48, dim=48, depth=2, dim_head=16, heads=3)
 _of_sequences("perceiver", "perceiver_pytorch", "Perceiver", 4, 16, 16, 3, input_channels=3, input_axis=2,
               num_freq_bands=4, max_freq=10.0, depth=2, num_latents=16, latent_dim=48, cross_heads=1,
