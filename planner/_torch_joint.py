@@ -33,6 +33,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner._torch import fake_mode, without_modes
+from planner._torch_batch_norm import cudnn_as_eager
 from planner._torch_effects import refuse_tokens, without_tokens
 from planner._torch_in_place import results_in_place
 
@@ -89,6 +90,7 @@ def compile_joint(
         stack.enter_context(settings)
         stack.enter_context(without_tokens())
         stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
+        stack.enter_context(cudnn_as_eager())
         stack.enter_context(_deep_recursion())
         stack.enter_context(_gradients_laid_out(layouts))
         stack.enter_context(results_in_place())
@@ -169,8 +171,9 @@ def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
 
 
 # Decompositions that tracing may keep: of batch normalisations, which must not update statistics
-# inside a graph; and of operations that only arrange views or sizes. That of dropout, whose mask then takes
-# a byte an element (see planner/exact.py), is `_dropout`.
+# inside a graph (cuDNN's has another one, see planner/_torch_batch_norm.py); and of operations that only
+# arrange views or sizes. That of dropout, whose mask then takes a byte an element (see planner/exact.py), is
+# `_dropout`.
 _HARMLESS_DECOMPOSITIONS = {
     "native_batch_norm", "cudnn_batch_norm", "empty", "one_hot", "broadcast_tensors",
     "tensor_split", "unsafe_chunk", "pad_sequence",

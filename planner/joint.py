@@ -18,6 +18,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from planner import _torch, _torch_joint
+from planner._torch_batch_norm import RESULTS, computes_statistics, overwrites_unseen
 from planner._torch_effects import has_effects
 from planner._torch_modules import module_of
 from planner.exact import match_eager
@@ -26,13 +27,6 @@ aten = torch.ops.aten
 
 RESIDENT = -1
 """Storage number of what lives outside the schedule: parameters, buffers, inputs, constants."""
-
-# Normalisations that update running statistics behind the back of a functional schema.
-_NEVER_RERUN = {
-    getattr(aten, name).default
-    for name in ("cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm", "_batch_norm_with_update")
-    if hasattr(aten, name)
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +57,9 @@ class JointOp:
     def recomputable(self) -> bool:
         """Whether a second run, in its replay form, gives the same values and touches nothing else."""
         target = self.node.target
-        if self.backward or target in _NEVER_RERUN or not _torch.is_operator(target) or has_effects(target):
+        if self.backward or not _torch.is_operator(target) or has_effects(target):
+            return False
+        if overwrites_unseen(target, self.node.args):
             return False
         return self.batch_norm or not self.reads_mutated
 
@@ -72,7 +68,7 @@ class JointOp:
         """Storage numbers that a second run brings into being: all but new running statistics."""
         if not self.batch_norm:
             return self.allocates
-        results = {_torch.storage_key(t) for t in self.node.meta["val"][:3]}
+        results = {_torch.storage_key(t) for t in self.node.meta["val"][: RESULTS[self.node.target]]}
         keep = [_torch.storage_key(t) in results for t in self.node.meta["val"]]
         return tuple(s for s, kept in zip(self.allocates, keep, strict=True) if kept)
 
@@ -197,9 +193,7 @@ class JointGraph:
                 self.storage_of[node] = self._storage(node.meta["val"])
             if not allocates and reads and _is_aliasing(node):
                 continue
-            batch_norm = node.target is aten._native_batch_norm_legit_functional.default and bool(
-                node.args[5]
-            )
+            batch_norm = computes_statistics(node.target, node.args)
             inputs = set(node.all_input_nodes[:3]) if batch_norm else set(node.all_input_nodes)
             op = JointOp(
                 index=len(self.ops),

@@ -13,6 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from planner import replay
+from planner._torch_batch_norm import without_statistics
 from planner.baseline import eager_timeline, real_sizes
 from planner.capture import CapturedStep
 from planner.costs import Costs, roofline
@@ -298,7 +299,7 @@ class _Builder:
                 (*copies.read(op.node.all_input_nodes, storages), state), made, extra_bytes=size
             )
         elif recomputable and op.batch_norm:
-            target, arguments = replay.batch_norm_again(op.node.args)
+            target, arguments = without_statistics(op.node.target, op.node.args)
             row.again = _Again(
                 copies.read([n for n in arguments[:3] if isinstance(n, Node)], storages),
                 tuple(storages[s] for s in op.allocates_again),

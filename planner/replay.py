@@ -71,15 +71,6 @@ def generator_device(node: Node) -> tuple[str, int | None]:
     return "cpu", None
 
 
-def batch_norm_again(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Operator and arguments that give the first three outputs of
-    ``_native_batch_norm_legit_functional(input, weight, bias, mean, var, training, momentum, eps)``
-    in training, bit for bit, without running statistics."""
-    input_, weight, bias, _mean, _var, _training, momentum, epsilon = arguments
-    operator = aten._native_batch_norm_legit.no_stats
-    return operator, (input_, weight, bias, True, momentum, epsilon)
-
-
 def with_reserve(operator: Any, *args: Any) -> Any:
     """Run oneDNN's recurrent layer so that it keeps what its backward needs.
 

@@ -17,7 +17,8 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from planner import replay
+from planner import _torch_batch_norm, replay
+from planner._torch_batch_norm import RESULTS
 from planner.errors import CaptureError
 from planner.in_place import OnCopy, operator_in_place
 from planner.joint import JointGraph, JointOp
@@ -113,7 +114,7 @@ class _Backward:
         node = self._again(op)
         node.meta = dict(op.node.meta)
         if op.batch_norm:
-            node.meta["val"] = op.node.meta["val"][:3]
+            node.meta["val"] = op.node.meta["val"][: RESULTS[op.node.target]]
         for storage in op.allocates_again:
             self._version[storage] += 1
         self._current[op.node] = (self._versions(op.node), node)
@@ -123,7 +124,7 @@ class _Backward:
             return map_arg(tree, self._node_again)
 
         if op.batch_norm:
-            target, arguments = replay.batch_norm_again(op.node.args)
+            target, arguments = _torch_batch_norm.without_statistics(op.node.target, op.node.args)
             return self.graph.call_function(target, take(arguments))
         if not op.random:
             return _copy(self.graph, op.node, self._node_again)

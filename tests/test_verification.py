@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import planner
-from planner import replay
+from planner import _torch_batch_norm, replay
 from planner.generators import OwnGenerators
 from planner.install import installed_plan
 from tests.side_by_side import Layers, layers
@@ -68,10 +68,10 @@ def test_a_dropout_mask_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_a_batch_norm_that_updates_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs = small_resnet()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
-    again = replay.batch_norm_again
+    again = _torch_batch_norm.without_statistics
 
-    def twice(arguments):  # type: ignore[no-untyped-def]
-        operator, rest = again(arguments)
+    def twice(target, arguments):  # type: ignore[no-untyped-def]
+        operator, rest = again(target, arguments)
 
         def run(*args, **kwargs):  # type: ignore[no-untyped-def]
             for buffer in model.buffers():
@@ -81,7 +81,7 @@ def test_a_batch_norm_that_updates_twice_is_found(monkeypatch: pytest.MonkeyPatc
 
         return run, rest
 
-    monkeypatch.setattr(replay, "batch_norm_again", twice)
+    monkeypatch.setattr(_torch_batch_norm, "without_statistics", twice)
     report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
     assert not report.buffers_equal
     assert not report.ok
