@@ -243,6 +243,9 @@ def test_another_solvers_is_named(folder: Path) -> None:
         check=True,
     )
     assert f"Python finds {other}: rename that" in done.stdout
+    command = _shell("$planner show plan.json", folder, PYTHONPATH=environment["PYTHONPATH"])
+    assert command.returncode == 2
+    assert re.fullmatch(rf"error: .*Python finds {re.escape(str(other))}: rename.*\n", command.stderr)
 
 
 def test_our_own_solvers_is_taken() -> None:
