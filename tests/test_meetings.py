@@ -1,7 +1,6 @@
 """Gradients from outside that the plan has not seen, and that meet the sums of its graphs, are told of."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.nn as nn
 
 import planner
 from planner import meetings
+from tests.side_by_side import no_plan_warnings
 
 
 class Tied(nn.Module):
@@ -66,16 +66,14 @@ def test_a_weight_that_is_used_elsewhere_too_is_told_of_once(loss: Callable[[nn.
     model = _tied()
     with pytest.warns(planner.PlanWarning, match=r"\(64, 32\).* from outside"):
         loss(model).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", planner.PlanWarning)
+    with no_plan_warnings():
         loss(model).backward()
 
 
 def test_an_input_that_is_used_elsewhere_too_is_told_of() -> None:
     torch.manual_seed(0)
     before, model = nn.Linear(32, 32), _planned(Twice().train(), torch.randn(16, 32, requires_grad=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", planner.PlanWarning)
+    with no_plan_warnings():
         model(before(torch.randn(16, 32))).sum().backward()
     x = before(torch.randn(16, 32))
     loss = (model(x) + x).sum()
@@ -118,8 +116,7 @@ def _halved(model: nn.Module) -> None:
 def test_nothing_is_told_of_without_reason(loop: Callable[[nn.Module], None]) -> None:
     model = _tied()
     twin = planner.remove(copy.deepcopy(model))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", planner.PlanWarning)
+    with no_plan_warnings():
         for each in (model, twin):
             torch.manual_seed(1)
             loop(each)
