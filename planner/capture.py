@@ -36,7 +36,7 @@ from planner.step import Step, autocast_regions, tensors_in, unique_storages
 from planner.step_copy import StepCopy, described, lacks_data, with_data, without_data
 from planner.sums import hand_out_by_use, reordered_views, sums_between_graphs
 from planner.tracking import Recording, StepRecorder
-from planner.uncaptured import nothing_captured, nothing_differentiated
+from planner.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +188,7 @@ class _Capture:
         self.notes: list[str] = []
         self._own_generators = OwnGenerators(copied.module, copied.step.args, copied.step.kwargs)
         self._own_states = self._own_generators.states()
+        self._eager_runs = False
         self.parameters = list(copied.module.parameters())
         self.buffers = list(copied.module.buffers())
         self.inputs = unique_storages(tensors_in((copied.step.args, dict(copied.step.kwargs))))
@@ -214,6 +215,7 @@ class _Capture:
             report("running the eager step", 0.1)
             eager, _ = self._record(module, "running the step")
 
+            self._eager_runs = True
             report("capturing the forward", 0.2)
             runners: list[GraphRunner] = []
             counted = _torch_tracing.counted_breaks()
@@ -283,10 +285,7 @@ class _Capture:
             if not waiting:
                 return recording, forward_events
             if attempts > _MOST_PASSES:
-                raise CaptureError(
-                    "the module's forward captures differently every time it runs (Python state that changes "
-                    f"with each step?); it cannot be planned as it is{self._where(waiting)}"
-                )
+                raise always_different(self._where(waiting))
 
     def _trace(self, runners: Sequence[GraphRunner], total: int) -> None:
         for runner in runners:
@@ -360,7 +359,8 @@ class _Capture:
             raise
         except Exception as error:
             kind = CaptureError if self.copied.data else _NotWithoutData
-            raise kind(described(doing, error)) from error
+            text = described(doing, error)
+            raise kind(f"{text}. {AROUND}" if self._eager_runs else text) from error
         finally:
             _drop_gradients(self._resident)
             self._belongings.put_back_tensors()

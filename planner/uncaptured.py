@@ -12,6 +12,21 @@ _REMEDY = (
 )
 
 
+AROUND = (
+    "Put @torch.compiler.disable on the function that does this, or set module.forward = "
+    "torch.compiler.disable(module.forward) for the part: it then runs as written, and the rest is planned"
+)
+"""What to do where eager runs and tracing does not."""
+
+
+def always_different(where: str) -> CaptureError:
+    """The error for a forward that takes another path with each run; ``where`` it ended a graph."""
+    return CaptureError(
+        "the module's forward captures differently every time it runs (Python state that changes with each "
+        f"step?); it cannot be planned as it is{where}. {AROUND}"
+    )
+
+
 def nothing_captured(counted: dict[str, int]) -> CaptureError:
     """The error for a forward of which no graph came.
 

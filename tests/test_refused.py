@@ -214,3 +214,41 @@ def test_known_values_that_a_graph_changes_are_computed_on_data() -> None:
     copies, _ = run_without_data(torch.fx.GraphModule(nn.Module(), graph), [count])
     assert not isinstance(known_values(copies[0]), FakeTensor)
     assert known_values(count) == 3
+
+
+# ---- what cannot be traced is left out by one line ------------------------------------------------------
+
+_CALLS: list[int] = []
+
+
+class NeverTheSame(Layers):
+    """Takes one more turn at every call, whoever calls it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _CALLS.append(0)
+        for _ in range(len(_CALLS)):
+            x = x + torch.tanh(x)
+        return self.run(x)
+
+
+class PartlyTheSame(Layers):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.inside = NeverTheSame(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self.inside(self.run(x))).square().mean()
+
+
+def test_a_part_that_cannot_be_traced_is_left_out_as_the_error_says() -> None:
+    _CALLS.clear()
+    model, args, _ = layers(PartlyTheSame)
+    with pytest.raises(
+        CaptureError, match=r"differently every time.*module\.forward = torch\.compiler\.disable"
+    ):
+        plan_of(model, args)
+    inside = model.inside
+    inside.forward = torch.compiler.disable(inside.forward)  # type: ignore[union-attr, method-assign, operator]
+    plan = plan_of(model, args)
+    assert plan.rung == "partly-captured"
+    assert any("self.inside" in note for note in plan.notes)
