@@ -93,6 +93,11 @@ def _quiet_profiler() -> Iterator[None]:
         os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
+def occupy(seconds: float) -> None:
+    """Keep the current CUDA device busy for about so long; returns at once."""
+    torch.cuda._sleep(int(seconds * 2e9))  # in cycles of a clock of 1 to 2 GHz
+
+
 @contextlib.contextmanager
 def plain_execution(device_type: str) -> Iterator[None]:
     """Operators called inside run as they are: no modes, no autocast, no autograd."""

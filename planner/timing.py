@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from planner._torch_memory import plain_execution
+from planner._torch_memory import occupy, plain_execution
 from planner.costs import Roofline
 from planner.workspace import Call, WorkspaceMeter
 from planner.workspace_cache import (
@@ -35,6 +35,8 @@ REPEATS = 5
 LEAST_SECONDS = 1e-3
 """A repeat runs an operation as often as it takes to last so long."""
 MOST_RUNS = 1000
+WAIT_SECONDS = 5e-3
+"""How long a CUDA device is kept busy while what is timed is launched."""
 
 
 class MeasuredCosts:
@@ -135,6 +137,8 @@ def _clock(device: torch.device) -> tuple[Callable[[], float], Callable[[], floa
 
     def start() -> float:
         torch.cuda.synchronize(device)
+        # An idle device would wait for every small kernel to be launched, and that would be what is timed.
+        occupy(WAIT_SECONDS)
         first.record()
         return 0.0
 

@@ -1,6 +1,7 @@
 """The benchmark for GPUs, tried on the CPU: its predictions are what it measures."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 
 import planner.api
 import planner.verification
-from benchmarks import gpu
+from benchmarks import gpu, gpu_facts
 from benchmarks.frontiers.gpu_results import Row, judged
 from planner.verification import Report
 
@@ -182,3 +183,20 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         gpu.main([])
     assert "--device cpu" in capsys.readouterr().err
+
+
+def test_a_fact_that_fails_does_not_end_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> Iterator[str]:
+        yield "begun"
+        raise RuntimeError("no kernel\nand more")
+
+    def holds() -> Iterator[str]:
+        yield "as said"
+
+    monkeypatch.setattr(gpu_facts, "FACTS", [fails, holds])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu_facts.main() == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told == ["fails: begun", "fails: could not be tried: RuntimeError: no kernel", "holds: as said"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import planner
+from planner import timing
 from planner.assembly import CostsError
 from planner.costs import roofline
 from planner.devices import find_device
@@ -74,3 +75,26 @@ def test_costs_of_a_device_that_is_not_here_cannot_be_measured() -> None:
         planner.plan(model, args, budget="60%", device="T4", costs="measured")
     with pytest.raises(CostsError, match="'roofline' or 'measured'"):
         planner.plan(model, args, budget="60%", costs="guessed")  # type: ignore[arg-type]
+
+
+def test_a_gpu_is_kept_busy_while_what_is_timed_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+
+        def elapsed_time(self, other: object) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"))
+    start, end = timing._clock(torch.device("cuda"))
+    before = start()
+    done.append("run")
+    assert end() - before == 2e-3
+    assert done == ["synchronize", "sleep", "record", "run", "record", "synchronize"]
