@@ -230,8 +230,8 @@ LOOPS = [
         (
             Change(
                 "planner/install.py",
-                "Meetings(_warn), backward, second_order,\n",
-                "Meetings(_warn), backward,\n",
+                "Meetings(_warn), backward, second_order, again,\n",
+                "Meetings(_warn), backward, again,\n",
             ),
         ),
         ("tests/test_loops.py::test_a_gradient_penalty_falls_back_to_the_original_and_says_so",),
