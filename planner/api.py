@@ -21,6 +21,7 @@ from planner.origin import Origin
 from planner.overwritten import InputsAre, checked_inputs
 from planner.plan_file import Plan, WholeStep
 from planner.selection import select
+from planner.solving import solve_for
 from planner.step import Loss, Outputs
 from solvers import portfolio
 from solvers.registry import SOLVERS, Solve
@@ -64,8 +65,10 @@ def plan(
             arguments, a tensor that is the only one, a mapping of keyword arguments (a batch of Hugging
             Face's is one), or a DataLoader, of which the first batch is taken.
         budget: Most bytes for the whole step, the optimizer's included: an int, "8GiB", "60%" of the
-            unplanned step, or "min". On a GPU it bounds what the device must have: allocated bytes, a
-            reserve for fragmentation, libraries and the context (``plan.whole_step`` tells them apart).
+            unplanned step, "min" for the least that can be reached at any price, or "min@33%" for the
+            least at no more than 33 % extra time. On a GPU it bounds what the device must have: allocated
+            bytes, a reserve for fragmentation, libraries and the context (``plan.whole_step`` tells them
+            apart).
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         loss: Makes the scalar loss of the module's output, where the module does not return it
             (itself, or as ``output.loss``). Without either, the step differentiates all outputs.
@@ -102,7 +105,8 @@ def plan(
         CaptureError: If the step cannot be captured.
         InputsError: If ``inputs`` is neither of the two.
         SelectionError: If ``keep``, ``recompute`` or ``checkpoints`` name what is not there.
-        InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would.
+        InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would,
+            and what "min" takes.
     """
     check_options(
         attention=attention,
@@ -156,9 +160,11 @@ def plan_prepared(
     wanted = prepared.budget(budget)
     graph = prepared.problem.graph
     report(f"solving ({origin.solver})", 0.0)
-    solution = find_solver(origin.solver)(
+    solution = solve_for(
         graph,
+        wanted,
         room_bytes(wanted, prepared),
+        origin.solver,
         time_limit=origin.time_limit,
         progress=lambda text, fraction: report(text, 0.93 * fraction),
         constraints=select(
@@ -245,25 +251,32 @@ def sweep(
     constraints = select(graph, keep=keep, recompute=recompute, modules=dict(model.named_modules()))
     wanted = [prepared.budget(b) for b in budgets or ()]
     end = time.perf_counter() + time_limit
+    known = []
     if budgets is None:
         least = portfolio.solve(graph, None, time_limit=time_limit / 4, constraints=constraints)
+        known = [least.schedule]
         most = simulate(graph, graph.base_schedule).peak_bytes
         steps = [most - (most - least.peak_bytes) * i // max(points - 1, 1) for i in range(points)]
         least_total = least_whole_step(prepared).total_bytes
         totals = (prepared.footprint.around(prepared.resident.total + x) for x in dict.fromkeys(steps))
         wanted = [Budget(b, str(b)) for b in dict.fromkeys(max(t, least_total) for t in totals)]
     rooms = [room_bytes(budget, prepared) for budget in wanted]
+    shares = [budget for budget in wanted if budget.max_overhead is not None]
     answers = portfolio.sweep(
         graph,
-        [room for room in rooms if room is not None],
-        time_limit=max(0.0, end - time.perf_counter()),
+        [room for room, budget in zip(rooms, wanted, strict=True) if budget.max_overhead is None],
+        time_limit=max(0.0, end - time.perf_counter()) * (len(wanted) - len(shares)) / max(1, len(wanted)),
         progress=lambda text, fraction: report(text, 0.4 + 0.58 * fraction),
         constraints=constraints,
+        known=known,
     )
     solved = iter(answers)
+    each = max(0.0, end - time.perf_counter()) / max(1, len(shares))
     solutions = [
-        next(solved) if room is not None else portfolio.solve(graph, None, constraints=constraints)
-        for room in rooms
+        next(solved)
+        if budget.max_overhead is None
+        else solve_for(graph, budget, None, portfolio.NAME, time_limit=each, constraints=constraints)
+        for budget in wanted
     ]
     plans = [
         make_plan(prepared, solution, budget)
@@ -273,7 +286,7 @@ def sweep(
     if not plans and solutions:
         raise _infeasible(prepared, solutions[0], wanted[0])
     report("planned", 1.0)
-    return sorted(plans, key=lambda p: -(p.target.budget_bytes or 0))
+    return sorted(plans, key=lambda p: -(p.target.budget_bytes or p.predicted.peak_bytes))
 
 
 def auto_checkpoint(

@@ -286,7 +286,7 @@ class BatchSearch:
         if self.solver != portfolio.NAME:
             return find_solver(self.solver)(step.graph, room, time_limit=seconds)
         known = [s for s in self._schedules[-4:] if _belongs(s, step)]
-        return portfolio.solve(step.graph, room, time_limit=seconds, known=known)
+        return portfolio.solve(step.graph, room, time_limit=seconds, known=known, minimum=step.size == 1)
 
     def _allowed(self, step: Sized, solution: Solution) -> bool:
         return solution.feasible and self._fast_enough(step, solution.seconds)

@@ -21,8 +21,11 @@ _UNITS = {
 _AMOUNT = re.compile(
     r"(?P<sign>[-+]?)(?P<number>[0-9]{1,20}(?:\.[0-9]{1,12})?|\.[0-9]{1,12})\s*(?P<unit>[A-Za-z]*|%)"
 )
+_LEAST = re.compile(
+    r"min(?:\s*@\s*(?P<share>[0-9]{1,6}(?:\.[0-9]{1,12})?)\s*(?P<percent>%?))?", re.IGNORECASE
+)
 _LARGEST_BYTES = 2**63 - 1
-_FORMS = 'a number of bytes, "8GiB", "8GB", "60%" or "min"'
+_FORMS = 'a number of bytes, "8GiB", "8GB", "60%", "min" or "min@33%"'
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Budget:
     """The most bytes the step may take; None for "min", the least that can be reached."""
     text: str
     """The budget as it was written."""
+    max_overhead: float | None = None
+    """The most extra time of a step that takes the least bytes: 0.33 is 33 %; None for whatever it takes."""
 
 
 def parse_budget(value: int | str, baseline_peak_bytes: int) -> Budget:
@@ -40,7 +45,8 @@ def parse_budget(value: int | str, baseline_peak_bytes: int) -> Budget:
 
     Args:
         value: bytes as an int, or text: bytes ("1000000"), an amount with a unit ("8GiB" is 8 * 2**30 bytes,
-            "8GB" is 8 * 10**9), a share of the unplanned step's peak ("60%"), or "min".
+            "8GB" is 8 * 10**9), a share of the unplanned step's peak ("60%"), "min" for the least
+            that can be reached, or "min@33%" for the least at no more than 33 % extra time.
         baseline_peak_bytes: peak of the unplanned step, which percentages are of.
 
     Raises:
@@ -60,8 +66,16 @@ def parse_budget(value: int | str, baseline_peak_bytes: int) -> Budget:
 
 def _parse_text(value: str, baseline_peak_bytes: int) -> Budget:
     text = value.strip()
-    if text.lower() == "min":
-        return Budget(None, "min")
+    least = _LEAST.fullmatch(text)
+    if least is not None:
+        if least["share"] is None:
+            return Budget(None, "min")
+        if not least["percent"]:
+            raise BudgetError(
+                f"budget {_shortened(value)} cannot be understood: the least at no more than 33 % extra time "
+                'is written "min@33%"'
+            )
+        return Budget(None, f"min@{least['share']}%", float(least["share"]) / 100)
     match = _AMOUNT.fullmatch(text)
     unit = match["unit"].lower() if match else ""
     if match is None or unit not in ("", "%", *_UNITS):

@@ -111,7 +111,12 @@ Checkpoints = Annotated[
 ]
 Budget = Annotated[
     str,
-    typer.Option("--budget", "-b", help="8GiB, 8GB, bytes, 60% of the unplanned step's peak, or min."),
+    typer.Option(
+        "--budget",
+        "-b",
+        help="8GiB, 8GB, bytes, 60% of the unplanned step's peak, min, or min@33%: the least at that extra "
+        "time.",
+    ),
 ]
 PlanFile = Annotated[
     str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to this file.")

@@ -220,7 +220,7 @@ class NewShapes:
 
         plan = self._programs[0].plan
         budget = plan.target.budget_bytes
-        left = "min" if budget is None else budget - self._unknown_optimizer_bytes()
+        left = plan.target.budget_text if budget is None else budget - self._unknown_optimizer_bytes()
         made = plan_prepared(prepared, left, self._origin)
         logger.info("planned again, for a peak of %s", format_bytes(made.predicted.peak_bytes))
         return made

@@ -13,8 +13,8 @@ Not optimal in general; the solution's ``gap`` says how far it can be from the o
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from solvers.bound import INTEGER_SECONDS, Bound, lower_bound, tightened
 from solvers.constraints import NO_CONSTRAINTS, Constraints
 from solvers.exchange import exchange
 from solvers.graph import Graph
+from solvers.least import bisect, floor_bytes
 from solvers.polish import delay, polish, trade
 from solvers.search import Search
 from solvers.solution import Progress, Solution, Status
@@ -55,6 +56,10 @@ USUAL = 4_000
 """Larger graphs get more patience, in proportion to their forward operations."""
 SMALL_PATIENCE = 6.0
 """The same on small graphs."""
+LEAST_TIME = 0.5
+"""The share of a time limit that the forms of least peak get."""
+ROUNDS = 5
+"""How often a budget just below the least peak so far is tried."""
 TRADING = (1 / 100, 1 / 200)
 """The share of the time left that local improvement gets, on small graphs and on large ones."""
 
@@ -67,27 +72,36 @@ def solve(
     progress: Progress | None = None,
     constraints: Constraints | None = None,
     known: Sequence[np.ndarray] = (),
+    most_seconds: float = float("inf"),
+    minimum: bool = True,
 ) -> Solution:
     """Run the portfolio on one budget.
 
     Args:
         graph: The problem.
-        budget: Bytes of dynamic peak. None asks for the least peak at no more than one extra forward;
-            a budget below that is met all the same if more recomputation reaches it, and only then
-            does a step take longer than with one extra forward.
-        time_limit: Wall seconds, 60 where none is given; most answers take a second or two.
+        budget: Bytes of dynamic peak. None asks for the least peak.
+        time_limit: Wall seconds, 60 where none is given; most answers take a second or two. Where nothing
+            fits, finding the least peak may take as long again.
         progress: Told about advances.
         constraints: Values that are always kept or always recomputed.
         known: Schedules found before (for other budgets, say) that are candidates too.
+        most_seconds: Where the least peak is asked for, of the schedules that take no longer.
+        minimum: Whether an infeasible answer is to have the least peak of all, the one that a budget of
+            None has; else it has the least that was met on the way, sooner.
 
     Returns:
         The fastest schedule found, with a bound that holds for every schedule, optimal where the two
-        meet; infeasible with the least peak found, at however much recomputation.
+        meet; infeasible with the least peak found, at however much recomputation. Of the least peak the
+        fastest schedule found; infeasible if all schedules take longer than ``most_seconds``.
     """
     begin = time.perf_counter()
     shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
-    left = (TIME_LIMIT if time_limit is None else time_limit) - (time.perf_counter() - begin)
-    return _solve(shared, budget, max(0.0, left), progress, known)
+    left = max(0.0, (TIME_LIMIT if time_limit is None else time_limit) - (time.perf_counter() - begin))
+    if budget is not None:
+        return _solve(shared, budget, left, progress, known, minimum)
+    if np.isinf(most_seconds):
+        return _least(shared, left, progress, known)
+    return _least_within(shared, most_seconds, left, progress)
 
 
 @dataclass(frozen=True)
@@ -97,45 +111,56 @@ class Shared:
     programs: ilp.Programs
     lazy: lazy_rows.LazyRows
     tables: chain.Tables
+    floor: int
+    least: list[Solution] = field(default_factory=list)
 
     @staticmethod
     def of(graph: Graph, constraints: Constraints) -> "Shared":
         """Nothing solved so far."""
         return Shared(
-            ilp.Programs(graph, constraints), lazy_rows.LazyRows(graph, constraints), chain.Tables()
+            ilp.Programs(graph, constraints),
+            lazy_rows.LazyRows(graph, constraints),
+            chain.Tables(),
+            floor_bytes(graph),
         )
 
 
 def sweep(
     graph: Graph,
-    budgets: Iterable[int],
+    budgets: Iterable[int | None],
     *,
     time_limit: float | None = None,
     progress: Progress | None = None,
     constraints: Constraints | None = None,
+    known: Sequence[np.ndarray] = (),
 ) -> list[Solution]:
     """Solve for many budgets, sharing programs and schedules between them.
 
     Args:
         graph: The problem.
-        budgets: Bytes of dynamic peak, in any order.
+        budgets: Bytes of dynamic peak, in any order; None for the least peak.
         time_limit: Wall seconds for all of them; 30 a budget at most.
         progress: Told about advances.
         constraints: Values that are always kept or always recomputed.
+        known: Schedules found before that are candidates for all of them.
 
     Returns:
         One solution a budget, in the order given. Seconds never rise with the budget.
     """
     wanted = list(budgets)
-    ascending = sorted(set(wanted))
+    lowest: list[int | None] = [None] if None in wanted else []
+    ascending = [*lowest, *sorted({b for b in wanted if b is not None})]
     begin = time.perf_counter()
     shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
-    found: dict[int, Solution] = {}
+    found: dict[int | None, Solution] = {}
     left = EACH * len(ascending) if time_limit is None else time_limit - (time.perf_counter() - begin)
     for n, budget in enumerate(ascending):
-        known = [s.schedule for s in list(found.values())[-1:]]
+        before = [*known, *(s.schedule for s in list(found.values())[-1:])]
         share = min(EACH, max(0.0, left) / (len(ascending) - n))
-        solution = _solve(shared, budget, share, None, known)
+        if budget is None:
+            solution = _least(shared, share, None, before)
+        else:
+            solution = _solve(shared, budget, share, None, before)
         left -= solution.solve_seconds
         found[budget] = solution
         if progress is not None:
@@ -145,11 +170,118 @@ def sweep(
 
 def _solve(
     shared: Shared,
-    budget: int | None,
+    budget: int,
     time_limit: float,
     progress: Progress | None,
     known: Sequence[np.ndarray],
+    minimum: bool = True,
 ) -> Solution:
+    """The fastest schedule for one budget; where there is none and ``minimum`` is asked for, the least peak
+    of all."""
+    begin = time.perf_counter()
+    search, bound = _attempt(shared, budget, time_limit, progress, known)
+    if search.fastest is not None or not minimum:
+        return _judge(search, bound)
+    assert search.least is not None
+    lowest = _least(shared, time_limit, progress, [search.least.schedule])
+    met = lowest.peak_bytes <= budget
+    return replace(
+        lowest,
+        status=Status.FEASIBLE if met else Status.INFEASIBLE,
+        solve_seconds=time.perf_counter() - begin,
+    )
+
+
+def _least(
+    shared: Shared, time_limit: float, progress: Progress | None, known: Sequence[np.ndarray] = ()
+) -> Solution:
+    """The least peak, by the fastest schedule that is found of it; found once for each graph."""
+    if shared.least:
+        return shared.least[0]
+    programs = shared.programs
+    graph, floor = programs.graph, shared.floor
+    search = Search(NAME, graph, None, LEAST_TIME * time_limit, progress, programs.constraints)
+    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    for schedule in known:
+        search.try_schedule(schedule)
+    sqrt_n.keep_nothing(search)
+    forms: tuple[Callable[[], object], ...] = (
+        lambda: sqrt_n.improve(search),
+        lambda: ilp.descend(search, programs),
+        lambda: chain.improve(search, None, everything.peak_bytes),
+        lambda: _least_exactly(search),
+    )
+    for n, form in enumerate(forms):
+        if search.least is not None and search.least.peak_bytes > floor and not search.out_of_time():
+            search.begin_stage((n / 8, (n + 1) / 8), 0.5)
+            form()
+    assert search.least is not None
+    best, proven = search.least, floor
+    for _ in range(ROUNDS):
+        budget = best.peak_bytes - (best.peak_bytes > proven)
+        left = max(0.0, time_limit - search.elapsed)
+        attempt, _ = _attempt(shared, budget, left / 2, None, [best.schedule])
+        assert attempt.least is not None
+        if attempt.least.peak_bytes < best.peak_bytes:
+            best = attempt.least
+        elif budget == best.peak_bytes:
+            best = attempt.fastest or best
+            break
+        else:
+            proven = best.peak_bytes  # as far as can be told
+    search.tell("least peak", 1.0)
+    solution = Solution(
+        NAME, Status.FEASIBLE, best.schedule, best.peak_bytes, best.seconds, search.elapsed, None
+    )
+    shared.least.append(solution)
+    return solution
+
+
+def _least_exactly(search: Search) -> None:
+    """Offer the least peak of a small graph."""
+    if search.least is not None and exact_ilp.count_slots(search.graph) <= SMALL:
+        exact_ilp.least_peak(search, exact_ilp.find_slots(search.graph), search.least.peak_bytes)
+
+
+def _least_within(
+    shared: Shared, most_seconds: float, time_limit: float, progress: Progress | None
+) -> Solution:
+    """The least peak of the schedules that take at most so many seconds; infeasible if none does."""
+    programs = shared.programs
+    graph = programs.graph
+    search = Search(NAME, graph, None, time_limit / 2, progress, programs.constraints)
+    search.most_seconds = most_seconds
+    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    if search.least is None:
+        return Solution(
+            NAME, Status.INFEASIBLE, everything.schedule, everything.peak_bytes, everything.seconds,
+            search.elapsed,
+        )  # fmt: skip
+    sqrt_n.improve(search)
+    chain.improve(search, None, everything.peak_bytes)
+    ilp.descend(search, programs)
+
+    def attempt(budget: int, seconds: float, known: Sequence[np.ndarray]) -> Solution:
+        if lower_bound(graph, budget, time_limit=seconds / 4, integer_seconds=0.0).seconds > most_seconds:
+            return best.infeasible()
+        return _judge(*_attempt(shared, budget, seconds, None, known))
+
+    best = search.solution()
+    best = bisect(attempt, shared.floor - 1, best, most_seconds, time_limit - search.elapsed)
+    faster = attempt(best.peak_bytes, max(0.0, time_limit - search.elapsed), [best.schedule])
+    best = faster if faster.feasible and faster.seconds <= best.seconds else best
+    search.tell("least peak", 1.0)
+    return replace(best, solve_seconds=search.elapsed)
+
+
+def _attempt(
+    shared: Shared,
+    budget: int,
+    time_limit: float,
+    progress: Progress | None,
+    known: Sequence[np.ndarray],
+) -> tuple[Search, Bound]:
+    """Run the portfolio on one budget: everything found, and the bound."""
     programs = shared.programs
     graph = programs.graph
     search = Search(NAME, graph, budget, IN_TIME * time_limit, progress, programs.constraints)
@@ -159,20 +291,18 @@ def _solve(
     everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
     for schedule in known:
         search.try_schedule(schedule)
-    if budget is None:
-        search.most_seconds = graph.base_seconds + sqrt_n.one_extra_forward(graph)
-        sqrt_n.improve(search)
-        chain.improve(search, None, everything.peak_bytes)
-        ilp.descend(search, programs)
-        return search.solution()
     if search.fits(everything):
-        return _judge(search, Bound(graph.base_seconds, -1))
+        return search, Bound(graph.base_seconds, -1)
+    if budget < shared.floor:
+        return search, Bound(float("inf"), -1)
     patience = (
         max(min(few * time_limit, most), many * time_limit) if large else min(time_limit, SMALL_PATIENCE)
     )
     bound = lower_bound(
         graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0
     )
+    if np.isinf(bound.seconds):
+        return search, bound
     search.begin_stage((0.0, 0.2), 0.4)
     lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
     if not _done(search, bound) and not (large and _distance(search, bound) <= NEAR):
@@ -212,7 +342,7 @@ def _solve(
             break
     search.begin_stage((0.0, 1.0))
     search.tell("polished", 1.0)
-    return _judge(search, bound)
+    return search, bound
 
 
 def _distance(search: Search, bound: Bound) -> float:

@@ -1,7 +1,7 @@
 """What every solver returns."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -47,6 +47,10 @@ class Solution:
     def feasible(self) -> bool:
         """Whether the schedule fits the budget."""
         return self.status is not Status.INFEASIBLE
+
+    def infeasible(self) -> "Solution":
+        """The same schedule, as what is nearest to a budget that it does not fit."""
+        return replace(self, status=Status.INFEASIBLE, bound_seconds=None)
 
     @property
     def gap(self) -> float | None:

@@ -82,6 +82,8 @@ def improve(search: Search) -> None:
     search.stage_end = search.elapsed + search.seconds_left / 2
     single = single_level(search, cuts, pinned, needed, held_by_backward(graph, uses))
     search.stage_end = whole
+    if budget is None and search.most_seconds > graph.base_seconds + one_extra_forward(graph):
+        recursive(search, cuts, pinned, needed)
     if budget is not None:
         if search.fastest is None:
             recursive(search, cuts, pinned, needed)
@@ -245,6 +247,16 @@ def from_scratch(search: Search, cuts: Cuts, pinned: np.ndarray, weight: np.ndar
                 forms = [forgetting(graph, cuts, fine, 1) for fine in sets[:n] if len(fine) > len(coarse)]
                 found += [search.try_kept(kept, forget) for forget in (everything, *forms)]
     return found
+
+
+def keep_nothing(search: Search) -> None:
+    """Judge the schedules that run everything anew for every single backward operation, in small graphs."""
+    outputs = search.graph.walk_table.outputs
+    if search.graph.forward_length > FROM_SCRATCH:
+        return
+    nothing = np.zeros(len(search.graph.values), dtype=bool)
+    for kept in (nothing, pinned_values(search.graph, forward_uses(search.graph))):
+        search.try_kept(kept, lambda rows: [v for row in rows for v in outputs[row]])
 
 
 def recurse(search: Search, cuts: Cuts, pinned: np.ndarray, walls: list[int], parts: int) -> Candidate:

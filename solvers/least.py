@@ -1,0 +1,116 @@
+"""The least peak: a bound below which no schedule is, and the least that a solver reaches, with or without
+a limit of its time.
+
+:func:`least` asks any solver: for nothing, which tells the least peak that it finds, and then for that
+peak, which tells the fastest schedule of it. With a limit of seconds the budget is bisected between the
+two ends: more memory never takes a good solver more time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+
+from solvers.constraints import Constraints
+from solvers.cuts import forward_uses
+from solvers.graph import Graph
+from solvers.schedule import simulate
+from solvers.single_recompute import last_forward_use
+from solvers.solution import Progress, Solution, Status
+
+NEAR = 0.002
+"""The bisection ends when what is known to be too little is this near to what is enough, relative to it."""
+
+
+def floor_bytes(graph: Graph) -> int:
+    """A dynamic peak that no schedule undercuts.
+
+    While an operation of the step runs, what it reads and makes is there, what the outside world holds, its
+    workspace, and of what is read later all that cannot be computed again.
+    """
+    if not graph.base_length:
+        return 0
+    uses = forward_uses(graph)
+    again = graph.recompute_row >= 0
+    last = np.where(again, last_forward_use(graph), uses.last_any)
+    values, until = graph.held_table
+    np.maximum.at(last, values, until)
+    there = (graph.producer >= 0) & ~graph.on_demand
+    last = np.maximum(last, graph.producer)
+    change = np.zeros(graph.base_length + 1, dtype=np.int64)
+    np.add.at(change, graph.producer[there], graph.bytes[there])
+    np.subtract.at(change, last[there] + 1, graph.bytes[there])
+    floor = np.cumsum(change[:-1]) + graph.workspace_bytes[: graph.base_length]
+    for row, op in enumerate(graph.ops[: graph.base_length]):
+        floor[row] += sum(int(graph.bytes[v]) for v in set(op.inputs) if there[v] and last[v] < row)
+    return int(floor.max())
+
+
+Attempt = Callable[[int, float, Sequence[np.ndarray]], Solution]
+"""Solves for a budget, within so many wall seconds, with schedules that are known."""
+
+
+def least(
+    solve: Callable[..., Solution],
+    graph: Graph,
+    *,
+    most_seconds: float = float("inf"),
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+    constraints: Constraints | None = None,
+) -> Solution:
+    """The least peak that a solver reaches, by the fastest schedule that it finds of that peak.
+
+    Args:
+        solve: The solver.
+        graph: The problem.
+        most_seconds: Of the step; schedules that take longer do not count.
+        time_limit: Wall seconds.
+        progress: Told about advances.
+        constraints: Values that are always kept or always recomputed.
+
+    Returns:
+        The schedule; infeasible where all that the solver finds take longer than ``most_seconds``.
+    """
+    limit = 60.0 if time_limit is None else time_limit
+
+    def attempt(budget: int, seconds: float, _known: Sequence[np.ndarray] = ()) -> Solution:
+        return solve(graph, budget, time_limit=seconds, progress=progress, constraints=constraints)
+
+    begin = perf_counter()
+    found = attempt(0, limit / 2)
+    found = replace(found, status=Status.FEASIBLE, bound_seconds=None)
+    faster = attempt(found.peak_bytes, max(0.0, limit - (perf_counter() - begin)))
+    if faster.feasible and faster.peak_bytes <= found.peak_bytes:
+        found = faster
+    if found.seconds > most_seconds:
+        high = attempt(simulate(graph, graph.base_schedule).peak_bytes, limit / 4)
+        if not high.feasible or high.seconds > most_seconds:
+            return high.infeasible()
+        found = bisect(attempt, found.peak_bytes, high, most_seconds, limit / 2)
+    return replace(found, solve_seconds=perf_counter() - begin)
+
+
+def bisect(attempt: Attempt, low: int, best: Solution, most_seconds: float, time_limit: float) -> Solution:
+    """The schedule of least peak that takes at most ``most_seconds``.
+
+    Args:
+        attempt: Solves for a budget.
+        low: Bytes that are not enough.
+        best: A schedule that is fast enough.
+        most_seconds: Of the step.
+        time_limit: Wall seconds.
+    """
+    begin = perf_counter()
+    while best.peak_bytes - low > max(1, NEAR * best.peak_bytes):
+        left = time_limit - (perf_counter() - begin)
+        if left <= 0:
+            break
+        middle = (low + best.peak_bytes) // 2
+        found = attempt(middle, left / 3, [best.schedule])
+        if found.feasible and found.seconds <= most_seconds:
+            best = found
+        else:
+            low = middle
+    return best
