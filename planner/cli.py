@@ -303,6 +303,7 @@ def verify_command(
         plan = Plan.load(plan_path)
         with stdout_for_results(), shown_progress() as progress:
             built: Built = build(reference, progress)
+            built.model.train(plan.model.training)  # a builder may return it in the other mode
             report = planner.verify(
                 built.model,
                 args=built.args,

@@ -37,6 +37,9 @@ def build():
     torch.manual_seed(0)
     return Net(), (torch.randn(64, 32),)
 
+def build_in_evaluation():
+    return Net().eval(), (torch.randn(64, 32),)
+
 def build_output():
     return Net().layers, (torch.randn(64, 32),), {}
 
@@ -276,6 +279,19 @@ def test_verify_says_so_and_exits_with_it(
     as_json = _run("verify", "builders:build", "plan.json", "--json")
     assert as_json.exit_code == code
     assert json.loads(as_json.stdout)["ok"] is ok
+
+
+def test_verify_is_in_the_mode_of_the_plan(builders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def verify(model: Any, *_: object, **__: object) -> object:
+        seen.append(model.training)
+        return _report(True)
+
+    monkeypatch.setattr(planner, "verify", verify)
+    layered_plan().save("plan.json")
+    assert _run("verify", "builders:build_in_evaluation", "plan.json").exit_code == 0
+    assert seen == [True]
 
 
 def test_verify_reads_the_plan_before_it_builds(builders: Path) -> None:
