@@ -46,6 +46,12 @@ TABLE = (
         "graph looks up the captures of both",
         argument="isolate_recompiles",
     ),
+    Private(
+        "torch._dynamo.variables.builtin",
+        "SetAttrBuiltinVariable",
+        (2, 13),
+        "an assignment to an attribute is followed by BuiltinVariable, as all builtins are",
+    ),
 )
 
 

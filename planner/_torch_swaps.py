@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.tensor import TensorVariable
+
+from planner._torch_compat import private
 
 
 @functools.cache
@@ -21,10 +23,13 @@ def break_at_swaps(ours: Callable[[Any], bool]) -> None:
     Args:
         ours: Whether a translator of Dynamo's works for a backend of ours.
     """
-    assign, set_ = SetAttrBuiltinVariable._call_setattr, TensorVariable.method_set_
+    kind = private("SetAttrBuiltinVariable")
+    owner, method = (BuiltinVariable, "call_setattr") if kind is None else (kind, "_call_setattr")
+    assign, set_ = getattr(owner, method), TensorVariable.method_set_
 
     def unless_data(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
-        if obj.is_tensor() and name.is_python_constant() and name.as_python_constant() == "data" and ours(tx):
+        tensor, named = isinstance(obj.realize(), TensorVariable), name.is_python_constant()
+        if tensor and named and name.as_python_constant() == "data" and ours(tx):
             _end(obj)
         return assign(self, tx, obj, name, value)
 
@@ -33,7 +38,7 @@ def break_at_swaps(ours: Callable[[Any], bool]) -> None:
             _end(self)
         return set_(self, tx, *args, **kwargs)
 
-    _replace(SetAttrBuiltinVariable, "_call_setattr", unless_data)
+    _replace(owner, method, unless_data)
     _replace(TensorVariable, "method_set_", unless_ours)
 
 
