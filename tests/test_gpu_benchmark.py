@@ -13,6 +13,7 @@ import torch
 import planner.api
 import planner.verification
 from benchmarks import gpu, gpu_facts
+from benchmarks.frontiers.gpu_models import CASES, Case, Inputs
 from benchmarks.frontiers.gpu_results import Row, judged
 from planner.verification import Report
 
@@ -46,11 +47,11 @@ def run_patched(
 ) -> dict[str, Any]:
     """Runs the benchmark with a model of one layer, and some of its parts replaced."""
 
-    def build(small: bool) -> tuple[torch.nn.Module, gpu.Inputs]:
+    def build(small: bool) -> tuple[torch.nn.Module, Inputs]:
         return Loss(), ((torch.randn(4, 8),), {})
 
     monkeypatch.setattr(planner, "plan", quick_plan)
-    monkeypatch.setitem(gpu.CASES, "resnet-50", gpu.Case(build, ("Linear",)))
+    monkeypatch.setitem(CASES, "resnet-50", Case(build, ("Linear",)))
     for name, function in patched.items():
         monkeypatch.setattr(gpu, name, function)
     return gpu.main([*SMALL, "--peers", "--out", str(tmp_path), *arguments])
@@ -79,7 +80,7 @@ class Loss(torch.nn.Module):
 def test_what_is_not_begun_in_time_is_left_out(tmp_path: Path) -> None:
     found = gpu.main(["--device", "cpu", "--small", "--seconds", "0", "--out", str(tmp_path)])
     ways = 1 + len(gpu.BUDGETS) + len(gpu.PEERS)
-    assert len(found["left_out"]) == len(gpu.CASES) * len(gpu.PRECISIONS) * ways
+    assert len(found["left_out"]) == len(CASES) * len(gpu.PRECISIONS) * ways
     assert "Left out" in next(tmp_path.glob("*.md")).read_text()
 
 
