@@ -201,7 +201,7 @@ def dynamo_compile_shapes(
         failed: Called with what goes wrong when one is captured; then it runs as it is.
     """
     options: dict[str, Any] = {"symbolic": True, "given_up": given_up, "failed": failed}
-    if takes_argument("optimize", "isolate_recompiles"):
+    if takes_argument("_optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
         return [_optimized(fresh, backend, **options) for backend in backends]

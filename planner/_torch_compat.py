@@ -39,8 +39,8 @@ TABLE = (
         "iterators of dictionaries are those of lists, which Dynamo rebuilds after a graph break by itself",
     ),
     Private(
-        "torch._dynamo",
-        "optimize",
+        "torch._dynamo.eval_frame",
+        "_optimize",
         (2, 13),
         "the planned shape and the others get a function of their own each; code called inside that breaks a "
         "graph looks up the captures of both",

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner import _torch, _torch_joint
+from planner._torch_tensors import ENTER_AUTOCAST, EXIT_AUTOCAST, is_view
 
 aten = torch.ops.aten
 
@@ -101,12 +102,12 @@ def _regions(graph: GraphModule, around: Surroundings) -> dict[str, int]:
     found, region = {}, _BEYOND
     depth, keeps = int(around.inside), [around.keeps]
     for node in graph.graph.nodes:
-        if node.target is torch.amp.autocast_mode._enter_autocast:
+        if node.target is ENTER_AUTOCAST:
             region += depth == 0
             depth += 1
             _, _, _, wanted = node.args
             keeps.append(keeps[-1] if wanted is None else bool(wanted))
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is EXIT_AUTOCAST:
             depth -= 1
             keeps.pop()
         elif depth and keeps[-1]:
@@ -123,7 +124,7 @@ def _is_kept(source: Node, inputs: Sequence[Any]) -> bool:
         and tensor.dtype is torch.float32
         and tensor.requires_grad
         and tensor.is_leaf
-        and not tensor._is_view()
+        and not is_view(tensor)
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from planner._torch_tensors import schema_of
+
 aten = torch.ops.aten
 
 _READ_ON_HOST: dict[object, frozenset[str]] = {
@@ -26,7 +28,7 @@ def read_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     names = _READ_ON_HOST.get(getattr(func, "overloadpacket", None))
     if names is None:
         return []
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    given = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
     return [tensor for name in sorted(names) if isinstance(tensor := given.get(name), torch.Tensor)]
 
 
@@ -35,4 +37,4 @@ def made_on_host(func: Any) -> list[bool]:
     names = _MADE_ON_HOST.get(getattr(func, "overloadpacket", None))
     if names is None:
         return []
-    return [r.name in names for r in func._schema.returns if isinstance(r.type, torch.TensorType)]
+    return [r.name in names for r in schema_of(func).returns if isinstance(r.type, torch.TensorType)]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from planner import _torch, _torch_versions
+from planner._torch_tensors import schema_of
 from planner.python_state import CONTAINERS, remember, same
 from planner.step import Step, tensors_in
 
@@ -60,7 +61,7 @@ class Belongings:
             self._note(tensor)
             before = self._tensors[id(tensor)]
             # Batch normalisations write to running statistics, and their schemas say nothing of it.
-            writes = operator._schema.is_mutable or "batch_norm" in str(operator)
+            writes = schema_of(operator).is_mutable or "batch_norm" in str(operator)
             if before.data is None and writes:
                 with _torch.without_modes(), torch.no_grad():
                     before.data = tensor.detach().clone()
@@ -76,7 +77,7 @@ class Belongings:
             if before.data is not None:
                 with torch.no_grad():
                     tensor.copy_(before.data)
-            if before.version is not None and tensor._version != before.version:
+            if before.version is not None and _torch_versions.version_of(tensor) != before.version:
                 _torch_versions.set_version(tensor, before.version)
             if tensor.is_leaf and tensor.grad is not before.gradient:
                 tensor.grad = before.gradient

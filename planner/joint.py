@@ -21,6 +21,7 @@ from planner import _torch, _torch_joint
 from planner._torch_batch_norm import RESULTS, computes_statistics, overwrites_unseen
 from planner._torch_effects import has_effects
 from planner._torch_modules import module_of
+from planner._torch_tensors import stored_elements
 from planner.exact import match_eager
 
 aten = torch.ops.aten
@@ -210,7 +211,9 @@ class JointGraph:
 
     def _storage(self, tensor: torch.Tensor) -> int:
         if tensor.layout is not torch.strided:
-            self.storage_bytes.append(int(tensor._nnz() * tensor.element_size()) if tensor.is_sparse else 0)
+            self.storage_bytes.append(
+                int(stored_elements(tensor) * tensor.element_size()) if tensor.is_sparse else 0
+            )
             return len(self.storage_bytes) - 1
         key = _torch.storage_key(tensor)
         number = self._keys.get(key)

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from planner import _torch_joint
+from planner._torch_tensors import has_hooks
 from planner.graph_hooks import GraphHook, TracedGraph
 from planner.uses import is_sum
 
@@ -63,7 +64,7 @@ class Meetings(GraphHook):
                 self._watch(position, args[position])
 
     def _watch(self, position: int, tensor: torch.Tensor) -> None:
-        if not tensor.requires_grad or tensor._backward_hooks:  # hooks may hand on another gradient
+        if not tensor.requires_grad or has_hooks(tensor):  # hooks may hand on another gradient
             return
         edge = get_gradient_edge(tensor)
 

@@ -43,7 +43,7 @@ class ReadAgain(GraphHook):
 
     def _look(self, kept: list[tuple[int, torch.Tensor, int | None]]) -> None:
         for position, tensor, version in kept:
-            if version is not None and tensor._version != version:
+            if version is not None and _torch_versions.version_of(tensor) != version:
                 raise InputsChanged(self._message(position, tensor))
         if not _torch.graph_is_kept():
             kept.clear()

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner import _torch, _torch_joint
+from planner._torch_tensors import writes
 from planner.errors import PlanMismatch
 from planner.graph_hooks import GraphHook
 from planner.joint import JointGraph
@@ -101,7 +102,7 @@ class SecondOrder(GraphHook):
 
 
 def _versions(kept: list[tuple[Any, ...]]) -> list[int]:
-    return [a._version for args in kept for a in args if isinstance(a, torch.Tensor)]
+    return [writes(a) for args in kept for a in args if isinstance(a, torch.Tensor)]
 
 
 def _once(gradient: torch.Tensor, obstacle: str) -> torch.Tensor:

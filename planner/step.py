@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils import _pytree as pytree
 
+from planner._torch_tensors import storage_number
 from planner.errors import CaptureError, PlannerError
 
 Loss = Callable[[Any], torch.Tensor]
@@ -178,5 +179,5 @@ def unique_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor of each distinct storage, in order."""
     seen: dict[int, torch.Tensor] = {}
     for tensor in tensors:
-        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
+        seen.setdefault(storage_number(tensor.untyped_storage()), tensor)
     return list(seen.values())

@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from planner import _torch, _torch_tracing, _torch_values
+from planner._torch_tensors import writes
 from planner.errors import CaptureError
 from planner.step import Loss, Step, map_tensors, tensors_in
 from planner.user_lines import line_of
@@ -85,11 +86,11 @@ def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
     def reset() -> None:
         with torch.no_grad():
             for original, mine in pairs:
-                if mine._version != versions[id(mine)]:
+                if writes(mine) != versions[id(mine)]:
                     mine.copy_(original)
-                    versions[id(mine)] = mine._version
+                    versions[id(mine)] = writes(mine)
 
-    versions = {id(mine): mine._version for _, mine in pairs}
+    versions = {id(mine): writes(mine) for _, mine in pairs}
     loss = _on_copies(step.loss, pairs)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
     return StepCopy(copied, copied_step, contextlib.nullcontext, reset, data=True)

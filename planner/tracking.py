@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from planner import _torch
+from planner._torch_tensors import schema_of, storage_number
 from planner.workspace import Call
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
@@ -97,12 +98,12 @@ class StepRecorder(_torch.InfrastructureMode):
         # Held, so that their identities stay theirs.
         self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
         for storage in self._resident:
-            self._known[storage._cdata] = -1
+            self._known[storage_number(storage)] = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Operators of higher order run what they are made of, which comes here by itself.
-        if self._paused or not _torch.is_operator(func) or func._schema.name in _NOT_OPERATIONS:
+        if self._paused or not _torch.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
         unknown = [t for t in _tensors(args, kwargs) if _torch.storage_key(t) not in self._known]
         if unknown:
@@ -157,7 +158,7 @@ class StepRecorder(_torch.InfrastructureMode):
         born = []
         for tensor in outputs:
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_number(storage)
             if key in self._known:
                 continue
             number = len(self.recording.storages)

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from planner import _torch_joint
 from planner._torch_calls import same_sizes
+from planner._torch_tensors import writes
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def _counted(
         i: sum(node is not None and getattr(node, "variable", None) is copies[i] for node in edges)
         for i in wanted
     }
-    changed = {i for i in wanted if copies[i]._version and counts[i] > 1}
+    changed = {i for i in wanted if writes(copies[i]) and counts[i] > 1}
     return {i: n for i, n in counts.items() if n > 1 and i not in changed}, changed
 
 

@@ -65,7 +65,7 @@ BELONGINGS = [
         (
             Change(
                 "planner/read_again.py",
-                "            if version is not None and tensor._version != version:\n",
+                "            if version is not None and _torch_versions.version_of(tensor) != version:\n",
                 "            if False:\n",
             ),
         ),

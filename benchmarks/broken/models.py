@@ -199,11 +199,9 @@ MODELS = [
         (
             Change(
                 "planner/install.py",
-                "            return _torch.module_call(model, *args, **kwargs)\n"
-                "        if self._compare_ranks",
+                "            call = partial(_torch.module_call, model) if",
                 "            self._training = model.training and torch.is_grad_enabled()\n"
-                "            return _torch.module_call(model, *args, **kwargs)\n"
-                "        if self._compare_ranks",
+                "            call = partial(_torch.module_call, model) if",
             ),
         ),
         ("tests/test_loops.py::test_forwards_without_gradients_and_in_eval_mode_in_between",),
@@ -252,9 +250,8 @@ MODELS = [
         (
             Change(
                 "planner/install.py",
-                "            return _torch.module_call(model, *args, **kwargs)\n"
-                "        if self._compare_ranks",
-                "            return _torch.module_call(model, *args)\n        if self._compare_ranks",
+                "            call = partial(_torch.module_call, model) if",
+                "            kwargs = {}\n            call = partial(_torch.module_call, model) if",
             ),
         ),
         ("tests/test_loops.py::test_generating_between_training_steps",),
