@@ -19,10 +19,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.models import REFERENCE, build
-from planner.assembly import CostSource, Prepared, prepare
-from planner.files import write_atomically
-from planner.measure import measure_seconds
-from planner.step import Step
+from planner.planfile.atomic_file import write_atomically
+from planner.planning.prepare import CostSource, Prepared, prepare
+from planner.training_step.step import Step
+from planner.verification.measure import measure_seconds
 from solvers import portfolio
 
 MOST_OPERATORS = 8

@@ -33,15 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.frontiers import peers, report
 from benchmarks.frontiers.peers import Point, frontier
 from benchmarks.models import MODELS, build
-from planner.capture import capture
-from planner.devices import find_device
-from planner.problem import build_problem
-from planner.step import Step
+from planner.capture.capture import capture
+from planner.costs.devices import find_device
+from planner.problem.build import build_problem
+from planner.training_step.step import Step
 from solvers import portfolio
-from solvers.bound import holds_for_every_order, lower_bound
+from solvers.model.schedule import simulate
+from solvers.model.solution import Solution
+from solvers.programs.lower_bound import holds_for_every_order, lower_bound
 from solvers.registry import SOLVERS
-from solvers.schedule import simulate
-from solvers.solution import Solution
 
 MIB = 2**20
 GOALS: dict[str, list[tuple[float, float]]] = {

@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import planner
 from benchmarks.frontiers.gpu_models import CASES, Inputs
 from benchmarks.frontiers.gpu_results import Row, judged, table
-from planner.files import write_atomically
-from planner.measure import measure_peak, measure_seconds
-from planner.step import find_loss
-from planner.verification import Report
+from planner.planfile.atomic_file import write_atomically
+from planner.training_step.step import find_loss
+from planner.verification.measure import measure_peak, measure_seconds
+from planner.verification.verify import Report
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from planner._torch import exclusively_owned
-from planner._torch_attention import AttentionCall, choose_attention
-from planner._torch_batch_norm import BY_BACKEND, NATIVE, without_statistics
-from planner.devices import CUBLAS_THREADS, find_device
-from planner.host_tensors import made_on_host
+from planner._torch.autograd import exclusively_owned
+from planner._torch.cuda.attention import AttentionCall, choose_attention
+from planner._torch.cuda.batch_norm import BY_BACKEND, NATIVE, without_statistics
+from planner.costs.devices import CUBLAS_THREADS, find_device
+from planner.costs.host_tensors import made_on_host
 
 aten = torch.ops.aten
 MIB = 1 << 20

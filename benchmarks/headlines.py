@@ -41,10 +41,10 @@ from benchmarks.frontiers.answers import (
 from benchmarks.frontiers.classics import VGG, VGG_16, VGG_19, GoogLeNet, OriginalUNet, PSPNet
 from benchmarks.frontiers.headlines import table
 from benchmarks.frontiers.nets import DeepBottleneckNet, DeepResNet, DenseNet, UnrolledLSTM
-from planner.budget import Budget
-from planner.files import write_atomically
+from planner.batch.interpolate import SizedSteps
+from planner.planfile.atomic_file import write_atomically
+from planner.planfile.budget import Budget
 from planner.report import figure
-from planner.sizes import SizedSteps
 from solvers import portfolio
 from tests.zoo import BottleneckNet, WithLoss
 

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
-from planner.measure import measure_seconds
+from planner.verification.measure import measure_seconds
 from tests.zoo import GPT
 
 MODELS = {"launch-bound": (32, 2, 16, 10), "compute-bound": (256, 4, 128, 1)}

@@ -3,7 +3,8 @@
     python benchmarks/hugging_face.py [--models bert gpt2 llama] [--layers 6] [--time-limit 60]
 
 Models of width 256 with 8,192 words, 4 sequences of 256 tokens. Every peak is what a step allocates over
-entry, to the byte, by the allocator's own events (planner/measure.py): once with the outputs held while
+entry, to the byte, by the allocator's own events (planner/verification/measure.py): once with the outputs
+held while
 backward runs, and once dropped. Prints a table in MiB; "time" is measured over the unplanned step.
 """
 
@@ -71,7 +72,7 @@ def main() -> None:
 def compare(name: str, outputs: str, options: argparse.Namespace) -> None:
     """Measure one model without checkpointing, with Hugging Face's and with a plan, and print a line."""
     import planner
-    from planner.measure import measure_peak, measure_seconds
+    from planner.verification.measure import measure_peak, measure_seconds
 
     words = torch.randint(0, WORDS, (BATCH, LENGTH))
     plain = build(name, options.layers)

@@ -24,9 +24,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from solvers.graph import Graph
+from solvers.model.graph import Graph
+from solvers.model.schedule import check, simulate
 from solvers.registry import SOLVERS
-from solvers.schedule import check, simulate
 from tests import graphs
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 20_000)

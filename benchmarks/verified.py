@@ -18,10 +18,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
-from planner.api import room_bytes
-from planner.assembly import make_plan, prepare
-from planner.budget import Budget
-from planner.step import Step
+from planner.planfile.budget import Budget
+from planner.planning.make_plan import make_plan
+from planner.planning.prepare import prepare
+from planner.planning.solve import room_bytes
+from planner.training_step.step import Step
 from solvers.registry import SOLVERS
 from tests.zoo import build
 

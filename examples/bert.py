@@ -16,7 +16,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import planner
-from planner.budget import format_bytes
+from planner.planfile.budget import format_bytes
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 6, 256, 4, 4096
 BATCH, LENGTH = 8, 256

@@ -9,6 +9,7 @@ model = plan.apply(model)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from planner.cli.own_packages import check_solvers
 from planner.errors import (
     BudgetError,
     CaptureError,
@@ -19,30 +20,27 @@ from planner.errors import (
     PlannerError,
     PlanWarning,
 )
-from planner.own_packages import check_solvers
 
 if TYPE_CHECKING:
-    from planner.api import auto_checkpoint as auto_checkpoint
-    from planner.api import plan as plan
-    from planner.api import sweep as sweep
-    from planner.batch_search import max_batch as max_batch
-    from planner.budget import format_bytes as format_bytes
-    from planner.install import remove as remove
-    from planner.plan_file import Plan as Plan
-    from planner.verification import verify as verify
+    from planner.api import auto_checkpoint, plan, sweep
+    from planner.batch.max_batch import max_batch
+    from planner.planfile.budget import format_bytes
+    from planner.planfile.plan import Plan
+    from planner.runtime.install import remove
+    from planner.verification.verify import verify
 
 __version__ = "0.1.0"
 
 # Looked up on first use, so that `import planner` loads neither torch nor a solver.
 _HOMES = {
-    "Plan": "planner.plan_file",
+    "Plan": "planner.planfile.plan",
     "auto_checkpoint": "planner.api",
-    "format_bytes": "planner.budget",
-    "max_batch": "planner.batch_search",
+    "format_bytes": "planner.planfile.budget",
+    "max_batch": "planner.batch.max_batch",
     "plan": "planner.api",
-    "remove": "planner.install",
+    "remove": "planner.runtime.install",
     "sweep": "planner.api",
-    "verify": "planner.verification",
+    "verify": "planner.verification.verify",
 }
 
 __all__ = [

@@ -2,13 +2,13 @@
 
 import sys
 
-from planner import cli_process
-from planner.own_packages import ShadowedError, check_solvers
+from planner.cli import process
+from planner.cli.own_packages import ShadowedError, check_solvers
 
 
 def main() -> None:
     """Run the command line."""
-    cli_process.run(_command)
+    process.run(_command)
 
 
 def _command() -> None:
@@ -16,8 +16,8 @@ def _command() -> None:
         check_solvers()
     except ShadowedError as error:
         sys.stderr.write(f"error: {error}\n")
-        sys.exit(cli_process.WRONG_INPUT)
-    from planner.cli import app
+        sys.exit(process.WRONG_INPUT)
+    from planner.cli.commands import app
 
     app(prog_name="planner" if sys.argv[0].endswith("planner") else "python -m planner")
 

@@ -1,38 +1,39 @@
 """The public functions: plan, sweep, auto_checkpoint."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from planner._torch_attention import Attention
-from planner.assembly import CostSource, Prepared, make_plan, prepare
-from planner.budget import Budget, format_bytes, parse_budget
-from planner.devices import Device
-from planner.errors import BudgetError, InfeasibleBudget, PlannerError
-from planner.inputs import Inputs, read_step
-from planner.install import apply
-from planner.new_shapes import OnNewShape, checked
-from planner.optimizer import Optimizer
-from planner.options import check_options
-from planner.origin import Origin
-from planner.overwritten import InputsAre, checked_inputs
-from planner.plan_file import Plan, WholeStep
-from planner.selection import select
-from planner.solving import solve_for
-from planner.step import Loss, Outputs
+from planner._torch.cuda.attention import Attention
+from planner.costs.devices import Device
+from planner.costs.optimizer_step import Optimizer
+from planner.errors import BudgetError
+from planner.graph.overwritten import InputsAre, checked_inputs
+from planner.planfile.budget import Budget, parse_budget
+from planner.planfile.plan import Plan
+from planner.planning.make_plan import make_plan
+from planner.planning.option_checks import check_options
+from planner.planning.prepare import CostSource, prepare
+from planner.planning.solve import (
+    Progress,
+    find_solver,
+    infeasible,
+    least_whole_step,
+    no_report,
+    plan_prepared,
+    room_bytes,
+)
+from planner.planning.solve_for import solve_for
+from planner.problem.selection import select
+from planner.runtime.install import apply
+from planner.runtime.shape_policy import OnNewShape, checked
+from planner.training_step.inputs import Inputs, read_step
+from planner.training_step.step import Loss, Outputs
 from solvers import portfolio
-from solvers.registry import SOLVERS, Solve
-from solvers.schedule import simulate
-from solvers.solution import Solution
-
-Progress = Callable[[str, float], None]
-
-
-class SolverError(PlannerError, ValueError):
-    """There is no solver of that name."""
+from solvers.model.schedule import simulate
 
 
 def plan(
@@ -117,7 +118,7 @@ def plan(
         checkpoints=checkpoints,
         progress=progress,
     )
-    report = progress or _no_report
+    report = progress or no_report
     find_solver(solver)
     checked_inputs(inputs)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
@@ -146,40 +147,6 @@ def plan(
         ),
         progress=lambda text, fraction: report(text, 0.7 + 0.3 * fraction),
     )
-
-
-def plan_prepared(
-    prepared: Prepared, budget: int | str, origin: Origin, *, progress: Progress | None = None
-) -> Plan:
-    """Plan a step that has been captured, with the solver and the selections of ``origin``.
-
-    Raises:
-        BudgetError, SelectionError, InfeasibleBudget: As :func:`plan` does.
-    """
-    report = progress or _no_report
-    wanted = prepared.budget(budget)
-    graph = prepared.problem.graph
-    report(f"solving ({origin.solver})", 0.0)
-    solution = solve_for(
-        graph,
-        wanted,
-        room_bytes(wanted, prepared),
-        origin.solver,
-        time_limit=origin.time_limit,
-        progress=lambda text, fraction: report(text, 0.93 * fraction),
-        constraints=select(
-            graph,
-            keep=origin.keep,
-            recompute=origin.recompute,
-            checkpoints=origin.checkpoints,
-            modules=dict(prepared.model.named_modules()),
-        ),
-    )
-    if not solution.feasible:
-        raise _infeasible(prepared, solution, wanted)
-    made = make_plan(prepared, solution, wanted).made_with(origin)
-    report("planned", 1.0)
-    return made
 
 
 def sweep(
@@ -228,7 +195,7 @@ def sweep(
         recompute=recompute,
         progress=progress,
     )
-    report = progress or _no_report
+    report = progress or no_report
     if isinstance(budgets, str | int | float):
         budgets = [budgets]
     for budget in budgets or ():
@@ -284,7 +251,7 @@ def sweep(
         if solution.feasible
     ]
     if not plans and solutions:
-        raise _infeasible(prepared, solutions[0], wanted[0])
+        raise infeasible(prepared, solutions[0], wanted[0])
     report("planned", 1.0)
     return sorted(plans, key=lambda p: -(p.target.budget_bytes or p.predicted.peak_bytes))
 
@@ -311,56 +278,3 @@ def auto_checkpoint(
     checked(on_new_shape)
     made = plan(model, args, kwargs, budget=budget, **options)
     return apply(made, model, on_new_shape=on_new_shape)
-
-
-def find_solver(name: str) -> Solve:
-    """The solver of a name.
-
-    Raises:
-        SolverError: If there is none; the message lists them.
-    """
-    if name not in SOLVERS:
-        raise SolverError(f"there is no solver {name!r}; expected one of {', '.join(sorted(SOLVERS))}")
-    return SOLVERS[name]
-
-
-def room_bytes(budget: Budget, prepared: Prepared) -> int | None:
-    """What a budget leaves to forward and backward, after all else; None for the least possible.
-
-    Nothing where the optimizer's own step does not fit.
-    """
-    if budget.bytes is None:
-        return None
-    fits = least_whole_step(prepared).total_bytes <= budget.bytes
-    return prepared.footprint.room_bytes(budget.bytes) if fits else 0
-
-
-def least_whole_step(prepared: Prepared) -> WholeStep:
-    """What the step takes if forward and backward need nothing beyond what they leave."""
-    return prepared.footprint.whole_step(0, prepared.problem.final_bytes)
-
-
-def _infeasible(prepared: Prepared, solution: Solution, budget: Budget) -> InfeasibleBudget:
-    assert budget.bytes is not None
-    whole = prepared.footprint.whole_step(solution.peak_bytes, prepared.problem.final_bytes)
-    return InfeasibleBudget(
-        f"budget {budget.text} is {format_bytes(budget.bytes)}, but the least that {solution.solver} "
-        f"reaches is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
-        f"{_told(whole, prepared)}",
-        minimum_bytes=whole.total_bytes,
-        budget_bytes=budget.bytes,
-    )
-
-
-def _told(whole: WholeStep, prepared: Prepared) -> str:
-    resident = f"{format_bytes(prepared.resident.total)} are parameters, buffers, inputs and optimizer state"
-    around = whole.total_bytes - whole.allocated_bytes
-    if whole.optimizer_step_bytes > whole.forward_backward_bytes:
-        resident += ", and it is the optimizer's step that takes most"
-    return resident + (
-        f", and {format_bytes(around)} are the context, libraries and fragmentation" if around else ""
-    )
-
-
-def _no_report(text: str, fraction: float) -> None:
-    """Tell nobody."""

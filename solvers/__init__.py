@@ -4,12 +4,12 @@ Nothing here knows of torch. A :class:`Graph` states the problem, a solver from 
 answers it with a :class:`Solution`, and :func:`simulate` says what its schedule costs.
 """
 
-from solvers.constraints import Constraints
-from solvers.graph import GLUE_REGION, Graph, GraphError, Op, Phase, Value
-from solvers.recompute import recompute
+from solvers.model.constraints import Constraints
+from solvers.model.graph import GLUE_REGION, Graph, GraphError, Op, Phase, Value
+from solvers.model.just_in_time import recompute
+from solvers.model.schedule import Timeline, alive_at, check, simulate
+from solvers.model.solution import Progress, Solution, Status
 from solvers.registry import SOLVERS
-from solvers.schedule import Timeline, alive_at, check, simulate
-from solvers.solution import Progress, Solution, Status
 
 __all__ = [
     "GLUE_REGION",

@@ -13,11 +13,11 @@ import re
 
 import numpy as np
 
-from solvers.constraints import NO_CONSTRAINTS, Constraints
-from solvers.cuts import find_cuts, forward_uses, pinned_values
-from solvers.graph import Graph
-from solvers.search import Search
-from solvers.solution import Progress, Solution
+from solvers.chains.cut_points import find_cuts, forward_uses, pinned_values
+from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.graph import Graph
+from solvers.model.incumbent import Search
+from solvers.model.solution import Progress, Solution
 
 NAME = "checkpoint_all"
 BLOCK = re.compile(r"^(?:[^.]*[^.\d][^.]*\.)*?\d+(?=\.|$)")

@@ -9,11 +9,11 @@ Kept is what the constraints say is to be kept, and what is computed after the l
 
 import numpy as np
 
-from solvers.constraints import NO_CONSTRAINTS, Constraints
-from solvers.cuts import forward_uses, pinned_values
-from solvers.graph import Graph
-from solvers.search import Search
-from solvers.solution import Progress, Solution
+from solvers.chains.cut_points import forward_uses, pinned_values
+from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.graph import Graph
+from solvers.model.incumbent import Search
+from solvers.model.solution import Progress, Solution
 
 NAME = "manual"
 

@@ -18,15 +18,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from solvers import chain, exact_ilp, ilp, lazy_rows, lower_sets, sqrt_n
-from solvers.bound import INTEGER_SECONDS, Bound, lower_bound, tightened
-from solvers.constraints import NO_CONSTRAINTS, Constraints
-from solvers.exchange import exchange
-from solvers.graph import Graph
+from solvers.chains import lower_sets, rotor, sqrt_n
 from solvers.least import bisect, floor_bytes
-from solvers.polish import delay, polish, trade
-from solvers.search import Search
-from solvers.solution import Progress, Solution, Status
+from solvers.local.exchange import exchange
+from solvers.local.polish import delay, polish, trade
+from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.graph import Graph
+from solvers.model.incumbent import Search
+from solvers.model.solution import Progress, Solution, Status
+from solvers.programs import exact_ilp, ilp, row_generation
+from solvers.programs.lower_bound import INTEGER_SECONDS, Bound, lower_bound, tightened
 
 NAME = "auto"
 SMALL = 500
@@ -109,8 +110,8 @@ class Shared:
     """What the budgets of one graph share."""
 
     programs: ilp.Programs
-    lazy: lazy_rows.LazyRows
-    tables: chain.Tables
+    lazy: row_generation.LazyRows
+    tables: rotor.Tables
     floor: int
     least: list[Solution] = field(default_factory=list)
 
@@ -119,8 +120,8 @@ class Shared:
         """Nothing solved so far."""
         return Shared(
             ilp.Programs(graph, constraints),
-            lazy_rows.LazyRows(graph, constraints),
-            chain.Tables(),
+            row_generation.LazyRows(graph, constraints),
+            rotor.Tables(),
             floor_bytes(graph),
         )
 
@@ -208,7 +209,7 @@ def _least(
     forms: tuple[Callable[[], object], ...] = (
         lambda: sqrt_n.improve(search),
         lambda: ilp.descend(search, programs),
-        lambda: chain.improve(search, None, everything.peak_bytes),
+        lambda: rotor.improve(search, None, everything.peak_bytes),
         lambda: _least_exactly(search),
     )
     for n, form in enumerate(forms):
@@ -258,7 +259,7 @@ def _least_within(
             search.elapsed,
         )  # fmt: skip
     sqrt_n.improve(search)
-    chain.improve(search, None, everything.peak_bytes)
+    rotor.improve(search, None, everything.peak_bytes)
     ilp.descend(search, programs)
 
     def attempt(budget: int, seconds: float, known: Sequence[np.ndarray]) -> Solution:
@@ -304,7 +305,7 @@ def _attempt(
     if np.isinf(bound.seconds):
         return search, bound
     search.begin_stage((0.0, 0.2), 0.4)
-    lazy_rows.improve(search, budget, shared.lazy, seconds=patience)
+    row_generation.improve(search, budget, shared.lazy, seconds=patience)
     if not _done(search, bound) and not (large and _distance(search, bound) <= NEAR):
         bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     enough = bound.seconds + ENOUGH * graph.base_seconds
@@ -316,10 +317,10 @@ def _attempt(
     if not _done(search, bound) and not (large and _distance(search, bound) <= NEARER):
         search.begin_stage((0.3, 0.5), 0.5)
         if far or not large:
-            chain.improve(search, budget, everything.peak_bytes, shared.tables)
+            rotor.improve(search, budget, everything.peak_bytes, shared.tables)
         else:
-            counts = chain.COUNTS[:1]
-            chain.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
+            counts = rotor.COUNTS[:1]
+            rotor.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
     if not _done(search, bound) and (far or not large):
         left = max(time_limit - search.elapsed, 1e-9)
         search.begin_stage((0.5, 0.9), min(1.0, search.wall(WALLED * patience) / left))

@@ -2,10 +2,12 @@
 
 from typing import Protocol
 
-from solvers import chain, checkpoint_all, exact_ilp, ilp, lower_sets, manual, none, portfolio, sqrt_n
-from solvers.constraints import Constraints
-from solvers.graph import Graph
-from solvers.solution import Progress, Solution
+from solvers import checkpoint_all, manual, portfolio, store_all
+from solvers.chains import lower_sets, rotor, sqrt_n
+from solvers.model.constraints import Constraints
+from solvers.model.graph import Graph
+from solvers.model.solution import Progress, Solution
+from solvers.programs import exact_ilp, ilp
 
 
 class Solve(Protocol):
@@ -25,10 +27,10 @@ class Solve(Protocol):
 
 SOLVERS: dict[str, Solve] = {
     portfolio.NAME: portfolio.solve,
-    none.NAME: none.solve,
+    store_all.NAME: store_all.solve,
     checkpoint_all.NAME: checkpoint_all.solve,
     manual.NAME: manual.solve,
-    chain.NAME: chain.solve,
+    rotor.NAME: rotor.solve,
     exact_ilp.NAME: exact_ilp.solve,
     ilp.NAME: ilp.solve,
     lower_sets.NAME: lower_sets.solve,

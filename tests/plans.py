@@ -1,6 +1,6 @@
 """Plans made up for tests of what stores and shows them; no model is behind them."""
 
-from planner.plan_file import (
+from planner.planfile.plan import (
     Footprint,
     GraphRecord,
     Holder,

@@ -13,9 +13,9 @@ import torch.nn as nn
 from torch.utils import _pytree as pytree
 
 import planner
-from planner import install
-from planner.install import PlanWarning
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
+from planner.runtime import install
+from planner.runtime.install import PlanWarning
 
 Loop = Callable[[Any], Any]
 

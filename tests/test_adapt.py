@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn as nn
 
-from planner.adapt import adapt
-from planner.capture import capture
-from planner.joint import JointGraph
-from planner.plan_file import GraphRecord, Plan
-from planner.step import Step
+from planner.capture.capture import capture
+from planner.graph.joint_graph import JointGraph
+from planner.planfile.plan import GraphRecord, Plan
+from planner.runtime.remap import adapt
+from planner.training_step.step import Step
 from tests.side_by_side import Layers, layers, plan_of
 
 

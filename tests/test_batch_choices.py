@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 
 import planner
-from planner.batch_points import BatchChoice, MaxBatch, named
+from planner.batch.points import BatchChoice, MaxBatch, named
 from planner.report.batches import render_batches
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import planner
-from planner.batch_points import MaxBatch
-from planner.devices import find_device
+from planner.batch.points import MaxBatch
+from planner.costs.devices import find_device
 from planner.errors import BudgetError
-from planner.inputs import InputError
+from planner.training_step.inputs import InputError
 from tests.small import small_gpt
 
 MIB = 2**20

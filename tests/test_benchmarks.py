@@ -9,11 +9,11 @@ from benchmarks import breaks, frontier, scaling
 from benchmarks.broken.record import Break, Change, StaleBreakError
 from benchmarks.frontiers import peers, report
 from benchmarks.models import MODELS, build
-from planner.capture import capture
-from planner.devices import find_device
-from planner.problem import build_problem
-from planner.step import Step
-from solvers.schedule import check, simulate
+from planner.capture.capture import capture
+from planner.costs.devices import find_device
+from planner.problem.build import build_problem
+from planner.training_step.step import Step
+from solvers.model.schedule import check, simulate
 from tests import graphs
 from tests.small import broken
 

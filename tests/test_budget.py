@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import planner
-from planner.budget import Budget, format_bytes, parse_budget
+from planner.planfile.budget import Budget, format_bytes, parse_budget
 
 BASELINE = 1000 * 2**20
 

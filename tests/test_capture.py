@@ -6,15 +6,17 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner import _torch, _torch_memory
-from planner.baseline import eager_timeline
-from planner.capture import capture
-from planner.devices import find_device
-from planner.graph_runner import structure_of
-from planner.problem import build_problem
-from planner.step import Step
-from planner.workspace import WorkspaceMeter
-from solvers.schedule import check, simulate
+from planner._torch import fake
+from planner._torch import modules as modules_
+from planner._torch.execution import allocator_events
+from planner.capture.capture import capture
+from planner.costs.devices import find_device
+from planner.costs.eager_timeline import eager_timeline
+from planner.costs.workspace import WorkspaceMeter
+from planner.graph.dynamo_graph import structure_of
+from planner.problem.build import build_problem
+from planner.training_step.step import Step
+from solvers.model.schedule import check, simulate
 from tests.small import (
     Built,
     broken,
@@ -28,7 +30,7 @@ BUILDERS = [small_gpt, small_resnet, broken]
 
 
 def _measured_peak(model: nn.Module, step: Step) -> int:
-    from planner.measure import measure_peak
+    from planner.verification.measure import measure_peak
 
     for _ in range(2):
         step.run(model)
@@ -87,14 +89,14 @@ def test_nothing_of_the_users_changes() -> None:
     assert [m.training for m in model.modules()] == modes
     assert [t._version for t in [*model.parameters(), *model.buffers(), *args]] == versions
     assert torch.equal(torch.get_rng_state(), generator)
-    assert _torch.installed_call(model) is None
-    assert not any(_torch.is_fake(t) for t in [*model.parameters(), *model.buffers()])
+    assert modules_.installed_call(model) is None
+    assert not any(fake.is_fake(t) for t in [*model.parameters(), *model.buffers()])
 
 
 def test_no_memory_is_allocated_while_capturing() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     x = torch.randn(4096, 512)  # each activation has 8 MiB
-    recording = _torch_memory.record_cpu_allocations(
+    recording = allocator_events.record_cpu_allocations(
         lambda: capture(model, Step((x,), loss=lambda y: y.sum()))
     )
     largest = max((size for _, size in recording.allocations), default=0)

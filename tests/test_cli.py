@@ -14,8 +14,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import planner
-from planner.cli import app
-from planner.plan_file import Plan, plan_schema
+from planner.cli.commands import app
+from planner.planfile.plan import Plan, plan_schema
 from tests.plans import layered_plan
 
 ROOT = Path(__file__).parents[1]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from planner.cli import app
-from planner.plan_file import Plan
+from planner.cli.commands import app
+from planner.planfile.plan import Plan
 
 BUILDERS = """
 import torch

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from planner import own_packages
-from planner.cli_process import plain
-from planner.own_packages import ShadowedError, check_solvers
+from planner.cli import own_packages
+from planner.cli.own_packages import ShadowedError, check_solvers
+from planner.cli.process import plain
 from tests.plans import layered_plan
 
 ROOT = Path(__file__).parents[1]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner import codegen
-from planner.codegen import compile_graph, generate
+from planner.lowering import codegen
+from planner.lowering.codegen import compile_graph, generate
 from tests.side_by_side import layers, plan_of
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.costs import Roofline, bytes_moved, op_flops, op_seconds, tensor_bytes
-from planner.devices import find_device
+from planner.costs.devices import find_device
+from planner.costs.roofline import Roofline, bytes_moved, op_flops, op_seconds, tensor_bytes
 
 aten = torch.ops.aten
 CPU = find_device("cpu")

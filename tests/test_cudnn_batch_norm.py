@@ -6,8 +6,8 @@ import torch.nn as nn
 from torch._dispatch.python import enable_python_dispatcher
 
 import planner
-from planner._torch_batch_norm import cudnn_as_eager, without_statistics
-from planner.plan_file import Plan
+from planner._torch.cuda.batch_norm import cudnn_as_eager, without_statistics
+from planner.planfile.plan import Plan
 
 aten = torch.ops.aten
 

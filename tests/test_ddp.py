@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-from planner import ranks
+from planner.runtime import ddp
 from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
 
 pytestmark = pytest.mark.heavy
@@ -112,7 +112,7 @@ def _other_plans(folder: Path) -> None:
 
 
 def _alone(folder: Path) -> None:
-    ranks.PATIENCE = ranks.PATIENCE / 30
+    ddp.PATIENCE = ddp.PATIENCE / 30
     model = planner.Plan.load(folder / "plan.json").apply(layers(Normalised)[0])
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)
     if dist.get_rank() == 0:

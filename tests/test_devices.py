@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import planner
-from planner import assembly
-from planner.devices import (
+from planner.costs.devices import (
     DEVICES,
     Device,
     DeviceError,
@@ -22,8 +21,9 @@ from planner.devices import (
     round_bytes,
     same_processor,
 )
+from planner.costs.workspace import WorkspaceMeter
 from planner.errors import PlannerError
-from planner.workspace import WorkspaceMeter
+from planner.planning import prepare
 
 GIB = 1 << 30
 
@@ -251,9 +251,9 @@ def test_a_plan_for_the_gpu_at_hand_by_its_name_measures_on_it(monkeypatch: pyte
     def find(name: Any, model_device: torch.device | None = None) -> Device:
         return here if name is None else find_device(name, model_device)
 
-    monkeypatch.setattr(assembly, "_device_of", lambda model, step: torch.device("cuda"))
-    monkeypatch.setattr(assembly, "find_device", find)
-    monkeypatch.setattr(assembly, "WorkspaceMeter", meter)
+    monkeypatch.setattr(prepare, "_device_of", lambda model, step: torch.device("cuda"))
+    monkeypatch.setattr(prepare, "find_device", find)
+    monkeypatch.setattr(prepare, "WorkspaceMeter", meter)
     made = planner.plan(model, (torch.randn(2, 4),), budget="100GiB", device="H100", solver="none")
     assert asked == ["cuda"]
     assert made.target.workspace == "measured"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from planner import _torch_effects
+from planner._torch.joint import effects
 from planner.errors import CaptureError
 from tests.side_by_side import assert_trains_alike, counting_runs, no_plan_warnings, plan_of
 from tests.test_loops import steps
@@ -99,8 +99,8 @@ def test_what_has_effects_has_them_once() -> None:
 def test_tokens_that_are_left_are_an_error_that_says_what_to_do() -> None:
     graph = torch.fx.Graph()
     token = graph.placeholder("token")
-    token.meta["desc"] = _torch_effects.ForwardTokenAOTInput(0)
+    token.meta["desc"] = effects.ForwardTokenAOTInput(0)
     graph.call_function(torch.ops.higher_order.with_effects, (token, torch.ops.higher_order.print, "text"))
     graph.output((token,))
     with pytest.raises(CaptureError, match=r"print.*torch\.compiler\.disable"):
-        _torch_effects.refuse_tokens(torch.fx.GraphModule(nn.Module(), graph))
+        effects.refuse_tokens(torch.fx.GraphModule(nn.Module(), graph))

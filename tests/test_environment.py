@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from planner.costs import roofline
-from planner.devices import DEVICES
-from planner.workspace_cache import environment
+from planner.costs.devices import DEVICES
+from planner.costs.measurement_cache import environment
+from planner.costs.roofline import roofline
 
 CUDA = torch.device("cuda")
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from solvers import SOLVERS, Graph, Status, check, exact_ilp, portfolio, simulate
-from solvers.bound import lower_bound
+from solvers import SOLVERS, Graph, Status, check, portfolio, simulate
+from solvers.programs import exact_ilp
+from solvers.programs.lower_bound import lower_bound
 from tests.graphs import chain, graphs, random_dag
 
 

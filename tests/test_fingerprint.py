@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from planner.fingerprint import same_class, state_digest
+from planner.planfile.fingerprint import same_class, state_digest
 
 
 def _model(width: int = 4, **options: torch.dtype | str) -> nn.Module:

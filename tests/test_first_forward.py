@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import planner
 from planner.errors import PlanWarning
-from planner.measure import measure_peak
+from planner.verification.measure import measure_peak
 from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
 
 _LOCK = threading.Lock()

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import planner
-from planner.devices import find_device
-from planner.footprint import Footprint
-from planner.measure import measure_peak
-from planner.optimizer import OptimizerError, OptimizerStep, optimizer_step
-from planner.plan_file import Plan, Resident
+from planner.costs.devices import find_device
+from planner.costs.optimizer_step import OptimizerError, OptimizerStep, optimizer_step
+from planner.costs.step_memory import Footprint
+from planner.planfile.plan import Plan, Resident
+from planner.verification.measure import measure_peak
 from tests.small import small_gpt, small_resnet
 from tests.zoo import Built, build
 

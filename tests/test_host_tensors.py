@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner import workspace
-from planner.baseline import real_sizes
-from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
+from planner.costs import workspace
+from planner.costs.eager_timeline import real_sizes
+from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.training_step.call import Call
 
 aten = torch.ops.aten
 EFFICIENT = aten._scaled_dot_product_efficient_attention

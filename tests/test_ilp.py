@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from solvers import Graph, check, ilp, portfolio, simulate, sqrt_n
-from solvers.bound import lower_bound
+from solvers import Graph, check, portfolio, simulate
+from solvers.chains import sqrt_n
+from solvers.programs import ilp
+from solvers.programs.lower_bound import lower_bound
 from tests.graphs import chain, random_dag, transformer, unet
 
 GRAPHS = {"transformer": transformer(4), "unet": unet(4), "chain": chain(40), "dag": random_dag(11, 60)}

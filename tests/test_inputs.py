@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import planner
-from planner.builder import BuilderError, build, build_for_batches
+from planner.cli.builder import BuilderError, build, build_for_batches
 from planner.errors import BudgetError, CaptureError
-from planner.inputs import InputError, read_inputs, read_step
-from planner.step import Step
+from planner.training_step.inputs import InputError, read_inputs, read_step
+from planner.training_step.step import Step
 
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
 

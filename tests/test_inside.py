@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
 from planner.errors import PlanWarning
-from planner.measure import measure_peak
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
+from planner.verification.measure import measure_peak
 from tests.side_by_side import (
     Layers,
     assert_same,

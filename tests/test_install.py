@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import planner
 from planner import PlanWarning
-from planner.install import PlannedCall, installed_plan
-from planner.measure import measure_peak
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
+from planner.runtime.install import PlannedCall, installed_plan
+from planner.verification.measure import measure_peak
 from tests.side_by_side import layers
 from tests.small import both_loss, broken, broken_layers, classifier, logits_loss, small_gpt
 
@@ -143,7 +143,7 @@ def test_a_model_is_unpickled_even_if_its_plan_cannot_be_read(monkeypatch: pytes
     model, args, _ = _planned(layers)
     expected = _gradients(model, args)
     text = pickle.dumps(model)
-    monkeypatch.setattr("planner.plan_file.SCHEMA_VERSION", 10**6)
+    monkeypatch.setattr("planner.planfile.plan.SCHEMA_VERSION", 10**6)
     with pytest.warns(PlanWarning, match="schema_version"):
         other = pickle.loads(text)
     assert installed_plan(other) is None

@@ -9,10 +9,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import planner
-from planner import _torch
-from planner.capture import capture
+from planner._torch import modules
+from planner.capture.capture import capture
 from planner.report.text import render
-from planner.step import Step
+from planner.training_step.step import Step
 from tests.small import Built, broken, small_gpt
 from tests.zoo import build
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_planned_says_what_to_do_and_leaves_the_model_alone(name:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert [set(vars(part)) for part in model.modules()] == attributes
-    assert _torch.installed_call(model) is None
+    assert modules.installed_call(model) is None
     assert torch.equal(torch.get_rng_state(), generator)
     assert random.getstate() == python
 

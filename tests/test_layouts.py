@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner import _torch
-from planner._torch_tracing import layouts_of_kernels
+from planner._torch import fake
+from planner._torch.tracing.meta_patches import layouts_of_kernels
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def test_batch_normalisations_are_laid_out_as_on_the_cpu(rank: int, training: bo
                 (aten.native_batch_norm.default, forward),
                 (aten.native_batch_norm_backward.default, backward),
             ):
-                mode = _torch.fake_mode()
+                mode = fake.fake_mode()
                 fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
                 with mode, layouts_of_kernels():
                     found = operator(*fakes)[0]

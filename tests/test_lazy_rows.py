@@ -5,11 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Constraints, Graph, chain, check, exact_ilp, lazy_rows, portfolio, simulate
-from solvers.bound import lower_bound
-from solvers.cuts import forward_uses
-from solvers.search import Search
-from solvers.solution import Status
+from solvers import Constraints, Graph, check, portfolio, simulate
+from solvers.chains import rotor
+from solvers.chains.cut_points import forward_uses
+from solvers.model.incumbent import Search
+from solvers.model.solution import Status
+from solvers.programs import exact_ilp, row_generation
+from solvers.programs.lower_bound import lower_bound
 from tests.graphs import graphs, random_dag, transformer
 
 
@@ -28,7 +30,7 @@ def test_a_transformer_is_solved_to_the_lower_bound(fraction: float) -> None:
     graph = transformer(6)
     budget = share(graph, fraction)
     search = search_for(graph, budget)
-    assert lazy_rows.improve(search, budget, seconds=5.0)
+    assert row_generation.improve(search, budget, seconds=5.0)
     assert search.fastest is not None
     check(graph, search.fastest.schedule)
     bound = lower_bound(graph, budget).seconds
@@ -38,7 +40,7 @@ def test_a_transformer_is_solved_to_the_lower_bound(fraction: float) -> None:
 def test_rows_are_added_where_simulation_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_dag(2, 80, reach=8)
     budget = share(graph, 0.6)
-    lazy = lazy_rows.LazyRows(graph)
+    lazy = row_generation.LazyRows(graph)
     rows: list[int] = []
     program = lazy.program
 
@@ -48,7 +50,7 @@ def test_rows_are_added_where_simulation_exceeds_the_budget(monkeypatch: pytest.
 
     monkeypatch.setattr(lazy, "program", watched)
     search = search_for(graph, budget)
-    lazy_rows.improve(search, budget, lazy)
+    row_generation.improve(search, budget, lazy)
     assert search.fastest is not None
     assert search.fastest.peak_bytes <= budget
     assert rows[0] == 1
@@ -60,7 +62,7 @@ def test_rows_are_added_where_simulation_exceeds_the_budget(monkeypatch: pytest.
 def test_answers_are_valid_and_not_below_the_optimum(graph: Graph, fraction: float) -> None:
     budget = share(graph, fraction)
     search = search_for(graph, budget)
-    lazy_rows.improve(search, budget)
+    row_generation.improve(search, budget)
     if search.fastest is None:
         return
     check(graph, search.fastest.schedule)
@@ -72,7 +74,7 @@ def test_answers_are_valid_and_not_below_the_optimum(graph: Graph, fraction: flo
 
 def test_small_values_are_decided_about_in_the_end() -> None:
     graph = transformer(4)
-    lazy = lazy_rows.LazyRows(graph)
+    lazy = row_generation.LazyRows(graph)
     assert lazy.pinned.sum() > lazy.kept(small=True).sum()
     coarse, fine = (lazy.program(lazy.first, 1.0, small) for small in (False, True))
     assert (fine.keep >= 0).sum() > (coarse.keep >= 0).sum()
@@ -81,7 +83,7 @@ def test_small_values_are_decided_about_in_the_end() -> None:
 def test_a_row_counts_what_is_alive_at_its_moment() -> None:
     graph = random_dag(3, 60)
     moments = tuple(range(graph.forward_length, graph.base_length, 7))
-    lazy = lazy_rows.LazyRows(graph)
+    lazy = row_generation.LazyRows(graph)
     model = lazy.program(moments, float(graph.forward_length))
     everything = np.zeros(len(model.program.cost))
     everything[model.keep[model.keep >= 0]] = 1.0
@@ -96,7 +98,7 @@ def test_kept_and_recomputed_by_the_user_stay_so() -> None:
     again = np.zeros(len(graph.values), dtype=bool)
     again[np.flatnonzero(graph.recompute_row >= 0)[10:30]] = True
     search = search_for(graph, budget, Constraints(recompute=again))
-    lazy_rows.improve(search, budget)
+    row_generation.improve(search, budget)
     assert search.fastest is not None
     rows = search.fastest.schedule[graph.forward_length :].tolist()
     ran = {v for row in rows for v in graph.ops[row].outputs}
@@ -106,7 +108,7 @@ def test_kept_and_recomputed_by_the_user_stay_so() -> None:
 
 def test_auto_is_not_worse_than_the_chain_at_the_least_peak_of_the_chain() -> None:
     graph = transformer(4)
-    least = chain.solve(graph, None)
+    least = rotor.solve(graph, None)
     solution = portfolio.solve(graph, least.peak_bytes, time_limit=3)
     assert solution.feasible
     assert solution.seconds <= least.seconds * (1 + 1e-9)

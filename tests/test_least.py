@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.budget import Budget, parse_budget
 from planner.errors import BudgetError, InfeasibleBudget
-from solvers import portfolio, sqrt_n
-from solvers.graph import Graph
+from planner.planfile.budget import Budget, parse_budget
+from solvers import portfolio
+from solvers.chains import sqrt_n
 from solvers.least import floor_bytes, least
-from solvers.schedule import check, simulate
+from solvers.model.graph import Graph
+from solvers.model.schedule import check, simulate
 from tests.graphs import chain, graphs, transformer
 from tests.small import broken, small_gpt
 from tests.zoo import Built

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 import planner
 from planner.errors import PlanWarning
-from planner.install import installed_plan
-from planner.measure import measure_peak
+from planner.runtime.install import installed_plan
+from planner.verification.measure import measure_peak
 from tests.side_by_side import (
     Layers,
     assert_same,

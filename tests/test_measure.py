@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from planner.errors import PlannerError
-from planner.measure import MeasurementError, MemoryMeasurement, measure_peak, measure_seconds
+from planner.verification.measure import MeasurementError, MemoryMeasurement, measure_peak, measure_seconds
 
 
 def block(count: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import planner
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
 from tests.zoo import REAL, build
 
 CONVOLUTIONAL = {"resnet", "unet", "resnet50"}
@@ -38,11 +38,11 @@ def test_a_real_model_trains_within_its_budget(name: str) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize(("name", "mebibytes"), [("gpt", 36), ("resnet", 79), ("unet", 62)])
 def test_sqrt_n_reaches_low_peaks_at_one_extra_forward(name: str, mebibytes: int) -> None:
-    from planner.capture import capture
-    from planner.devices import find_device
-    from planner.problem import build_problem
-    from planner.step import Step
-    from solvers import sqrt_n
+    from planner.capture.capture import capture
+    from planner.costs.devices import find_device
+    from planner.problem.build import build_problem
+    from planner.training_step.step import Step
+    from solvers.chains import sqrt_n
 
     model, args, kwargs = build(name)
     graph = build_problem(capture(model, Step(args, kwargs)), find_device("cpu"), None).graph

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
 from planner.report.modules import module_rows
 from tests import zoo
 from tests.small import broken_layers

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import planner
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
 from tests.side_by_side import Layers, assert_trains_alike, layers, plan_of
 from tests.test_loops import steps
 

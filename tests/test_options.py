@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.devices import DeviceError
-from planner.inputs import InputError
+from planner.costs.devices import DeviceError
+from planner.training_step.inputs import InputError
 
 X = torch.randn(6, 4)
 
@@ -69,4 +69,4 @@ def test_a_loss_that_is_none_is_refused_when_a_plan_is_applied() -> None:
     plan = planner.plan(model, X, budget="100%", loss=_loss, solver="none")
     with pytest.raises(InputError, match="loss= is a int"):
         plan.apply(model, loss=3)  # type: ignore[arg-type]
-    assert planner.install.installed_plan(model) is None  # type: ignore[attr-defined]
+    assert planner.runtime.install.installed_plan(model) is None  # type: ignore[attr-defined]

@@ -10,8 +10,8 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import planner
-from planner import outcomes, verification
-from planner.outcomes import Spread, difference, distance, on_host, same
+from planner.verification import outcomes, verify
+from planner.verification.outcomes import Spread, difference, distance, on_host, same
 
 NAN, INF = math.nan, math.inf
 
@@ -97,10 +97,10 @@ def test_steps_of_a_gpu_are_taken_often_and_kept_on_the_host(monkeypatch: pytest
                 assert gradient is not None
                 gradient += 1e-7
 
-    monkeypatch.setattr(verification, "Outcome", Noisy)
-    usual = verification._unplanned_steps(torch.device("cuda"))
-    monkeypatch.setattr(verification, "_unplanned_steps", lambda device: usual)
-    monkeypatch.setattr(verification, "Spread", lambda reference, allowed: Spread(reference, True))
+    monkeypatch.setattr(verify, "Outcome", Noisy)
+    usual = verify._unplanned_steps(torch.device("cuda"))
+    monkeypatch.setattr(verify, "_unplanned_steps", lambda device: usual)
+    monkeypatch.setattr(verify, "Spread", lambda reference, allowed: Spread(reference, True))
     report = planner.verify(model, args, plan=plan, repeats=0)
     assert len(steps) == 7
     assert report.ok

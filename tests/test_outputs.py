@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import planner
 from planner.errors import PlanWarning
-from planner.measure import measure_peak
-from planner.step import OutputsError, Step
+from planner.training_step.step import OutputsError, Step
+from planner.verification.measure import measure_peak
 from tests.zoo import Built
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import planner
-from planner.cli import app
+from planner.cli.commands import app
 from planner.errors import InputsChanged
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
 from solvers.registry import SOLVERS
 
 Tensor = torch.Tensor

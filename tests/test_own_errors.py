@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner import install, new_shapes, workspace
+from planner.costs import workspace
 from planner.errors import CaptureError, PlanMismatch, PlanWarning
+from planner.runtime import install, shape_policy
 from tests.side_by_side import Layers, assert_same, layers, left_by, no_plan_warnings, plan_of
 from tests.test_loops import steps
 
@@ -60,7 +61,7 @@ def _broken(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "name", "rows"),
-    [(new_shapes, "input_records", 96), (new_shapes, "prepare", 96), (install, "emit", 64)],
+    [(shape_policy, "input_records", 96), (shape_policy, "prepare", 96), (install, "emit", 64)],
     ids=["shapes", "prediction", "graphs"],
 )
 def test_a_step_outlives_an_error_of_the_planners(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.plan_file import Plan, Timeline, plan_schema
+from planner.planfile.plan import Plan, Timeline, plan_schema
 from tests.plans import layered_plan
 
 PLAN = layered_plan()
@@ -195,7 +195,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     PLAN.save(path)
-    monkeypatch.setattr("planner.plan_file.LARGEST_FILE_BYTES", 1000)
+    monkeypatch.setattr("planner.planfile.plan.LARGEST_FILE_BYTES", 1000)
     with pytest.raises(planner.PlanFileError, match="larger than 1000 bytes"):
         Plan.load(path)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner.files import laid_out
-from planner.plan_file import Plan
+from planner.planfile.json_layout import laid_out
+from planner.planfile.plan import Plan
 from tests.plans import layered_plan
 from tests.small import broken_layers
 

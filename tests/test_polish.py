@@ -4,10 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Graph, check, ilp, recompute, simulate
-from solvers.exchange import exchange
-from solvers.polish import delay, is_rerun, polish, prune
-from solvers.search import Search
+from solvers import Graph, check, simulate
+from solvers.local.exchange import exchange
+from solvers.local.polish import delay, is_rerun, polish, prune
+from solvers.model import just_in_time
+from solvers.model.incumbent import Search
+from solvers.programs import ilp
 from tests.graphs import chain, graphs, random_dag
 
 
@@ -15,7 +17,7 @@ from tests.graphs import chain, graphs, random_dag
 @given(graphs(), st.integers(0, 2**20), st.floats(1.0, 1.5))
 def test_polish_keeps_the_budget_and_is_never_slower(graph: Graph, seed: int, slack: float) -> None:
     kept = np.random.default_rng(seed).random(len(graph.values)) < 0.5
-    schedule = recompute(graph, kept)
+    schedule = just_in_time(graph, kept)
     budget = int(slack * simulate(graph, schedule).peak_bytes)
     search = Search("test", graph, budget)
     before = search.try_schedule(schedule)
@@ -55,7 +57,7 @@ def test_useless_reruns_are_pruned() -> None:
 @given(graphs(), st.integers(0, 2**20), st.floats(1.0, 1.3))
 def test_exchange_keeps_the_budget_and_is_never_slower(graph: Graph, seed: int, slack: float) -> None:
     kept = np.random.default_rng(seed).random(len(graph.values)) < 0.7
-    schedule = recompute(graph, kept)
+    schedule = just_in_time(graph, kept)
     budget = int(slack * simulate(graph, schedule).peak_bytes)
     search = Search("test", graph, budget, 5)
     before = search.try_schedule(schedule)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Graph, check, milp, portfolio, simulate
+from solvers import Graph, check, portfolio, simulate
+from solvers.model.incumbent import Search
+from solvers.programs import milp
 from solvers.registry import SOLVERS
-from solvers.search import Search
 from tests.graphs import graphs, random_dag, transformer
 
 

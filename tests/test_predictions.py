@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner import install
-from planner.adapt import Adapted
+from planner.runtime import install
+from planner.runtime.remap import Adapted
 
 
 class Relative(nn.Module):

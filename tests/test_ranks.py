@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from planner.plan_records import GradientLayout, GraphRecord, OpRecord
-from planner.ranks import decisions_digest
+from planner.planfile.schema import GradientLayout, GraphRecord, OpRecord
+from planner.runtime.ddp import decisions_digest
 from tests.plans import layered_plan
 
 PLAN = layered_plan(layers=2, kept_layers=1)

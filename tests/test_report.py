@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import planner
-from planner.plan_file import Holder, Plan
+from planner.planfile.plan import Holder, Plan
 from planner.report import figure
 from planner.report.frontier import render_frontier
 from planner.report.modules import module_rows

@@ -1,7 +1,7 @@
 import pytest
 
 import planner
-from planner.selection import SelectionError
+from planner.problem.selection import SelectionError
 from tests.small import small_gpt
 
 

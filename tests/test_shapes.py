@@ -9,11 +9,11 @@ import torch
 import torch.nn as nn
 
 import planner
-import planner.install
-from planner import _torch
+import planner.runtime.install
+from planner._torch import dynamo
 from planner.errors import PlanWarning
-from planner.install import PlanBackend
-from planner.measure import measure_peak
+from planner.runtime.backend import PlanBackend
+from planner.verification.measure import measure_peak
 from tests.small import broken_layers, classifier, logits_loss, small_gpt, small_resnet
 from tests.zoo import GPT
 
@@ -272,7 +272,7 @@ def test_policies_are_told_apart() -> None:
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")
     with pytest.raises(ValueError, match="'bucket'; expected one of reapply, replan, error"):
         plan.apply(model, on_new_shape="bucket")  # type: ignore[arg-type]
-    assert planner.install.installed_plan(model) is None
+    assert planner.runtime.install.installed_plan(model) is None
 
 
 def test_a_module_that_changes_with_every_call_is_given_up_aloud(
@@ -286,7 +286,7 @@ def test_a_module_that_changes_with_every_call_is_given_up_aloud(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x).tanh().sum() if self.mode else x.sum()
 
-    monkeypatch.setitem(_torch._DYNAMO_CONFIG, "recompile_limit", 2)
+    monkeypatch.setitem(dynamo._DYNAMO_CONFIG, "recompile_limit", 2)
     torch.manual_seed(0)
     model, x = Changing(), torch.randn(4, 8)
     planner.plan(model, (x,), budget="200%", solver="none").apply(model)
@@ -313,7 +313,7 @@ def test_what_cannot_be_traced_at_symbolic_sizes_is_compiled_for_a_few_shapes(
             loss: torch.Tensor = self.layers(x)[0].tanh().square().mean()
             return loss
 
-    monkeypatch.setattr("planner.static_shapes.MOST_SHAPES", 3)
+    monkeypatch.setattr("planner.runtime.per_shape.MOST_SHAPES", 3)
     torch.manual_seed(0)
     model, x = Recurrent(), torch.randn(12, 5, 8)
     twin = copy.deepcopy(model)

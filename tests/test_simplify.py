@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner import _torch_calls
-from planner.codegen import compile_graph, generate
-from planner.simplify import simplify
+from planner._torch.execution import op_bindings
+from planner.lowering.codegen import compile_graph, generate
+from planner.lowering.view_elimination import simplify
 
 aten = torch.ops.aten
 
@@ -77,16 +77,14 @@ def test_no_tensor_is_returned_twice_and_the_users_outputs_stay() -> None:
     ],
 )
 def test_a_binding_is_taken_where_the_same_operator_arrives(operator, args, kwargs, binding) -> None:  # type: ignore[no-untyped-def]
-    found = _torch_calls.python_binding(operator, args, kwargs)
+    found = op_bindings.python_binding(operator, args, kwargs)
     assert found == binding
 
 
 def test_asking_for_a_binding_runs_nothing() -> None:
     before, x = torch.get_rng_state(), torch.ones(2)
-    assert (
-        _torch_calls.python_binding(aten.native_dropout.default, (x, 0.5, True), {}) is torch.native_dropout
-    )
-    assert _torch_calls.python_binding(aten.add_.Tensor, (x, 1.0), {}) is not None
+    assert op_bindings.python_binding(aten.native_dropout.default, (x, 0.5, True), {}) is torch.native_dropout
+    assert op_bindings.python_binding(aten.add_.Tensor, (x, 1.0), {}) is not None
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(x, torch.ones(2))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import Constraints, Graph, Status, check, simulate
-from solvers.sqrt_n import one_extra_forward, solve, splits
+from solvers.chains.sqrt_n import one_extra_forward, solve, splits
 from tests.graphs import chain, graphs, random_dag, transformer, unet
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import planner
-from planner import timing
-from planner.assembly import CostsError
-from planner.costs import roofline
-from planner.devices import find_device
-from planner.timing import MeasuredCosts
-from planner.workspace import WorkspaceMeter
+from planner.costs import kernel_timer
+from planner.costs.devices import find_device
+from planner.costs.kernel_timer import MeasuredCosts
+from planner.costs.roofline import roofline
+from planner.costs.workspace import WorkspaceMeter
+from planner.planning.prepare import CostsError
 from tests.small import small_gpt
 
 aten = torch.ops.aten
@@ -93,7 +93,7 @@ def test_a_gpu_is_kept_busy_while_what_is_timed_is_launched(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"))
-    start, end = timing._clock(torch.device("cuda"))
+    start, end = kernel_timer._clock(torch.device("cuda"))
     before = start()
     done.append("run")
     assert end() - before == 2e-3

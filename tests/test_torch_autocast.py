@@ -11,11 +11,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import planner
-from planner import _torch_autocast
-from planner._torch_autocast import autocast_of_cuda, operators_cast_on
-from planner._torch_kernels import dispatched_in_python
+from planner._torch.cuda import autocast
+from planner._torch.cuda.autocast import autocast_of_cuda, operators_cast_on
+from planner._torch.cuda.kernels import dispatched_in_python
 from planner.errors import CaptureError, PlanWarning
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="autocast is CUDA's own here")
 
@@ -24,13 +24,13 @@ HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
 def test_every_operator_that_cuda_casts_is_known() -> None:
     lists = [
-        getattr(_torch_autocast, name)
+        getattr(autocast, name)
         for name in ("ALIKE", "TO_HALF", "TO_SINGLE", "RESULT_SINGLE", "NORMS", "TO_WIDEST", "REFUSED")
     ]
     known = frozenset[str]().union(*lists)
     assert sum(map(len, lists)) == len(known)
     assert known == operators_cast_on("CUDA")
-    assert operators_cast_on("CPU") >= _torch_autocast.ALIKE
+    assert operators_cast_on("CPU") >= autocast.ALIKE
 
 
 def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:

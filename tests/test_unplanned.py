@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import planner
 from planner.errors import PlanMismatch, PlanWarning
-from planner.install import installed_plan
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
+from planner.runtime.install import installed_plan
 from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
 
 

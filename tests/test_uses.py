@@ -11,8 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import planner
-from planner.plan_file import Plan
-from planner.verification import Report
+from planner.planfile.plan import Plan
+from planner.verification.verify import Report
 
 
 class Straddles(nn.Module):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import planner
-from planner import _torch_batch_norm, replay
-from planner.generators import OwnGenerators
-from planner.install import installed_plan
+from planner._torch.cuda import batch_norm
+from planner.graph import replay
+from planner.runtime.install import installed_plan
+from planner.training_step.generators import OwnGenerators
 from tests.side_by_side import Layers, layers
 from tests.small import small_gpt, small_resnet
 
@@ -68,7 +69,7 @@ def test_a_dropout_mask_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_a_batch_norm_that_updates_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs = small_resnet()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
-    again = _torch_batch_norm.without_statistics
+    again = batch_norm.without_statistics
 
     def twice(target, arguments):  # type: ignore[no-untyped-def]
         operator, rest = again(target, arguments)
@@ -81,7 +82,7 @@ def test_a_batch_norm_that_updates_twice_is_found(monkeypatch: pytest.MonkeyPatc
 
         return run, rest
 
-    monkeypatch.setattr(_torch_batch_norm, "without_statistics", twice)
+    monkeypatch.setattr(batch_norm, "without_statistics", twice)
     report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
     assert not report.buffers_equal
     assert not report.ok

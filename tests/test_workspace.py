@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch_memory import record_cpu_allocations
-from planner.measure import measure_peak
-from planner.workspace import NOT_RUN, Call, OpMemory, WorkspaceMeter
+from planner._torch.execution.allocator_events import record_cpu_allocations
+from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.training_step.call import Call
+from planner.verification.measure import measure_peak
 
 aten = torch.ops.aten
 
@@ -259,7 +260,7 @@ def test_an_open_profiler_session_is_left_alone() -> None:
 
 
 def test_an_operator_that_fails_counts_nothing_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "planner.workspace")
+    caplog.set_level(logging.DEBUG, "planner.costs.workspace")
     meter = WorkspaceMeter("cpu", None)
     bad = Call(aten.mm.default, (meta(3, 4), meta(5, 6)))
     good = Call(aten.mm.default, (meta(3, 4), meta(4, 6)))

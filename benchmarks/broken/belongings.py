@@ -9,7 +9,7 @@ BELONGINGS = [
         "Gradients that arrived are not taken away again.",
         (
             Change(
-                "planner/intact.py",
+                "planner/training_step/intact.py",
                 "                tensor.grad = before.gradient\n",
                 "                pass\n",
             ),
@@ -22,7 +22,7 @@ BELONGINGS = [
         "What was written to is not put back.",
         (
             Change(
-                "planner/intact.py",
+                "planner/training_step/intact.py",
                 "                    tensor.copy_(before.data)\n",
                 "                    pass\n",
             ),
@@ -35,7 +35,7 @@ BELONGINGS = [
         "Only tensors are put back.",
         (
             Change(
-                "planner/intact.py",
+                "planner/training_step/intact.py",
                 "        for put_back in self._python:\n            put_back()\n",
                 "",
             ),
@@ -51,7 +51,7 @@ BELONGINGS = [
         "Re-runs read the inputs themselves.",
         (
             Change(
-                "planner/replay.py",
+                "planner/graph/replay.py",
                 "        return tensor.clone()\n",
                 "        return tensor.detach()\n",
             ),
@@ -64,8 +64,8 @@ BELONGINGS = [
         "Nobody looks before PyTorch does.",
         (
             Change(
-                "planner/read_again.py",
-                "            if version is not None and _torch_versions.version_of(tensor) != version:\n",
+                "planner/runtime/read_again.py",
+                "            if version is not None and versions.version_of(tensor) != version:\n",
                 "            if False:\n",
             ),
         ),
@@ -77,7 +77,7 @@ BELONGINGS = [
         "Re-runs and views read what the weight has by then.",
         (
             Change(
-                "planner/replay.py",
+                "planner/graph/replay.py",
                 "    return tensor.detach()\n",
                 "    return tensor\n",
             ),

@@ -9,7 +9,7 @@ EXACTNESS = [
         "Dynamo does not guard hooks, as is its default.",
         (
             Change(
-                "planner/_torch.py",
+                "planner/_torch/dynamo.py",
                 '"skip_nnmodule_hook_guards": False,',
                 '"skip_nnmodule_hook_guards": True,',
             ),
@@ -20,14 +20,20 @@ EXACTNESS = [
         "later-hooks-on-all-modules",
         "Hooks on all modules at once that come later run.",
         "Nobody looks whether there are others than at the first step.",
-        (Change("planner/install.py", "        if hooks != self._hooks:\n", "        if False:\n"),),
+        (Change("planner/runtime/install.py", "        if hooks != self._hooks:\n", "        if False:\n"),),
         ("tests/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_on_all]",),
     ),
     Break(
         "casts-that-are-not-kept",
         "Under autocast that keeps no casts a weight that is used twice is cast twice.",
         "Casts are shared whether or not autocast keeps them.",
-        (Change("planner/autocast.py", "        elif depth and keeps[-1]:\n", "        elif depth:\n"),),
+        (
+            Change(
+                "planner/graph/autocast_casts.py",
+                "        elif depth and keeps[-1]:\n",
+                "        elif depth:\n",
+            ),
+        ),
         ("tests/test_kept_casts.py::test_autocast_that_keeps_no_casts",),
     ),
     Break(
@@ -36,7 +42,7 @@ EXACTNESS = [
         "Only planned calls are noted.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "            if torch.is_grad_enabled() and not self._told_of_casts:\n",
                 "            if False:\n",
             ),
@@ -47,21 +53,21 @@ EXACTNESS = [
         "sums-in-place",
         "Gradients of a single image lie in memory as the engine's sums in place leave them.",
         "Sums are new tensors.",
-        (Change("planner/exact.py", "    _mark_sums_in_place(module)\n", ""),),
+        (Change("planner/graph/eager_numerics.py", "    _mark_sums_in_place(module)\n", ""),),
         ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
     ),
     Break(
         "wrappers-around-functions",
         "A wrapper that stands in the place of one of PyTorch's functions is run once.",
         "Graphs call functions by name, and find the wrapper that was followed into them.",
-        (Change("planner/install.py", "        call_what_was_captured(graph)\n", ""),),
+        (Change("planner/runtime/backend.py", "        call_what_was_captured(graph)\n", ""),),
         ("tests/test_patches.py::test_wrappers_that_are_there_before_planning",),
     ),
     Break(
         "wrappers-that-dynamo-takes-for-pytorch",
         "A wrapper that is there before Dynamo looks for PyTorch's functions is run once.",
         "Dynamo takes the wrapper for PyTorch's function.",
-        (Change("planner/_torch_tracing.py", "    look_inside_wrappers()\n", ""),),
+        (Change("planner/_torch/tracing/dynamo_patches.py", "    look_inside_wrappers()\n", ""),),
         ("tests/test_patches.py::test_wrappers_that_are_there_before_anything_is_compiled",),
     ),
     Break(
@@ -70,7 +76,7 @@ EXACTNESS = [
         "Nobody looks at classes after the first step.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "        elif (changed := self._definitions.changed()) is not None:\n",
                 "        elif (changed := None) is not None:\n",
             ),
@@ -81,14 +87,14 @@ EXACTNESS = [
         "writes-in-place",
         "What is written in place into a stretch of something larger lies in memory as without a plan.",
         "Results of such writes are tensors of their own.",
-        (Change("planner/_torch_joint.py", "        stack.enter_context(results_in_place())\n", ""),),
+        (Change("planner/_torch/joint/aot.py", "        stack.enter_context(results_in_place())\n", ""),),
         ("tests/test_in_place.py::test_recurrent_cells[GRUCell-20]",),
     ),
     Break(
         "turns",
         "Layers of the same code have their own plans though one has no backward.",
         "Graphs without a backward are not counted.",
-        (Change("planner/install.py", "        turns = matching[0].turns\n", "        turns = 0\n"),),
+        (Change("planner/runtime/backend.py", "        turns = matching[0].turns\n", "        turns = 0\n"),),
         ("tests/test_uses.py::test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward",),
     ),
     Break(
@@ -97,7 +103,7 @@ EXACTNESS = [
         "Dynamo traces numpy, as is its default.",
         (
             Change(
-                "planner/_torch_numpy.py",
+                "planner/_torch/tracing/dynamo_patches_numpy.py",
                 '{"trace_numpy": False, "use_numpy_random_stream": True}',
                 '{"trace_numpy": True, "use_numpy_random_stream": False}',
             ),
@@ -110,7 +116,7 @@ EXACTNESS = [
         "It is an input that changes.",
         (
             Change(
-                "planner/_torch_numpy.py",
+                "planner/_torch/tracing/dynamo_patches_numpy.py",
                 "        if type(value) in _LIKE_PYTHON and is_ours(self.tx):\n",
                 "        if False:\n",
             ),
@@ -121,7 +127,13 @@ EXACTNESS = [
         "writes-through-masks",
         "Learned values that are written through a mask are planned around, and the peak is as predicted.",
         "Only indices that are numbers end a graph.",
-        (Change("planner/_torch_tracing.py", "    _break_at_masks_that_are_written_through()\n", ""),),
+        (
+            Change(
+                "planner/_torch/tracing/dynamo_patches.py",
+                "    _break_at_masks_that_are_written_through()\n",
+                "",
+            ),
+        ),
         ("tests/test_numpy.py::test_a_token_that_is_written_through_a_mask",),
     ),
     Break(
@@ -130,8 +142,8 @@ EXACTNESS = [
         "Dynamo goes on without the plan, without a word.",
         (
             Change(
-                "planner/install.py",
-                "            except _torch_joint.DATA_DECIDE as error:",
+                "planner/runtime/backend.py",
+                "            except aot.DATA_DECIDE as error:",
                 "            except ZeroDivisionError as error:",
             ),
         ),
@@ -143,7 +155,7 @@ EXACTNESS = [
         "It measures the step after that.",
         (
             Change(
-                "planner/verification.py",
+                "planner/verification/verify.py",
                 "        before.restore_generators()  # what random numbers decide",
                 "        pass  # what random numbers decide",
             ),

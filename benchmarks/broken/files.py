@@ -11,7 +11,7 @@ FILES = [
         "What the parser says is passed on as it is.",
         (
             Change(
-                "planner/plan_file.py",
+                "planner/planfile/plan.py",
                 "        except ValueError as error:\n"
                 '            raise PlanFileError(f"{source}: not valid JSON',
                 "        except LookupError as error:\n"
@@ -26,7 +26,7 @@ FILES = [
         "Errors say what is wrong, and not where.",
         (
             Change(
-                "planner/plan_file.py",
+                "planner/planfile/plan.py",
                 '    return f"{field}: {message}{more}"\n',
                 '    return f"{message}{more}"\n',
             ),
@@ -39,7 +39,7 @@ FILES = [
         "Schedules are read without a look at their order.",
         (
             Change(
-                "planner/plan_records.py",
+                "planner/planfile/schema.py",
                 "            if op_id != awaited:\n",
                 "            if op_id == awaited and op_id >= count:\n",
             ),
@@ -52,7 +52,7 @@ FILES = [
         "What is no JSON is tried as a pickle.",
         (
             Change(
-                "planner/plan_file.py",
+                "planner/planfile/plan.py",
                 "        except ValueError as error:\n"
                 '            raise PlanFileError(f"{source}: not valid JSON',
                 "        except ValueError as error:\n"
@@ -71,7 +71,7 @@ FILES = [
         "Files are read by a parser that nested lists bring down.",
         (
             Change(
-                "planner/plan_file.py",
+                "planner/planfile/plan.py",
                 _PARSE,
                 "            import json\n\n            data = json.loads(text)\n",
             ),
@@ -84,7 +84,7 @@ FILES = [
         "A plan may re-run whatever it says.",
         (
             Change(
-                "planner/adapt.py",
+                "planner/runtime/remap.py",
                 "        and all(joint.ops[index].recomputable for index in record.recomputed)\n",
                 "",
             ),
@@ -97,7 +97,7 @@ FILES = [
         "The plan is installed before it is compared with the model.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "    found = class_name(model)\n",
                 "    _install(model, plan, None, on_new_shape, loss)\n    found = class_name(model)\n",
             ),
@@ -110,7 +110,7 @@ FILES = [
         "Whether a directory takes files is not tried.",
         (
             Change(
-                "planner/files.py",
+                "planner/planfile/atomic_file.py",
                 "            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))\n"
                 "            os.unlink(probe)\n",
                 "            os.access(probe, os.W_OK)\n",
@@ -124,9 +124,15 @@ FILES = [
         "Plans are written straight into their files.",
         (
             Change(
-                "planner/files.py", 'with open(temporary, "xb") as file:', 'with open(target, "wb") as file:'
+                "planner/planfile/atomic_file.py",
+                'with open(temporary, "xb") as file:',
+                'with open(target, "wb") as file:',
             ),
-            Change("planner/files.py", "os.replace(temporary, target)", "os.replace(target, target)"),
+            Change(
+                "planner/planfile/atomic_file.py",
+                "os.replace(temporary, target)",
+                "os.replace(target, target)",
+            ),
         ),
         ("tests/test_plan_file.py::test_a_failing_save_leaves_what_was_there[True-os.fsync]",),
     ),
@@ -136,7 +142,7 @@ FILES = [
         "Only errors are cleaned up after, not interruptions.",
         (
             Change(
-                "planner/files.py",
+                "planner/planfile/atomic_file.py",
                 "        except BaseException:\n            with contextlib",
                 "        except Exception:\n            with contextlib",
             ),
@@ -149,7 +155,7 @@ FILES = [
         "That CBC does not run is an error.",
         (
             Change(
-                "solvers/milp.py",
+                "solvers/programs/milp.py",
                 "    except pulp.PulpSolverError as error:\n",
                 "    except FileNotFoundError as error:\n",
             ),
@@ -162,7 +168,7 @@ FILES = [
         "HiGHS is not told its time limit.",
         (
             Change(
-                "solvers/milp.py",
+                "solvers/programs/milp.py",
                 '        solver.setOptionValue("time_limit", max(0.01, time_limit))\n',
                 '        solver.setOptionValue("time_limit", 1e9)\n',
             ),

@@ -8,7 +8,7 @@ _COPIED = "    loss = _on_copies(step.loss, _paired(module, step, copied, (args,
 def _ends_graphs(variable: str, method: str) -> Change:
     """Dynamo ends a graph where it would follow a call of some kind."""
     return Change(
-        "planner/_torch_tracing.py",
+        "planner/_torch/tracing/dynamo_patches.py",
         "    _break_inside_loops()\n    _break_at_indices_that_are_data()\n",
         "    _break_inside_loops()\n    _break_at_indices_that_are_data()\n"
         f"    from torch._dynamo.variables.{variable}\n"
@@ -28,7 +28,9 @@ CHECKPOINTS_END_GRAPHS = _ends_graphs(
 def _strips(*kinds: str) -> Change:
     """The copy that is captured has no hooks of some kinds."""
     cleared = "".join(f"        part.{kind}.clear()\n" for kind in kinds)
-    return Change("planner/step_copy.py", _COPIED, f"    for part in copied.modules():\n{cleared}{_COPIED}")
+    return Change(
+        "planner/training_step/copies.py", _COPIED, f"    for part in copied.modules():\n{cleared}{_COPIED}"
+    )
 
 
 INSIDE = [
@@ -52,7 +54,7 @@ INSIDE = [
         "The notes of a plan leave them out.",
         (
             Change(
-                "planner/graph_runner.py",
+                "planner/capture/graph_runner.py",
                 "    if not calls:\n        return []\n",
                 "    if calls:\n        return []\n",
             ),
@@ -79,8 +81,8 @@ INSIDE = [
         "The planned call goes past the module's hooks.",
         (
             Change(
-                "planner/install.py",
-                "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+                "planner/runtime/install.py",
+                "        return modules.call_with_forward(model, self._forward, args, kwargs)\n",
                 "        return self._forward(*args, **kwargs)\n",
             ),
         ),
@@ -99,7 +101,7 @@ INSIDE = [
         "Graphs are traced with gradients on, wherever they were captured.",
         (
             Change(
-                "planner/graph_runner.py",
+                "planner/capture/graph_runner.py",
                 "with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled):",
                 "with under_autocast(self._autocast):",
             ),
@@ -112,7 +114,7 @@ INSIDE = [
         "Only PyTorch's own operators are run again from the state of the generator.",
         (
             Change(
-                "planner/_torch.py",
+                "planner/_torch/operators.py",
                 "    return uses_generator(operator) or is_foreign(operator)\n",
                 "    return uses_generator(operator)\n",
             ),
@@ -125,8 +127,8 @@ INSIDE = [
         "What the forward overwrites is not known.",
         (
             Change(
-                "planner/joint.py",
-                "    mutated = _torch_joint.mutated_inputs(module)\n",
+                "planner/graph/joint_graph.py",
+                "    mutated = aot_metadata.mutated_inputs(module)\n",
                 "    mutated = frozenset[int]()\n",
             ),
         ),
@@ -138,7 +140,7 @@ INSIDE = [
         "Planning does not put Python's generator back.",
         (
             Change(
-                "planner/generators.py",
+                "planner/training_step/generators.py",
                 "        random.setstate(self.python)\n",
                 "",
             ),
@@ -151,12 +153,12 @@ INSIDE = [
         "The captured copy shares dictionaries and lists with the module, and does not put them back.",
         (
             Change(
-                "planner/python_state.py",
+                "planner/training_step/python_state.py",
                 "CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)\n",
                 "CONTAINERS = (OrderedDict, defaultdict, set, deque)\n",
             ),
             Change(
-                "planner/_torch.py",
+                "planner/_torch/fake.py",
                 "    memo: dict[int, Any] = dict(replaced)\n",
                 "    memo: dict[int, Any] = dict(replaced)\n"
                 "    for part in module.modules():\n"
@@ -172,8 +174,8 @@ INSIDE = [
         "Such a path is adapted to without a word.",
         (
             Change(
-                "planner/install.py",
-                "                _warn(told)\n            return adapted.backward\n",
+                "planner/runtime/backend.py",
+                "                warn(told)\n            return adapted.backward\n",
                 "                logger.info(told)\n            return adapted.backward\n",
             ),
         ),
@@ -185,7 +187,7 @@ INSIDE = [
         "Dynamo gives up a function whose loop breaks.",
         (
             Change(
-                "planner/_torch_tracing.py",
+                "planner/_torch/tracing/dynamo_patches.py",
                 "    _break_inside_loops()\n    _break_at_indices",
                 "    _break_at_indices",
             ),

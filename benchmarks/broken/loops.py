@@ -3,19 +3,19 @@
 from benchmarks.broken.record import Break, Change
 
 DROPS_GRADIENTS = Change(
-    "planner/install.py",
-    "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+    "planner/runtime/install.py",
+    "        return modules.call_with_forward(model, self._forward, args, kwargs)\n",
     "        model.zero_grad()\n"
-    "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+    "        return modules.call_with_forward(model, self._forward, args, kwargs)\n",
 )
 DETACHES_INPUTS = Change(
-    "planner/install.py",
+    "planner/runtime/install.py",
     "        return program(self._model, args, kwargs)\n",
     "        args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)\n"
     "        return program(self._model, args, kwargs)\n",
 )
 WRITES_GRADIENTS_ITSELF = Change(
-    "planner/install.py",
+    "planner/runtime/backend.py",
     "        return CompiledGraph(compiled.call, hooks)\n",
     "        def direct(*args: Any) -> Any:\n"
     "            given = list(args)\n"
@@ -31,7 +31,7 @@ WRITES_GRADIENTS_ITSELF = Change(
     "        return CompiledGraph(direct, hooks)\n",
 )
 ABSENT_IS_ZERO = Change(
-    "planner/partial_backward.py",
+    "planner/hooks/undefined_gradients.py",
     "        if absent:\n            self._told.absent = absent\n",
     "        if absent == frozenset(self._tangents.values()):\n            self._told.absent = absent\n",
 )
@@ -43,10 +43,10 @@ LOOPS = [
         "The planned call runs outside of the region of autocast that it is in.",
         (
             Change(
-                "planner/install.py",
-                "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+                "planner/runtime/install.py",
+                "        return modules.call_with_forward(model, self._forward, args, kwargs)\n",
                 '        with torch.autocast("cpu", enabled=False):\n'
-                "            return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+                "            return modules.call_with_forward(model, self._forward, args, kwargs)\n",
             ),
         ),
         ("tests/test_loops.py::test_autocast_with_a_gradient_scaler[dtype0]",),
@@ -57,7 +57,7 @@ LOOPS = [
         "The backward is traced under the autocast of the forward.",
         (
             Change(
-                "planner/_torch_joint.py",
+                "planner/_torch/joint/aot.py",
                 '        backward_pass_autocast="off",\n',
                 '        backward_pass_autocast="same_as_forward",\n',
             ),
@@ -70,7 +70,7 @@ LOOPS = [
         "Gradients of scalar outputs are taken to be one, as if the loss was never scaled.",
         (
             Change(
-                "planner/rewrite.py",
+                "planner/lowering/partition.py",
                 "        if original in self._tangents:\n            return self._tangents[original]\n",
                 "        if original in self._tangents:\n"
                 '            value = original.meta["val"]\n'
@@ -89,7 +89,7 @@ LOOPS = [
         "Casts of one weight are left as AOTAutograd traces them, one for each use.",
         (
             Change(
-                "planner/autocast.py",
+                "planner/graph/autocast_casts.py",
                 "    for casts in groups.values():\n        _share(joint, casts)\n",
                 "",
             ),
@@ -102,7 +102,7 @@ LOOPS = [
         "Each call casts its gradients back by itself.",
         (
             Change(
-                "planner/kept_casts.py",
+                "planner/hooks/autocast_cast_cache.py",
                 "            if later is not None:\n                total = later + total\n",
                 "            if later is not None and not len(gradients):\n"
                 "                total = later + total\n",
@@ -123,7 +123,7 @@ LOOPS = [
         "What the forward saves for the backward is rounded to bfloat16.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/backend.py",
                 '    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))\n',
                 "    count = user_outputs(module)\n"
                 '    run = compile_graph(module, "forward", fixed_outputs=count)\n'
@@ -146,12 +146,12 @@ LOOPS = [
         "A planned call makes gradients of zeros where there are none.",
         (
             Change(
-                "planner/install.py",
-                "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+                "planner/runtime/install.py",
+                "        return modules.call_with_forward(model, self._forward, args, kwargs)\n",
                 "        for parameter in model.parameters():\n"
                 "            if parameter.requires_grad and parameter.grad is None:\n"
                 "                parameter.grad = torch.zeros_like(parameter)\n"
-                "        return _torch.call_with_forward(model, self._forward, args, kwargs)\n",
+                "        return modules.call_with_forward(model, self._forward, args, kwargs)\n",
             ),
         ),
         ("tests/test_loops.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[logits_loss]",),
@@ -169,7 +169,7 @@ LOOPS = [
         "Which outputs had no gradient is remembered from one backward to the next.",
         (
             Change(
-                "planner/partial_backward.py",
+                "planner/hooks/undefined_gradients.py",
                 'self._told.__dict__.pop("absent", None)',
                 'self._told.__dict__.get("absent", None)',
             ),
@@ -182,7 +182,7 @@ LOOPS = [
         "Outputs that are cut off do not say so when they are used.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/backend.py",
                 "            UnusedOutputs(unused), Dropped",
                 "            UnusedOutputs([]), Dropped",
             ),
@@ -216,7 +216,7 @@ LOOPS = [
         "What the forward saves is donated to the backward.",
         (
             Change(
-                "planner/_torch_joint.py",
+                "planner/_torch/joint/aot.py",
                 "        _donate_nothing(forward, num_fwd_outputs)\n",
                 "",
             ),
@@ -229,9 +229,9 @@ LOOPS = [
         "Nothing looks whether a backward is to be differentiable.",
         (
             Change(
-                "planner/install.py",
-                "Meetings(_warn), backward, second_order, again,\n",
-                "Meetings(_warn), backward, again,\n",
+                "planner/runtime/backend.py",
+                "Meetings(warn), backward, second_order, again,\n",
+                "Meetings(warn), backward, again,\n",
             ),
         ),
         ("tests/test_loops.py::test_a_gradient_penalty_falls_back_to_the_original_and_says_so",),
@@ -242,9 +242,9 @@ LOOPS = [
         "Nothing looks at what gradients meet.",
         (
             Change(
-                "planner/install.py",
-                "Expected(_warn), Meetings(_warn), backward",
-                "Expected(_warn), backward",
+                "planner/runtime/backend.py",
+                "Expected(warn), Meetings(warn), backward",
+                "Expected(warn), backward",
             ),
         ),
         ("tests/test_meetings.py::test_a_weight_that_is_used_elsewhere_too_is_told_of_once",),

@@ -13,12 +13,12 @@ _HELD = (
     "\n"
 )
 HOLDS_PARAMETERS = Change(
-    "planner/install.py",
+    "planner/runtime/backend.py",
     "        return CompiledGraph(compiled.call, hooks)\n",
     f"{_HELD}        return CompiledGraph(held, hooks)\n",
 )
 TRAINS_ALL = Change(
-    "planner/step_copy.py",
+    "planner/training_step/copies.py",
     "    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))\n",
     "    copied.requires_grad_(True)\n    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))\n",
 )
@@ -27,7 +27,7 @@ TRAINS_ALL = Change(
 def _reused_buffers(made: str, key: str) -> Change:
     """What the forward saves lies in buffers that a later call writes to."""
     return Change(
-        "planner/install.py",
+        "planner/runtime/backend.py",
         '    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))\n',
         "    count = user_outputs(module)\n"
         '    run = compile_graph(module, "forward", fixed_outputs=count)\n'
@@ -61,7 +61,7 @@ MODELS = [
         "A module with a plan has all of its parameters trainable.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "    vars(model)[_Companion.NAME] = _Companion(model)\n",
                 "    vars(model)[_Companion.NAME] = _Companion(model)\n    model.requires_grad_(True)\n",
             ),
@@ -74,7 +74,7 @@ MODELS = [
         "Where other parameters train than planned, nothing is recomputed.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/backend.py",
                 "            return adapted.backward\n        same = ",
                 "            return no_recomputation(joint)\n        same = ",
             ),
@@ -87,12 +87,12 @@ MODELS = [
         "Gradients are handed out use by use, and only that of the last use is added up.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/backend.py",
                 "        by_use = record.inputs_by_use if record is not None else []\n",
                 "        by_use = list(range(len(example_inputs)))\n",
             ),
             Change(
-                "planner/uses.py",
+                "planner/graph/trace.py",
                 "*[args[i] for i in sources])",
                 "*[args[i].detach() for i in sources])",
             ),
@@ -105,7 +105,7 @@ MODELS = [
         "Graphs are never asked for gradients use by use.",
         (
             Change(
-                "planner/sums.py",
+                "planner/capture/external_accumulation.py",
                 "    for graph, positions in asked.items():\n",
                 "    for graph, positions in dict[int, set[int]]().items():\n",
             ),
@@ -118,7 +118,7 @@ MODELS = [
         "Only parameters and buffers lose their data in the copy that is captured.",
         (
             Change(
-                "planner/step_copy.py",
+                "planner/training_step/copies.py",
                 "[*part._parameters.values(), *part._buffers.values(), *vars(part).values()]",
                 "[*part._parameters.values(), *part._buffers.values()]",
             ),
@@ -131,7 +131,7 @@ MODELS = [
         "Operations that read what the step overwrites may be run again.",
         (
             Change(
-                "planner/joint.py",
+                "planner/graph/joint_graph.py",
                 "        return self.batch_norm or not self.reads_mutated\n",
                 "        return True\n",
             ),
@@ -144,9 +144,9 @@ MODELS = [
         "Deep copies share the installed call, which is bound to the original.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "            _install(copied, call.plan, None, call.on_new_shape, call.loss)\n",
-                "            _torch.install_call(copied, call)\n",
+                "            modules.install_call(copied, call)\n",
             ),
         ),
         ("tests/test_loops.py::test_an_average_of_weights_kept_in_a_copy",),
@@ -157,9 +157,9 @@ MODELS = [
         "Deep copies are made without the plan.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "            _install(copied, call.plan, None, call.on_new_shape, call.loss)\n",
-                "            _torch.install_call(copied, None)\n",
+                "            modules.install_call(copied, None)\n",
             ),
         ),
         ("tests/test_install.py::test_copies_and_pickles_train_by_the_plan",),
@@ -170,7 +170,7 @@ MODELS = [
         "Pickles hold no plan.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "        if not isinstance(call, PlannedCall):\n"
                 "            return _companion_from_pickle, (self._model, None)\n",
                 "        if call is not None:\n"
@@ -185,7 +185,7 @@ MODELS = [
         "Forwards under no_grad go through the plan.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "if model.training is not self._training or not torch.is_grad_enabled():",
                 "if model.training is not self._training:",
             ),
@@ -198,10 +198,10 @@ MODELS = [
         "After a forward without gradients the module runs without its plan.",
         (
             Change(
-                "planner/install.py",
-                "            call = partial(_torch.module_call, model) if",
+                "planner/runtime/install.py",
+                "            call = partial(modules.module_call, model) if",
                 "            self._training = model.training and torch.is_grad_enabled()\n"
-                "            call = partial(_torch.module_call, model) if",
+                "            call = partial(modules.module_call, model) if",
             ),
         ),
         ("tests/test_loops.py::test_forwards_without_gradients_and_in_eval_mode_in_between",),
@@ -213,7 +213,7 @@ MODELS = [
         (
             _reused_buffers("_HELD", "(i, value.shape, value.dtype)"),
             Change(
-                "planner/install.py",
+                "planner/runtime/backend.py",
                 "logger = logging.getLogger(__name__)\n",
                 "logger = logging.getLogger(__name__)\n_HELD: dict[Any, Any] = {}\n",
             ),
@@ -236,7 +236,7 @@ MODELS = [
         "The plan is installed in the module's class.",
         (
             Change(
-                "planner/_torch.py",
+                "planner/_torch/modules.py",
                 "    module._compiled_call_impl = call\n",
                 "    type(module)._compiled_call_impl = call\n",
             ),
@@ -249,9 +249,9 @@ MODELS = [
         "Calls that run the original lose their keyword arguments.",
         (
             Change(
-                "planner/install.py",
-                "            call = partial(_torch.module_call, model) if",
-                "            kwargs = {}\n            call = partial(_torch.module_call, model) if",
+                "planner/runtime/install.py",
+                "            call = partial(modules.module_call, model) if",
+                "            kwargs = {}\n            call = partial(modules.module_call, model) if",
             ),
         ),
         ("tests/test_loops.py::test_generating_between_training_steps",),
@@ -262,7 +262,7 @@ MODELS = [
         "Operations that produce more bytes than planned are not told of.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/backend.py",
                 "if not same and _grown(record, joint) and not self._told_of_shapes():",
                 "if not same and _grown(record, joint) and self._told_of_shapes():",
             ),
@@ -275,16 +275,16 @@ MODELS = [
         "A module whose parameters are other tensors than at apply runs without its plan.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "        self._told_of_casts = False\n",
                 "        self._told_of_casts = False\n"
                 "        self._known = [id(p) for p in model.parameters()]\n",
             ),
             Change(
-                "planner/install.py",
+                "planner/runtime/install.py",
                 "        if self._compare_ranks is not None and self._compare_ranks():\n",
                 "        if self._known != [id(p) for p in model.parameters()]:\n"
-                "            return _torch.module_call(model, *args, **kwargs)\n"
+                "            return modules.module_call(model, *args, **kwargs)\n"
                 "        if self._compare_ranks is not None and self._compare_ranks():\n",
             ),
         ),

@@ -3,7 +3,9 @@
 from benchmarks.broken.loops import ABSENT_IS_ZERO, DROPS_GRADIENTS
 from benchmarks.broken.record import Break, Change
 
-SPLITS_AT_BUCKETS = Change("planner/_torch.py", '    "optimize_ddp": False,\n', '    "optimize_ddp": True,\n')
+SPLITS_AT_BUCKETS = Change(
+    "planner/_torch/dynamo.py", '    "optimize_ddp": False,\n', '    "optimize_ddp": True,\n'
+)
 
 RANKS = [
     Break(
@@ -40,7 +42,7 @@ RANKS = [
         "Ranks leave word of their plans, and compare nothing.",
         (
             Change(
-                "planner/ranks.py",
+                "planner/runtime/ddp.py",
                 "            if told[rank] != digest:\n",
                 "            if not told[rank]:\n",
             ),
@@ -53,7 +55,7 @@ RANKS = [
         "Only the schedules of graphs are compared.",
         (
             Change(
-                "planner/ranks.py",
+                "planner/runtime/ddp.py",
                 '[graph.model_dump(mode="json", exclude=_NOT_RUN) for graph in plan.graphs]',
                 "[[graph.structure, graph.unused_outputs, graph.backward] for graph in plan.graphs]",
             ),

@@ -9,7 +9,7 @@ SHAPES = [
         "Generated code holds sizes as the numbers that they were captured with, not as symbols.",
         (
             Change(
-                "planner/codegen.py",
+                "planner/lowering/codegen.py",
                 "        if isinstance(value, Node):\n            return self.names[value]\n",
                 "        if isinstance(value, Node):\n"
                 '            size = value.meta.get("val")\n'
@@ -29,7 +29,7 @@ SHAPES = [
         "Sizes that are found to vary do not become symbols.",
         (
             Change(
-                "planner/_torch.py",
+                "planner/_torch/dynamo.py",
                 '"automatic_dynamic_shapes": symbolic,',
                 '"automatic_dynamic_shapes": False,',
             ),
@@ -42,7 +42,7 @@ SHAPES = [
         "Only plans that may be made anew warn of larger shapes.",
         (
             Change(
-                "planner/new_shapes.py",
+                "planner/runtime/shape_policy.py",
                 'if self._policy == "reapply" and peak_bytes > then.dynamic_peak_bytes:',
                 'if self._policy == "replan" and peak_bytes > then.dynamic_peak_bytes:',
             ),
@@ -55,7 +55,7 @@ SHAPES = [
         "The peak is predicted for the step that recomputes nothing.",
         (
             Change(
-                "planner/new_shapes.py",
+                "planner/runtime/shape_policy.py",
                 "    return simulate(prepared.problem.graph, schedule).peak_bytes\n",
                 "    graph = prepared.problem.graph\n"
                 "    return simulate(graph, graph.base_schedule if len(schedule) else schedule).peak_bytes\n",
@@ -69,7 +69,7 @@ SHAPES = [
         "A plan is only made anew where there is no budget in bytes.",
         (
             Change(
-                "planner/new_shapes.py",
+                "planner/runtime/shape_policy.py",
                 'if self._policy == "replan" and not within:',
                 'if self._policy == "replan" and budget is None and not within:',
             ),
@@ -82,7 +82,7 @@ SHAPES = [
         "Only another number of inputs is refused.",
         (
             Change(
-                "planner/new_shapes.py",
+                "planner/runtime/shape_policy.py",
                 'if self._policy == "error" and shapes != self._planned:',
                 'if self._policy == "error" and shapes.keys() != self._planned.keys():',
             ),

@@ -9,7 +9,7 @@ STEPS = [
         "The plan is installed, and its steps recompute nothing.",
         (
             Change(
-                "planner/install.py",
+                "planner/runtime/backend.py",
                 "        return record.backward\n",
                 "        return no_recomputation(joint)\n",
             ),
@@ -22,7 +22,7 @@ STEPS = [
         "Generated code holds its results until it returns.",
         (
             Change(
-                "planner/codegen.py",
+                "planner/lowering/codegen.py",
                 "                self.lines.append(call)\n            self._delete(dead)\n",
                 "                self.lines.append(call)\n",
             ),
@@ -35,7 +35,7 @@ STEPS = [
         "It is run again from wherever the generator stands.",
         (
             Change(
-                "planner/replay.py",
+                "planner/graph/replay.py",
                 "    _set_states(generators, state.split([len(s) for s in present]))\n    try:\n",
                 "    try:\n",
             ),
@@ -48,7 +48,7 @@ STEPS = [
         "The generator is left where a second run of dropout has moved it.",
         (
             Change(
-                "planner/replay.py",
+                "planner/graph/replay.py",
                 "    finally:\n        _set_states(generators, present)\n",
                 "    finally:\n        del present\n",
             ),
@@ -61,7 +61,7 @@ STEPS = [
         "They are never run again, as they read what the step overwrites.",
         (
             Change(
-                "planner/joint.py",
+                "planner/graph/joint_graph.py",
                 "        return self.batch_norm or not self.reads_mutated\n",
                 "        return not self.batch_norm and not self.reads_mutated\n",
             ),

@@ -14,17 +14,18 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.assembly import Prepared, make_plan, prepare
-from planner.batch_points import MaxBatch
-from planner.batch_search import BatchSearch
-from planner.budget import Budget
-from planner.devices import find_device
-from planner.sizes import SizedSteps
-from planner.step import Step
+from planner.batch.interpolate import SizedSteps
+from planner.batch.points import MaxBatch
+from planner.batch.search import BatchSearch
+from planner.costs.devices import find_device
+from planner.planfile.budget import Budget
+from planner.planning.make_plan import make_plan
+from planner.planning.prepare import Prepared, prepare
+from planner.training_step.step import Step
 from solvers import portfolio
-from solvers.graph import Graph
-from solvers.schedule import alive_at, simulate
-from solvers.solution import Solution
+from solvers.model.graph import Graph
+from solvers.model.schedule import alive_at, simulate
+from solvers.model.solution import Solution
 
 DEVICE = find_device("V100-32GB")
 BUDGET = Budget(DEVICE.memory_bytes, DEVICE.name)

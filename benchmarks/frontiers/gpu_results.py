@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from planner.budget import format_bytes
+from planner.planfile.budget import format_bytes
 
 
 @dataclass(frozen=True)

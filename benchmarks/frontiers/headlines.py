@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from planner.budget import format_bytes
-from planner.devices import Device
+from planner.costs.devices import Device
+from planner.planfile.budget import format_bytes
 
 Result = dict[str, Any]
 

@@ -24,18 +24,18 @@ from torch._functorch import partitioners
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule
 
-from planner.capture import CapturedStep
-from planner.joint import JointGraph
-from planner.problem import Problem
-from solvers import chain
-from solvers.blocks import find_blocks
-from solvers.constraints import NO_CONSTRAINTS
-from solvers.cuts import find_cuts, forward_uses, pinned_values
-from solvers.graph import Graph, GraphError
-from solvers.recompute import recompute
-from solvers.schedule import check, simulate
-from solvers.search import Search
-from solvers.sqrt_n import families, weights
+from planner.capture.captured_step import CapturedStep
+from planner.graph.joint_graph import JointGraph
+from planner.problem.build import Problem
+from solvers.chains import rotor as rotor_
+from solvers.chains.blocks import find_blocks
+from solvers.chains.cut_points import find_cuts, forward_uses, pinned_values
+from solvers.chains.sqrt_n import families, weights
+from solvers.model.constraints import NO_CONSTRAINTS
+from solvers.model.graph import Graph, GraphError
+from solvers.model.incumbent import Search
+from solvers.model.just_in_time import recompute
+from solvers.model.schedule import check, simulate
 
 KNAPSACKS = ("dp", "greedy", "ilp") if importlib.util.find_spec("scipy") else ("dp", "greedy")
 """Solvers of the partitioner; its ilp is SciPy's."""
@@ -53,7 +53,7 @@ class Point:
         setting: What was asked of it.
         peak_bytes, seconds: Simulated.
         solve_seconds: Wall seconds that it took.
-        valid: Whether the schedule obeys all rules of :func:`solvers.schedule.check`.
+        valid: Whether the schedule obeys all rules of :func:`solvers.model.schedule.check`.
         schedule: Rows of the graph.
     """
 
@@ -112,21 +112,21 @@ def rotor(graph: Graph) -> list[Point]:
     cuts = find_cuts(graph, uses, pinned)
     needed = (uses.last_backward >= 0) & ~pinned
     positions = families(cuts)
-    walls = chain.choose_walls(weights(graph, needed), positions[0], 48) if positions else []
+    walls = rotor_.choose_walls(weights(graph, needed), positions[0], 48) if positions else []
     if not walls:
         return []
     blocks = find_blocks(graph, uses, cuts, pinned, NO_CONSTRAINTS, walls, prices=0)
     search = Search("rotor", graph, None)
     most = search.try_kept(np.ones(len(graph.values), dtype=bool)).peak_bytes
-    table = chain.fill(blocks, most)
+    table = rotor_.fill(blocks, most)
     whole = table.seconds[0, -1]
     fine = np.flatnonzero(np.isfinite(whole))
     distinct = fine[np.concatenate(([True], np.diff(whole[fine]) < 0))] if len(fine) else fine
     points = []
     for slots in distinct[:: max(1, len(distinct) // 12)].tolist():
-        retained = chain.plan(blocks, cuts, table, slots)
+        retained = rotor_.plan(blocks, cuts, table, slots)
         if retained is not None:
-            schedule = chain.judge(search, blocks, cuts, pinned, retained).schedule
+            schedule = rotor_.judge(search, blocks, cuts, pinned, retained).schedule
             points.append(judge(graph, schedule, "rotor", f"slot {slots}"))
     taken = (time.perf_counter() - begin) / max(1, len(points))
     return [dataclasses.replace(p, solve_seconds=taken) for p in points]

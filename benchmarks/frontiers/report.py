@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from planner.budget import format_bytes
+from planner.planfile.budget import format_bytes
 
 Record = dict[str, Any]
 COLOURS = {

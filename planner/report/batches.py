@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from planner.budget import format_bytes
+from planner.planfile.budget import format_bytes
 from planner.report.columns import fitted_table
 
 if TYPE_CHECKING:
-    from planner.batch_points import MaxBatch
+    from planner.batch.points import MaxBatch
 
 
 def render_batches(found: "MaxBatch", *, width: int = 100) -> Table:

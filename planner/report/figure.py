@@ -3,10 +3,10 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from planner.budget import format_bytes
 from planner.errors import PlannerError
-from planner.files import check_writable, replace_atomically
-from planner.plan_file import Plan, Timeline
+from planner.planfile.atomic_file import check_writable, replace_atomically
+from planner.planfile.budget import format_bytes
+from planner.planfile.plan import Plan, Timeline
 from planner.report.modules import folded_holders
 from planner.report.text import printable
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from planner.budget import format_bytes
-from planner.plan_file import Plan
+from planner.planfile.budget import format_bytes
+from planner.planfile.plan import Plan
 from planner.report.columns import fitted_table
 
 _BAR = 30

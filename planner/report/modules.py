@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
-from planner.plan_file import Holder, Plan
+from planner.planfile.plan import Holder, Plan
 
 _MOST_NAMES = 4
 

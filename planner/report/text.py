@@ -9,8 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.budget import format_bytes
-from planner.plan_file import Plan, Timeline
+from planner.planfile.budget import format_bytes
+from planner.planfile.plan import Plan, Timeline
 from planner.report.columns import Cell, fitted_table
 from planner.report.modules import ModuleRow, folded_holders, module_rows
 

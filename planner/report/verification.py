@@ -5,7 +5,7 @@ from typing import Protocol
 from rich.console import Group
 from rich.text import Text
 
-from planner.budget import format_bytes
+from planner.planfile.budget import format_bytes
 from planner.report.columns import fitted_table
 from planner.report.text import format_seconds, printable
 

@@ -18,8 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from planner.measure import measure_peak
-from planner.plan_file import Plan
+from planner.planfile.plan import Plan
+from planner.verification.measure import measure_peak
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

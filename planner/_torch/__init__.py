@@ -1,0 +1,1 @@
+"""Every private name and every patch of PyTorch that the project needs."""

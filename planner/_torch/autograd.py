@@ -1,0 +1,51 @@
+"""Private names of autograd's engine."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class InfrastructureMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo and autograd treat as if it were not there."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
+def running_node() -> Any:
+    """The autograd node whose backward is running in this thread; None outside of a backward."""
+    return None if torch._C._current_graph_task_id() == -1 else torch._C._current_autograd_node()
+
+
+def running_node_number() -> tuple[str, int] | None:
+    """Which node :func:`running_node` is, by name and number.
+
+    Who holds a node itself holds its graph, and with it the tensors whose gradients that accumulates.
+    """
+    node = running_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def current_backward() -> int:
+    """A number for the backward that is running in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running keeps what was saved for it, to be run again."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def exclusively_owned(tensor: torch.Tensor) -> bool:
+    """Whether, seen from a dispatch mode, only the caller in C++ holds this tensor and its storage.
+
+    The Python wrappers that a dispatch mode brings into being are allowed for. This is the
+    condition under which the autograd engine accumulates gradients in place.
+    """
+    uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count <= 4 and uses <= 2

@@ -1,0 +1,1 @@
+"""What CUDA would run, for planning on a machine without it."""

@@ -1,0 +1,79 @@
+"""The second private room: what a CUDA device would run, captured on tensors without data on the CPU.
+
+PyTorch picks operations by device. Where a step is captured on the CPU for a GPU, two picks change what
+is saved for the backward, and are put right here: dropout (CUDA's fused kernel saves a mask of booleans,
+the CPU's a mask of floats) and attention (CUDA's kernels save their output and the logarithms of the
+softmax's sums; which of them it is ``_torch_attention.py`` says). Batch normalisation saves a mean and an
+inverse deviation a channel on both; cuDNN's reserve is empty without a fused activation.
+
+It works through the Python kernels of operators, which take part where the Python dispatcher is on; as
+seen with torch 2.13.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+
+from planner._torch.cuda.attention import Attention, AttentionCall, choose_attention, obstacle
+from planner._torch.cuda.attention import attend as attend_by
+from planner._torch.joint.decompositions import kernels_of_eager
+from planner.errors import CaptureError
+
+aten = torch.ops.aten
+
+_DECOMPOSED_AT = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+
+
+@contextlib.contextmanager
+def kernels_of_cuda(
+    capability: tuple[int, int], attention: Attention | None, *, cudnn: bool = True
+) -> Iterator[None]:
+    """Within this, operations that are dispatched in Python are those of a CUDA device.
+
+    Args:
+        capability: The device's compute capability.
+        attention: The attention kernel; None for the one that PyTorch would choose.
+        cudnn: Whether the device is one that cuDNN runs on.
+
+    Raises:
+        CaptureError: (by the captured code) the attention kernel cannot run on the inputs it is given.
+    """
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        call = AttentionCall(
+            *(capability, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, cudnn)
+        )
+        kind = attention or choose_attention(call)
+        if why := obstacle(kind, call):
+            raise CaptureError(f"attention={kind!r} cannot be had: {why}")
+        return attend_by(call, kind)
+
+    operator = aten.scaled_dot_product_attention.default
+    taken = dict(operator.py_kernels)
+    try:
+        operator.py_kernels.update(dict.fromkeys(_DECOMPOSED_AT, attend))
+        operator._dispatch_cache.clear()
+        yield
+    finally:
+        operator.py_kernels.clear()
+        operator.py_kernels.update(taken)
+        operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def dispatched_in_python() -> Iterator[None]:
+    """Within this a plain step is dispatched in Python, as AOTAutograd does it, to eager's kernels."""
+    with kernels_of_eager(), enable_python_dispatcher():
+        yield

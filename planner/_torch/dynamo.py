@@ -1,0 +1,141 @@
+"""Dynamo: its settings, and compiling a function with a backend of ours."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch._C._dynamo.eval_frame import _FrameAction
+
+from planner._torch.compat import takes_argument
+from planner._torch.tracing.break_patches import marks_allowed
+from planner._torch.tracing.dynamo_patches import answer_like_eager, go_on_inside_modules, said_once
+from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
+from planner._torch.tracing.failures import RunsAsItIs
+from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
+
+_DYNAMO_CONFIG: dict[str, Any] = {
+    # A hook that is registered after the first step would otherwise never run.
+    "skip_nnmodule_hook_guards": False,
+    # nn.LSTM and its kin are otherwise skipped without a word.
+    "allow_rnn": True,
+    # Past the limit Dynamo runs the original without a word.
+    "recompile_limit": 64,
+    "accumulated_recompile_limit": 4096,
+    # Inside DistributedDataParallel graphs are otherwise split at its buckets, after which no plan fits them.
+    "optimize_ddp": False,
+    "assume_static_by_default": True,
+    # A counter among a module's attributes would otherwise mean a capture for each of its values.
+    "allow_unspec_int_on_nn_module": True,
+    # Symbolic floats become tensors, which round differently.
+    "specialize_float": True,
+    **NUMPY_SETTINGS,
+    # What other processes found to vary says nothing about this one.
+    "automatic_dynamic_local_pgo": False,
+    "automatic_dynamic_remote_pgo": False,
+}
+
+
+@contextlib.contextmanager
+def dynamo_settings(*, symbolic: bool = False) -> Iterator[None]:
+    """Settings of Dynamo that our captures need; the user's own come back on exit.
+
+    Args:
+        symbolic: Sizes that are found to vary become symbols; a first capture is of plain numbers anyway.
+    """
+    ignored = dynamo.config.ignore_logging_functions | said_once()
+    settings = {**_DYNAMO_CONFIG, "automatic_dynamic_shapes": symbolic, "ignore_logging_functions": ignored}
+    with dynamo.config.patch(**settings), go_on_inside_modules(), layouts_of_kernels(), marks_allowed():
+        yield
+
+
+class _WithSettings:
+    """Dynamo's callback for a frame that it has no code for; runs under :func:`dynamo_settings`.
+
+    Calls that find their code do not come here, and pay nothing for the settings.
+    """
+
+    def __init__(self, callback: Any, symbolic: bool, given_up: Callable[[], None] | None) -> None:
+        # Under this name Dynamo looks for the backend that a callback ends in.
+        self._torchdynamo_orig_backend = callback
+        self._symbolic, self._given_up = symbolic, given_up
+
+    def __call__(self, *frame: Any) -> Any:
+        with dynamo_settings(symbolic=self._symbolic):
+            result = self._torchdynamo_orig_backend(*frame)
+        strategy = result.frame_exec_strategy
+        if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
+            self._given_up()
+        return result
+
+
+def dynamo_compile(
+    function: FunctionType | Callable[..., Any], backend: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own."""
+    return _optimized(_fresh(function), backend, symbolic=False)
+
+
+def dynamo_compile_shapes(
+    function: FunctionType | Callable[..., Any],
+    backends: Sequence[Callable[..., Any]],
+    given_up: Callable[[], None],
+    failed: Callable[[Exception], None],
+) -> list[Callable[..., Any]]:
+    """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
+
+    The two look up their captures apart, so that the shape that stays never runs code for the others.
+    What Dynamo learns of sizes that vary they share: with the first capture of another shape it knows.
+
+    Args:
+        function: What to compile.
+        backends: Called with every graph that is captured, the first for the shape that stays, the second for
+            the others.
+        given_up: Called when a function has been captured so often that it never will be again.
+        failed: Called with what goes wrong when one is captured; then it runs as it is.
+    """
+    options: dict[str, Any] = {"symbolic": True, "given_up": given_up, "failed": failed}
+    if takes_argument("_optimize", "isolate_recompiles"):
+        fresh = _fresh(function)
+        options["isolate_recompiles"] = True
+        return [_optimized(fresh, backend, **options) for backend in backends]
+    return [_optimized(_fresh(function), backend, **options) for backend in backends]
+
+
+def _optimized(
+    function: FunctionType,
+    backend: Callable[..., Any],
+    *,
+    symbolic: bool,
+    given_up: Callable[[], None] | None = None,
+    failed: Callable[[Exception], None] | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    answer_like_eager(backend)
+    widen_grouped_products()
+    context: Any = dynamo.optimize(backend, **options)
+    context.callback = _WithSettings(context.callback, symbolic, given_up)
+    if failed is not None:
+        context.callback = RunsAsItIs(context.callback, failed)
+    return context(function)  # type: ignore[no-any-return]
+
+
+def _fresh(function: FunctionType | Callable[..., Any]) -> FunctionType:
+    """The same function with a code object of its own: Dynamo caches per code object, and no two
+    planned modules should share (and exhaust) a cache."""
+    return FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+def checkpoint_calls(graph: torch.fx.GraphModule) -> int:
+    """How many calls of ``torch.utils.checkpoint`` a graph that Dynamo made covers."""
+    target = torch.ops.higher_order.tag_activation_checkpoint
+    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    return sum(node.target is target for part in parts for node in part.graph.nodes)

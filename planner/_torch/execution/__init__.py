@@ -1,0 +1,1 @@
+"""Calling operators, with nothing around them, and what they allocate."""

@@ -1,0 +1,87 @@
+"""Tensors without data, and what can be asked of tensors and storages by private names of PyTorch."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+DataDependentError = DataDependentOutputException
+"""Raised where a number is asked of a tensor without data."""
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode under which tensors have shapes but no data; real tensors may be mixed in."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor without data like ``tensor``; one on the meta device is taken to be on the CPU, since
+    PyTorch picks operations by device and has none of its own for meta."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor)
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def same_shape(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data like another without data, with a storage of its own."""
+    mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def is_fake(value: object) -> bool:
+    """Whether a value is a tensor without data."""
+    return isinstance(value, FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage, the same for all of its views, while the storage lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def deep_copy_with(module: torch.nn.Module, replaced: dict[int, Any]) -> torch.nn.Module:
+    """A deep copy of a module in which objects (by ``id``) are replaced rather than copied."""
+    memo: dict[int, Any] = dict(replaced)
+    return copy.deepcopy(module, memo)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Suspend the dispatch modes that are active (to run real operations inside a fake step)."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+def is_size(value: object) -> bool:
+    """Whether a value of a captured graph is a symbolic number: a size, or computed from sizes."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage, of a symbolic one at the sizes that it was captured with."""
+    return concrete_size(tensor.untyped_storage().nbytes())
+
+
+def concrete_size(size: int | torch.SymInt) -> int:
+    """A size as a number: of a symbolic one the size that it was captured with."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    if hint is None:
+        raise ValueError(f"the size {size} depends on data")
+    return int(hint)
+
+
+def tree_leaves(nest: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dictionaries; ``None`` is one."""
+    return list(torch.utils._pytree.tree_leaves(nest))

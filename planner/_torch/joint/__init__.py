@@ -1,0 +1,1 @@
+"""AOTAutograd: from Dynamo's graphs to joint graphs of forward and backward."""

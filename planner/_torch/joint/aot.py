@@ -1,0 +1,239 @@
+"""Private PyTorch APIs of AOTAutograd: from Dynamo's graphs to joint ones, and what these say.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._functorch import aot_autograd as functorch_aot
+from torch._functorch._aot_autograd import (
+    collect_metadata_analysis,
+    graph_capture_wrappers,
+    runtime_wrappers,
+)
+from torch._functorch._aot_autograd.descriptors import (
+    PlainAOTOutput,
+)
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner._torch.cuda.batch_norm import cudnn_as_eager
+from planner._torch.fake import fake_mode, without_modes
+from planner._torch.joint.decompositions import kernels_of_eager
+from planner._torch.joint.effects import refuse_tokens, without_tokens
+from planner._torch.joint.in_place import results_in_place
+
+BoxedFunction = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
+
+Partition = Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+"""Splits a joint graph with a number of forward outputs into a forward and a backward graph."""
+
+
+DATA_DECIDE = exceptions_allowed_to_be_fallback
+"""What tracing raises where only data tell sizes."""
+
+
+def compile_joint(
+    graph: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    partition: Partition,
+    forward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
+    backward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
+    layouts: Mapping[int, Sequence[int]],
+) -> Callable[..., Any]:
+    """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
+
+    A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
+    ``partition`` is not called. ``layouts`` says of outputs, by position, how their gradients lie in
+    memory: their dimensions, those of the largest steps first. The others' lie as the outputs do, where
+    sizes are symbolic those of all.
+    """
+
+    def partition_fn(
+        joint: torch.fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        refuse_tokens(joint)
+        forward, backward = partition(joint, num_fwd_outputs)
+        _donate_nothing(forward, num_fwd_outputs)
+        return forward, backward
+
+    backend = aot_autograd(
+        fw_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
+        bw_compiler=lambda gm, _inputs: _boxed(backward_compiler(gm)),
+        inference_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
+        partition_fn=partition_fn,
+    )
+    settings = functorch_config.patch(
+        # Compile the backward with the forward: nothing is left to happen in the user's backward.
+        force_non_lazy_backward_lowering=True,
+        enable_autograd_cache=False,
+        # Users leave the region of autocast before they call backward.
+        backward_pass_autocast="off",
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(settings)
+        stack.enter_context(without_tokens())
+        stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
+        stack.enter_context(cudnn_as_eager())
+        stack.enter_context(_deep_recursion())
+        stack.enter_context(_gradients_laid_out(layouts))
+        stack.enter_context(results_in_place())
+        if TracingContext.try_get() is None:
+            mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
+            stack.enter_context(tracing(TracingContext(mode or fake_mode())))
+        return backend(graph, example_inputs)
+
+
+@contextlib.contextmanager
+def _gradients_laid_out(layouts: Mapping[int, Sequence[int]]) -> Iterator[None]:
+    """AOTAutograd takes it that gradients lie in memory as their outputs do, and copies those that do not."""
+    if not layouts:
+        yield
+        return
+    original = collect_metadata_analysis.run_functionalized_fw_and_collect_metadata
+
+    def run(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        collect = original(*args, **kwargs)
+
+        def collected(*inputs: Any) -> Any:
+            metadata = collect(*inputs)
+            for i, description in enumerate(metadata.traced_tangents_descs):
+                source = getattr(description, "output", None)
+                dimensions = layouts.get(source.idx) if isinstance(source, PlainAOTOutput) else None
+                tangent = metadata.traced_tangents[i]
+                if dimensions is None or not _can_lie(tangent, dimensions):
+                    continue
+                tangent = tangent.new_empty_strided(tangent.shape, _strides(tangent, dimensions))
+                metadata.traced_tangents[i] = tangent
+                metadata.subclass_tangent_meta[i] = dataclasses.replace(
+                    metadata.subclass_tangent_meta[i], memory_format=MemoryFormatMeta.from_tensor(tangent)
+                )
+            return metadata
+
+        return collected
+
+    users = (functorch_aot, runtime_wrappers, graph_capture_wrappers)
+    try:
+        for user in users:
+            user.run_functionalized_fw_and_collect_metadata = run  # type: ignore[attr-defined]
+        yield
+    finally:
+        for user in users:
+            user.run_functionalized_fw_and_collect_metadata = original  # type: ignore[attr-defined]
+
+
+def _can_lie(tangent: Any, dimensions: Sequence[int]) -> bool:
+    return (
+        isinstance(tangent, FakeTensor)
+        and tangent.layout is torch.strided
+        and not tangent._has_symbolic_sizes_strides
+        and sorted(dimensions) == list(range(tangent.dim()))
+    )
+
+
+def lies(tensor: torch.Tensor, dimensions: Sequence[int]) -> bool:
+    """Whether a tensor lies in memory densely, its dimensions in that order, the largest steps first."""
+    return len(dimensions) == tensor.dim() and list(tensor.stride()) == _strides(tensor, dimensions)
+
+
+def _strides(tensor: torch.Tensor, dimensions: Sequence[int]) -> list[int]:
+    strides, step = [0] * tensor.dim(), 1
+    for dimension in reversed(dimensions):
+        strides[dimension] = step
+        step *= max(tensor.shape[dimension], 1)
+    return strides
+
+
+def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
+    # Saved tensors that AOTAutograd knows the shape of and finds nowhere else count as donated to the
+    # backward, which makes backward(retain_graph=True) an error. (Switching donation off does not:
+    # at run time the list of donated tensors is then None, which is not the empty list either.)
+    results: Any = forward.graph.output_node().args[0]
+    for node in results[outputs:]:
+        if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+            node.meta.pop("val")
+
+
+# Decompositions that tracing may keep: of batch normalisations, which must not update statistics
+# inside a graph (cuDNN's has another one, see planner/_torch/cuda/batch_norm.py); and of operations that only
+# arrange views or sizes. That of dropout, whose mask then takes a byte an element (see
+# planner/graph/eager_numerics.py), is
+# `dropout_of_eager`.
+_HARMLESS_DECOMPOSITIONS = {
+    "native_batch_norm", "cudnn_batch_norm", "empty", "one_hot", "broadcast_tensors",
+    "tensor_split", "unsafe_chunk", "pad_sequence",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """AOTAutograd generates an expression as deep as a graph has inputs, a thousand for ResNet-1001."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, 20_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    """Run a captured forward on copies of its inputs that have no data and are leaves; returns both.
+
+    Nothing of the inputs changes, and no kernel runs.
+    """
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or fake_mode()
+    with mode, torch.enable_grad():
+        copies = [
+            _leaf_like(mode.from_tensor(x) if not isinstance(x, FakeTensor) else x)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in inputs
+        ]
+        return copies, graph(*copies)
+
+
+def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.constant is not None and isinstance(copy, FakeTensor):
+        with without_modes():  # without data it would be taken for data, which ends the process
+            copy.constant = tensor.constant.clone()
+    return copy
+
+
+def nodes_so_far() -> int:
+    """How many autograd nodes this thread has made."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def compiled_node(results: Sequence[Any], before: int) -> Any:
+    """The autograd node of a compiled graph that was just called; None where it recorded none.
+
+    An output that looks at another is taken anew from it by AOTAutograd, so the node may be one further down.
+
+    Args:
+        results: What the graph returned.
+        before: What :func:`nodes_so_far` was before the call.
+    """
+    for result in results:
+        node = result.grad_fn if isinstance(result, torch.Tensor) else None
+        while node is not None and node._sequence_nr() >= before:
+            if node.name() == "CompiledFunctionBackward":
+                return node
+            node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _boxed(function: BoxedFunction) -> BoxedFunction:
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function

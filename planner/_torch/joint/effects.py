@@ -1,0 +1,54 @@
+"""Private PyTorch APIs of operators that are called for their effects.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._higher_order_ops.effects as effects
+from torch._functorch._aot_autograd.descriptors import BackwardTokenAOTInput, ForwardTokenAOTInput
+
+from planner.errors import CaptureError
+
+
+def has_effects(operator: object) -> bool:
+    """Whether an operator is registered as one with effects, such as the check of a factorisation."""
+    return isinstance(operator, torch._ops.OpOverload) and effects._get_effect(operator) is not None
+
+
+@contextlib.contextmanager
+def without_tokens() -> Iterator[None]:
+    """Trace operators with effects as they are written.
+
+    AOTAutograd otherwise keeps them in order by tokens: inputs and outputs of the graph that no caller of
+    it knows. Here graphs run in the order in which they were traced, and dead code is no effect's.
+    """
+    truth = effects.has_effects
+
+    def only_others(operator: Any) -> bool:
+        return truth(operator) and not isinstance(operator, torch._ops.OpOverload)
+
+    try:
+        effects.has_effects = only_others  # type: ignore[assignment]
+        yield
+    finally:
+        effects.has_effects = truth
+
+
+def refuse_tokens(joint: torch.fx.GraphModule) -> None:
+    """Say so where a joint graph has tokens all the same.
+
+    Raises:
+        CaptureError: It has.
+    """
+    tokens = (ForwardTokenAOTInput, BackwardTokenAOTInput)
+    if any(isinstance(n.meta.get("desc"), tokens) for n in joint.graph.find_nodes(op="placeholder")):
+        calls = joint.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)
+        names = ", ".join(sorted({str(call.args[1]) for call in calls}))
+        raise CaptureError(
+            f"the forward calls {names}, which is run for its effects and cannot be planned: move the call "
+            "into a function with @torch.compiler.disable"
+        )

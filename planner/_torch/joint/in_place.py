@@ -1,0 +1,139 @@
+"""Private PyTorch APIs of functionalisation: finds writes in place whose traced results lie otherwise.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_meta,
+    track_tensor,
+)
+
+from planner._torch.autograd import InfrastructureMode
+from planner._torch.execution.op_bindings import is_row_by_row, same_steps
+from planner._torch.joint.written_in_place import laid_out_like, mark
+from planner._torch.operators import OpOverload, uses_generator
+
+_MOVES = frozenset({
+    "aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_", "aten::_index_put_impl_", "aten::put_",
+    "aten::index_copy_", "aten::index_fill_", "aten::masked_scatter_", "aten::tril_", "aten::triu_",
+})  # fmt: skip
+"""Writes that compute nothing: their values are the same wherever the result lies."""
+
+
+@contextlib.contextmanager
+def results_in_place() -> Iterator[None]:
+    """While tracing, the results of writes in place lie in memory as what they were written to.
+
+    The nodes of those whose functional twins lie otherwise are marked, see :mod:`planner.graph.in_place`.
+    """
+    original = FunctionalTensorMode.__torch_dispatch__
+
+    def dispatch(
+        self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        written = _written(func, args)
+        with _Watch(func, written) if written else contextlib.nullcontext():
+            return original(self, func, types, args, kwargs)
+
+    FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = original  # type: ignore[method-assign]
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
+    """What an operator writes to in place, where another layout of the result may be seen."""
+    if not isinstance(func, OpOverload) or not args or not func._schema.name.endswith("_"):
+        return ()
+    first = func._schema.arguments[0].alias_info
+    if first is None or not first.is_write:
+        return ()
+    tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    if not tensors or not all(type(t) is FunctionalTensor and t.layout is torch.strided for t in tensors):
+        return ()
+    if (_element_by_element(func) or func._schema.name in _MOVES) and all(map(_looks_at_rows, tensors)):
+        return ()
+    return tensors
+
+
+def _looks_at_rows(tensor: Any) -> bool:
+    """Whether a tensor is a view, and what it looks at stays contiguous when it is written through that."""
+    base = tensor._base if tensor._is_view() else None
+    return type(base) is FunctionalTensor and is_row_by_row(torch._from_functional_tensor(base.elem))
+
+
+def _element_by_element(func: OpOverload) -> bool:
+    return torch.Tag.pointwise in func.tags and not uses_generator(func)
+
+
+class _Watch(InfrastructureMode):
+    """Sees the functional twin of one write in place, and puts its results where they belong."""
+
+    def __init__(self, func: OpOverload, written: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._func, self._seen = func, False
+        self._written = [t.from_functional() for t in written]
+        name = func._schema.name.removesuffix("_")
+        self._twins = {name, f"{name}_functional"}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._seen or not isinstance(func, OpOverload) or func._schema.name not in self._twins:
+            return result
+        given = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        results = result if isinstance(result, list | tuple) else [result]
+        if len(results) != len(self._written) or any(
+            a is not b for a, b in zip(given, self._written, strict=True)
+        ):
+            return result
+        self._seen = True
+        alike = all(self._lies_alike(a, like) for a, like in zip(results, given, strict=True))
+        if alike or not all(map(_can_move, results)):
+            return result
+        moved = _moved(results, given, self._func)
+        return moved if isinstance(result, list | tuple) else moved[0]
+
+    def _lies_alike(self, result: torch.Tensor, written: torch.Tensor) -> bool:
+        # Of other operators PyTorch may tell steps in memory that are not those of the kernel (`uniform`).
+        told = _element_by_element(self._func) or is_row_by_row(written)
+        return told and result.dtype is written.dtype and same_steps(result, written)
+
+
+def _can_move(result: Any) -> bool:
+    # Values that are known without data belong to the tensor that they are of.
+    return isinstance(result, FakeTensor) and result.constant is None
+
+
+def _moved(results: Sequence[torch.Tensor], written: Sequence[torch.Tensor], func: OpOverload) -> list[Any]:
+    """Tensors without data in the place of others, as the results of the same node of a trace."""
+    with disable_proxy_modes_tracing():
+        moved = [laid_out_like(tensor) for tensor in written]
+    mode = get_proxy_mode()
+    if mode is None:
+        return moved
+    nodes = []
+    for result, tensor in zip(results, moved, strict=True):
+        proxy = get_proxy_slot(result, mode.tracer).proxy
+        set_meta(proxy, tensor)
+        track_tensor(tensor, proxy, constant=None, tracer=mode.tracer)
+        nodes.append(proxy.node)
+    if isinstance(nodes[0].target, OpOverload):
+        mark(nodes[0], func)
+    else:  # members of a list
+        call = nodes[0].all_input_nodes[0]
+        call.meta["val"] = [node.meta["val"] for node in nodes]
+        mark(call, func)
+    return moved

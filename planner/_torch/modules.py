@@ -1,0 +1,71 @@
+"""How an nn.Module is called, and what is installed in place of its call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner._torch.torchscript import leave_out_of_scripts
+
+
+def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """What ``module(*args, **kwargs)`` does when nothing is installed: hooks and forward."""
+    return module._call_impl(*args, **kwargs)
+
+
+def call_with_forward(
+    module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What :func:`module_call` does, with ``forward(*args, **kwargs)`` in place of the module's own.
+
+    While ``forward`` itself runs the module's own is back in its place.
+    """
+    if not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch.nn.modules.module._has_any_global_hook()
+    ):
+        return forward(*args, **kwargs)
+    attributes = vars(module)
+    own = attributes.get("forward")
+
+    def restore() -> None:
+        if own is None:
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = own
+
+    def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        restore()
+        return forward(*inner_args, **inner_kwargs)
+
+    attributes["forward"] = run
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        restore()
+
+
+def hooks_on_all_modules() -> tuple[int, ...]:
+    """The hooks that are registered on all modules at once, by number; Dynamo does not notice new ones."""
+    if not torch.nn.modules.module._has_any_global_hook():
+        return ()
+    every = torch.nn.modules.module
+    kinds = (
+        every._global_forward_pre_hooks, every._global_forward_hooks,
+        every._global_backward_pre_hooks, every._global_backward_hooks,
+    )  # fmt: skip
+    return tuple(number for hooks in kinds for number in hooks)
+
+
+def installed_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What is installed in place of a module's call (by us or by ``module.compile()``)."""
+    return module._compiled_call_impl
+
+
+def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Put ``call`` in place of the module's own; None takes it out. Pickle and deepcopy drop it."""
+    module._compiled_call_impl = call
+    leave_out_of_scripts(module, call is not None)

@@ -1,0 +1,53 @@
+"""What an ATen operator is and does, and what backends are set to."""
+
+from typing import Any
+
+import torch
+
+OpOverload = torch._ops.OpOverload
+"""The type of ATen-style operator overloads."""
+
+
+def is_operator(target: object) -> bool:
+    """Whether a graph node's target is an ATen-style operator overload."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def uses_generator(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return isinstance(operator, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in operator.tags
+    )
+
+
+_OF_PYTORCH = frozenset({"aten", "prims", "mkldnn", "torchvision"})
+
+
+def is_foreign(operator: Any) -> bool:
+    """Whether an operator is from outside PyTorch: nothing but the shapes of its results is known."""
+    return isinstance(operator, OpOverload) and operator.namespace not in _OF_PYTORCH
+
+
+def may_draw(operator: Any) -> bool:
+    """Whether an operator draws random numbers, or may: nothing makes those of users say so."""
+    return uses_generator(operator) or is_foreign(operator)
+
+
+def sized_by_data(operator: Any) -> bool:
+    """Whether the shapes of an operator's results depend on data (``nonzero``, ``masked_select``)."""
+    return isinstance(operator, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in operator.tags
+
+
+def tf32_allowed(convolution: bool) -> bool:
+    """Whether float32 convolutions, or matrix products, may use TF32."""
+    if hasattr(torch.backends.cudnn, "conv"):
+        backend = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul
+        return bool(backend.fp32_precision == "tf32")
+    # Before torch 2.9.
+    return bool(torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32)
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN; None without it."""
+    version: int | None = torch.backends.cudnn.version()
+    return version

@@ -1,0 +1,44 @@
+"""Private PyTorch APIs: what tensors, storages and operators say of themselves.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+from typing import Any
+
+import torch
+
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+"""What begins a region of autocast in a graph of Dynamo's."""
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+"""What ends one."""
+
+
+def storage_number(storage: torch.UntypedStorage) -> int:
+    """Identity of a storage while it lives."""
+    number: int = storage._cdata
+    return number
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor looks at another one's memory, as autograd knows it."""
+    return tensor._is_view()
+
+
+def writes(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place."""
+    return tensor._version
+
+
+def stored_elements(tensor: torch.Tensor) -> int:
+    """How many elements a sparse tensor stores."""
+    return int(tensor._nnz())
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks look at, or change, the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
+
+
+def schema_of(operator: Any) -> Any:
+    """Names and types of an operator's arguments and results."""
+    return operator._schema

@@ -1,0 +1,26 @@
+"""Private PyTorch APIs of TorchScript: a planned module is traced and scripted as the module that it is.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import torch
+
+_IGNORED = "__jit_ignored_attributes__"
+_CALL = "_compiled_call_impl"
+
+
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` records what runs here."""
+    return torch._C._get_tracing_state() is not None
+
+
+def leave_out_of_scripts(module: torch.nn.Module, installed: bool) -> None:
+    """Let ``torch.jit.script`` take no notice of what is installed in place of a module's call, for which
+    TorchScript has no type; put things back once nothing is installed."""
+    named = [name for name in getattr(module, _IGNORED, ()) if name != _CALL]
+    if installed:
+        vars(module)[_IGNORED] = [*named, _CALL]
+    elif _IGNORED in vars(module):
+        del vars(module)[_IGNORED]
+        if named != list(getattr(module, _IGNORED, ())):
+            vars(module)[_IGNORED] = named

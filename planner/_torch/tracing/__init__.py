@@ -1,0 +1,1 @@
+"""Making Dynamo's tracing take the path that eager takes."""

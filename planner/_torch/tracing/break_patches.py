@@ -1,0 +1,116 @@
+"""Private PyTorch APIs that end graphs, or go on, where Dynamo would refuse a forward that eager runs.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo import decorators
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._subclasses.fake_tensor import FakeTensor
+
+IsOurs = Callable[[Any], bool]
+"""Whether an instruction translator of Dynamo's traces for a planned module."""
+
+# ---- marks on tensors, which are for the compiler -------------------------------------------------------
+
+_MARKS = tuple(
+    getattr(decorators, name)
+    for name in ("mark_static_address", "mark_dynamic", "maybe_mark_dynamic", "mark_unbacked")
+)
+_FORBIDDEN = "_dynamo_forbidden"
+
+
+@functools.cache
+def pass_over_marks(is_ours: IsOurs) -> None:
+    """Let code mark tensors for the compiler, as caches of transformers do unless it is being compiled.
+
+    Nothing is computed by a mark. Dynamo refuses the whole forward.
+    """
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+
+    def passed_over(_variable: Any, tx: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return VariableTracker.build(tx, None) if is_ours(tx) else None
+
+    for mark in _MARKS:
+        get_torch_obj_rule_map()[mark] = TorchInGraphFunctionVariable
+        handlers[mark] = passed_over
+
+
+@contextlib.contextmanager
+def marks_allowed() -> Iterator[None]:
+    """While we capture; elsewhere marks inside of compiled code are the error that they were."""
+    forbidden = [mark for mark in _MARKS if _FORBIDDEN in vars(mark)]
+    for mark in forbidden:
+        delattr(mark, _FORBIDDEN)
+    try:
+        yield
+    finally:
+        for mark in forbidden:
+            setattr(mark, _FORBIDDEN, True)
+
+
+# ---- checkpoints of the user's that change tensors ------------------------------------------------------
+
+_NORMALISE = {
+    F.batch_norm: "training",
+    F.instance_norm: "use_input_stats",  # which is on unless it is said
+}
+"""Functions that update running statistics, if an argument of that name says so, and no version counts it."""
+
+
+@functools.cache
+def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
+    """End a graph at a call of ``torch.utils.checkpoint`` inside which buffers change.
+
+    Without a plan these change once more when the backward runs the part again. So it does if it is left
+    to run as it is written.
+    """
+    create = CheckpointHigherOrderVariable.create_wrapped_node
+
+    def unless_changed(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        result = create(self, tx, *args, **kwargs)
+        body = next((part for part in result if isinstance(part, torch.fx.GraphModule)), None)
+        if body is not None and is_ours(tx) and _changes_inputs(body):
+            unimplemented(
+                gb_type="a checkpoint with effects",
+                context=str(args[0]),
+                explanation="A part that torch.utils.checkpoint runs again changes buffers each time.",
+                hints=[],
+            )
+        return result
+
+    CheckpointHigherOrderVariable.create_wrapped_node = unless_changed  # type: ignore[method-assign]
+
+
+def _changes_inputs(body: torch.fx.GraphModule) -> bool:
+    parts = [part for part in body.modules() if isinstance(part, torch.fx.GraphModule)]
+    if any(_updates_statistics(node) for part in parts for node in part.graph.nodes):
+        return True
+    values = [node.meta.get("example_value") for node in body.graph.find_nodes(op="placeholder")]
+    mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), contextlib.nullcontext())
+    try:
+        with mode, torch.no_grad():
+            copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+            body(*copies)
+    except Exception:  # whatever operators raise on tensors without data; what is written shows by its name
+        return any(str(node.target).endswith("_") for part in parts for node in part.graph.nodes)
+    return any(isinstance(copy, torch.Tensor) and copy._version > 0 for copy in copies)
+
+
+def _updates_statistics(node: torch.fx.Node) -> bool:
+    flag = _NORMALISE.get(node.target) if callable(node.target) else None
+    if flag is None:
+        return False
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+    return given.get("running_mean") is not None and bool(given.get(flag, flag == "use_input_stats"))

@@ -1,0 +1,216 @@
+"""Private PyTorch APIs that make tracing take the path that eager takes, and say why it stopped.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.trace_rules import get_legacy_mod_inlinelist, get_torch_obj_rule_map
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from planner._torch.compat import private
+from planner._torch.fake_values import NOT_FAKE
+from planner._torch.tracing.break_patches import break_at_checkpoints_with_effects, pass_over_marks
+from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
+from planner._torch.tracing.inside_compile import call_planned_modules
+from planner._torch.tracing.memory_swaps import break_at_swaps
+from planner._torch.tracing.named_functions import look_inside_wrappers
+
+_backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_BOOKKEEPING = {"transformers.utils.output_capturing"}
+"""Modules that ask for the sake of what Dynamo can follow, not to compute in another way: told the truth."""
+_QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
+
+
+def answer_like_eager(backend: Callable[..., Any]) -> None:
+    """Tell code that Dynamo traces for this backend that it is not being compiled.
+
+    Libraries ask ``torch.compiler.is_compiling()`` and then compute the same in another way, which
+    differs in the last bits or in memory. PyTorch's own code is told the truth.
+    """
+    _backends.add(backend)
+    _answer_questions()
+    look_inside_wrappers()
+    _break_inside_loops()
+    _break_at_indices_that_are_data()
+    _break_at_masks_that_are_written_through()
+    numbers_of_numpy(_is_ours)
+    call_planned_modules(_is_ours)
+    pass_over_marks(_is_ours)
+    break_at_checkpoints_with_effects(_is_ours)
+    break_at_swaps(_is_ours)
+
+
+def _is_ours(tx: Any) -> bool:
+    return _innermost(tx.output.compiler_fn) in _backends
+
+
+@functools.cache
+def _answer_questions() -> None:
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for question in [q for q in handlers if getattr(q, "__name__", "") in _QUESTIONS]:
+        handlers[question] = _answer(handlers[question])
+    # Asked next to these. Dynamo would put the call into the graph, which fails without CUDA, or break it.
+    for captured in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
+        get_torch_obj_rule_map()[captured] = TorchInGraphFunctionVariable
+        handlers[captured] = _not_captured
+
+
+def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        told = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch" or _keeps_books(tx)
+        if told or not _is_ours(tx):
+            return truth(variable, tx, *args, **kwargs)
+        return VariableTracker.build(tx, False)
+
+    return handler
+
+
+def _keeps_books(tx: Any) -> bool:
+    asking = tx.parent if tx.parent is not None and tx.f_globals.get("__name__") in NOT_FAKE else tx
+    return asking.f_globals.get("__name__") in _BOOKKEEPING
+
+
+def _not_captured(_variable: Any, tx: Any) -> Any:
+    return VariableTracker.build(tx, False) if _is_ours(tx) else None
+
+
+def _innermost(backend: Any) -> Any:
+    while True:
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+        if inner is None:
+            return backend
+        backend = inner
+
+
+@functools.cache
+def _break_inside_loops() -> None:
+    """Go on after a graph break inside a loop, a graph for each stretch of each turn.
+
+    Dynamo otherwise gives up the whole function, and captures nothing of it. The code that it makes is
+    right either way; there are more graphs.
+    """
+    has_backedge = InstructionTranslatorBase.maybe_has_backedge
+
+    def only_for_others(self: Any) -> bool:
+        return not _is_ours(self) and has_backedge(self)
+
+    replace(InstructionTranslatorBase, "maybe_has_backedge", only_for_others)
+    views = private("DictViewIterator")
+    if views is not None and "reconstruct" not in vars(views):
+        replace(views, "reconstruct", _rest_of_iterator)
+
+
+def _rest_of_iterator(iterator: Any, codegen: Any) -> None:
+    """Code that makes what is left of a dictionary's iterator, where a loop over an nn.ModuleList breaks."""
+    left = list(copy.copy(iterator._iter))  # a copy of a dictionary's iterator is one of a list
+    if iterator.view_type == "keys":
+        left = [key.vt for key in left]
+    elif iterator.view_type == "items":
+        left = [TupleVariable([key.vt, value]) for key, value in left]
+    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
+    codegen.foreach(left)
+    codegen.append_output(create_build_tuple(len(left)))
+    codegen.extend_output(create_call_function(1, False))
+
+
+@functools.cache
+def _break_at_indices_that_are_data() -> None:
+    """End a graph where a tensor without dimensions is an index, as of an expert in a loop over experts.
+
+    Its value is read there, which Dynamo notices no sooner than AOTAutograd refuses the graph.
+    """
+    insert = BuiltinVariable._handle_insert_op_in_graph
+
+    def unless_read(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if self.fn is operator.getitem and _is_ours(tx):
+            keys = args[1].items if isinstance(args[1], TupleVariable) else args[1:]
+            if any(map(_is_number, keys)):
+                unimplemented(
+                    gb_type="an index that is data",
+                    context=str(args[1]),
+                    explanation="A tensor is indexed by the value of another one.",
+                    hints=[],
+                )
+        return insert(self, tx, args, kwargs)
+
+    replace(BuiltinVariable, "_handle_insert_op_in_graph", unless_read)
+
+
+@functools.cache
+def _break_at_masks_that_are_written_through() -> None:
+    """End a graph where something that needs a gradient is written to where a mask is, as of a mask's token.
+
+    How much is written the data decide: in the backward, where Dynamo notices it no sooner than AOTAutograd
+    refuses the graph.
+    """
+    write = TensorVariable.method___setitem__
+
+    def unless_masked(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        written = _example(value)
+        if written is not None and written.requires_grad and _is_ours(tx):
+            keys = key.items if isinstance(key, TupleVariable) else [key]
+            if any(tensor is not None and tensor.dtype is torch.bool for tensor in map(_example, keys)):
+                unimplemented(
+                    gb_type="a write through a mask",
+                    context=str(key),
+                    explanation="What is written through a mask needs a gradient, whose size is data.",
+                    hints=[],
+                )
+        return write(self, tx, key, value)
+
+    replace(TensorVariable, "method___setitem__", unless_masked)
+
+
+def _is_number(variable: Any) -> bool:
+    tensor = _example(variable)
+    kinds = (torch.int8, torch.int16, torch.int32, torch.int64)
+    return tensor is not None and tensor.dim() == 0 and tensor.dtype in kinds
+
+
+def _example(variable: Any) -> torch.Tensor | None:
+    """The tensor without data that a variable of Dynamo's stands for, if it is one."""
+    if not isinstance(variable, TensorVariable):
+        return None
+    tensor = variable.as_proxy().node.meta.get("example_value")
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def said_once() -> set[Callable[..., Any]]:
+    """What transformers logs with, once: no graph need end there, it was said when the step first ran."""
+    named = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
+    return {function for function in named if function is not None}
+
+
+@contextlib.contextmanager
+def go_on_inside_modules() -> Iterator[None]:
+    """Where a graph breaks inside nn.Transformer or a container, go on inside: Dynamo follows calls into
+    PyTorch's modules, but after a break it leaves them to run as written."""
+    folder = Path(torch.nn.modules.__file__).parent.as_posix()
+    files = get_legacy_mod_inlinelist()
+    added = {f"{folder}/{name}" for name in ("transformer", "container")} - files
+    files |= added
+    try:
+        yield
+    finally:
+        files -= added
+
+
+def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    setattr(owner, name, function)

@@ -1,0 +1,34 @@
+"""Private PyTorch APIs: what Dynamo's callback answers where capturing fails.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo.types import ConvertFrameReturn
+
+
+class RunsAsItIs:
+    """Dynamo's callback, by which a frame that cannot be captured runs as it is.
+
+    Args:
+        callback: The callback that captures.
+        failed: Told why it could not; raises what is to be raised.
+    """
+
+    def __init__(self, callback: Any, failed: Callable[[Exception], None]) -> None:
+        # Under this name Dynamo looks for the backend that a callback ends in.
+        self._torchdynamo_orig_backend = callback
+        self._failed = failed
+
+    def __call__(self, *frame: Any) -> Any:
+        try:
+            return self._torchdynamo_orig_backend(*frame)
+        except Exception as error:
+            self._failed(error)
+        # What it calls runs as it is, too. The next call tries again: an error of the user's own comes once
+        # more from the code as it is, and need not come the next time.
+        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)

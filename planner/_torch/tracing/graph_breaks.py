@@ -1,0 +1,40 @@
+"""Why Dynamo ended a graph where it did."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+
+def break_reason(graph: torch.fx.GraphModule) -> str | None:
+    """Why Dynamo ended a graph where it did, with the line of the user's; None where the code ended."""
+    reason: Any = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    text = next((line for line in str(reason.reason).splitlines() if line.strip()), "graph break")
+    frames = [f for f in reason.user_stack or () if "/torch/" not in f.filename]
+    if not frames:
+        return text.strip()
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} ({(last.line or last.name).strip()}): {text.strip()}"
+
+
+def distinct_places(reasons: Iterable[str | None]) -> list[str]:
+    """Of the reasons of :func:`break_reason` the first for each line of code."""
+    first: dict[str, str] = {}
+    for reason in reasons:
+        if reason is not None:
+            first.setdefault(reason.partition(" (")[0], reason)
+    return list(first.values())
+
+
+def counted_breaks() -> dict[str, int]:
+    """How often Dynamo met each reason to end a graph, so far."""
+    return dict(counters["graph_break"])
+
+
+def new_break_reasons(before: dict[str, int]) -> list[str]:
+    """The reasons that it met since, the first line of each."""
+    new = [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+    return [line for reason in new for line in reason.strip().splitlines()[:1]]

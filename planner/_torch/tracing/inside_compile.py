@@ -1,0 +1,59 @@
+"""Private PyTorch APIs for planned modules among others that ``torch.compile`` compiles.
+
+Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+REASON = (
+    "a planned module runs by its plan, not compiled; what is around it is. Leave fullgraph=True out, or "
+    "planner.remove(model)"
+)
+RUNS_A_PLAN = "_planner_runs_a_plan"
+"""An attribute of what is installed in place of a planned module's call."""
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that ``torch.compile`` calls as it is, with all that it calls."""
+    compiled: Callable[..., Any] = torch.compiler.disable(function, reason=REASON)
+    return compiled
+
+
+@functools.cache
+def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
+    """End a graph of the user's own ``torch.compile`` where a planned module is called.
+
+    Dynamo follows what a module's class does and passes by what is installed in place of its call.
+
+    Args:
+        is_ours: Whether Dynamo traces for a plan; a planned part of a planned module runs by the outer plan.
+    """
+    call = UnspecializedNNModuleVariable.call_function
+
+    def unless_planned(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self.value._compiled_call_impl, RUNS_A_PLAN) and not is_ours(tx):
+            unimplemented(
+                gb_type="a planned module", context=type(self.value).__name__, explanation=REASON, hints=[]
+            )
+        return call(self, tx, *args, **kwargs)
+
+    setattr(UnspecializedNNModuleVariable, "call_function", unless_planned)  # noqa: B010
+
+
+def is_compiled(module: object) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returns."""
+    return isinstance(module, OptimizedModule)
+
+
+def holds_dtensors(module: torch.nn.Module) -> bool:
+    """Whether parameters of a module are DTensors."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and any(isinstance(p, tensor.DTensor) for p in module.parameters())

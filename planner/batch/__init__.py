@@ -1,0 +1,1 @@
+"""The largest and the fastest batch within a budget."""

@@ -1,0 +1,118 @@
+"""The largest batch that fits a budget, found without running out of memory.
+
+Two captures say how every byte and second grows with the batch (see :mod:`planner.batch.interpolate`). The
+search
+doubles and bisects on estimated steps, each solved in a second or two; a schedule that was found for one
+batch is tried on the others first. The answer is captured and solved in full; where that capture says that
+the estimate was off, the search goes on from it.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from planner._torch.cuda.attention import Attention
+from planner.batch.interpolate import SizedSteps
+from planner.batch.points import MaxBatch
+from planner.batch.search import OVERHEADS, BatchSearch, MakeArguments, Progress, step
+from planner.costs.devices import Device
+from planner.costs.optimizer_step import Optimizer
+from planner.errors import BudgetError
+from planner.graph.overwritten import InputsAre, checked_inputs
+from planner.planfile.budget import parse_budget
+from planner.planning.option_checks import check_options
+from planner.planning.prepare import CostSource, Prepared, prepare
+from planner.planning.solve import find_solver
+from planner.training_step.inputs import InputError, check_loss, check_model
+from planner.training_step.step import Loss, Outputs
+
+
+def max_batch(
+    model: torch.nn.Module,
+    make_args: MakeArguments,
+    budget: int | str,
+    *,
+    max_overhead: float | None = 0.33,
+    solver: str = "auto",
+    loss: Loss | None = None,
+    outputs: Outputs = "held",
+    optimizer: Optimizer | None = None,
+    device: str | torch.device | Device | None = None,
+    attention: Attention | None = None,
+    accumulate: bool | None = None,
+    costs: CostSource = "roofline",
+    inputs: InputsAre = "unchanged",
+    start: int = 4,
+    most: int = 1 << 20,
+    training: bool = True,
+    time_limit: float = 60,
+    progress: Progress | None = None,
+) -> MaxBatch:
+    """Find the largest batch (sequence length, image size) whose step fits a budget, and plan it.
+
+    Args:
+        model: Any module; it is not touched.
+        make_args: Makes the inputs of a batch, in any form that :func:`planner.plan` takes as ``args``, or
+            a pair of positional and keyword arguments. Tensors on the meta device do, and cost nothing.
+        budget: Bytes as an int or text ("32GiB") for the whole step; on a GPU for all that it takes of
+            the device.
+        max_overhead: The most that time per sample may rise over that of the largest unplanned batch:
+            0.33 allows 33 %, about one more forward. None: whatever it takes, which may be several times
+            the time.
+        solver, loss, outputs, optimizer, device, attention, accumulate, costs, inputs, training: As for
+            :func:`planner.plan`.
+        start: The first batch that is captured.
+        most: No batch larger than this is tried.
+        time_limit: Wall seconds for the plan of each captured answer.
+        progress: Called with a text and a fraction from 0 to 1.
+
+    Returns:
+        The largest batch with its plan; ``.choices`` has the largest without a plan, the fastest, and the
+        largest at other overheads.
+
+    Raises:
+        BudgetError: The budget is a percentage or "min", which say nothing without a batch.
+        InputError: Model, inputs or loss are in no form that can be read.
+        CaptureError: The step cannot be captured.
+        InfeasibleBudget: Not even one sample fits; ``.minimum_bytes`` is what it needs.
+        ValueError: ``max_overhead``, ``start`` or ``most`` is out of range.
+    """
+    if not callable(make_args):
+        raise InputError(
+            f"make_args is a {type(make_args).__name__}: expected a function from a batch to the inputs, "
+            "as in lambda batch: (torch.empty(batch, 3, 224, 224),)"
+        )
+    check_model(model)
+    check_loss(loss)
+    check_options(
+        max_overhead=max_overhead,
+        attention=attention,
+        accumulate=accumulate,
+        start=start,
+        most=most,
+        time_limit=time_limit,
+        progress=progress,
+    )
+    wanted = parse_budget(budget, 2**60)
+    if wanted.bytes is None or wanted.text.endswith("%"):
+        raise BudgetError(f'budget {wanted.text!r} depends on the batch: give bytes, as "32GiB"')
+    find_solver(solver)
+    checked_inputs(inputs)
+
+    def capture(size: int) -> Prepared:
+        return prepare(
+            model,
+            replace(step(model, make_args, size, loss, outputs), training=training),
+            optimizer=optimizer,
+            device=device,
+            attention=attention,
+            accumulate=accumulate,
+            costs=costs,
+            inputs=inputs,
+            progress=lambda text, _: search.tell(f"batch {size}: {text}"),
+        )
+
+    search = BatchSearch(
+        SizedSteps(capture), wanted, solver=solver, time_limit=time_limit, most=most, progress=progress
+    )
+    return search.run(min(start, most), max_overhead, OVERHEADS)

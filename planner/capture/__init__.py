@@ -1,0 +1,1 @@
+"""The three passes that capture a training step."""

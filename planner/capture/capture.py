@@ -1,0 +1,332 @@
+"""The training step of a module, captured.
+
+Three passes over a copy of the module; nothing of the user's is touched:
+
+1. *eager*: the step as it is, recorded operation by operation: the baseline.
+2. *probe*: Dynamo turns the forward into graphs; which of their outputs get a gradient is noted.
+3. *compiled*: AOTAutograd turns each into a joint graph of forward and backward. The step runs once
+   more with the graphs in place (as single events), which records the glue around them: losses and
+   other code outside the graphs, graph breaks, gradients that are materialised or accumulated.
+
+The tensors of the copy have shapes but no data, so that nothing is allocated and no kernel runs. Where
+the data decide what runs (``nonzero``, ``item``), the step runs on a copy with data instead.
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from planner._torch import dynamo, fake, modules
+from planner._torch.autocast_state import autocast_regions
+from planner._torch.cuda.autocast import autocast_of_cuda
+from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
+from planner._torch.tracing import graph_breaks
+from planner.capture.captured_step import CapturedGraph, CapturedStep, CudaKernels
+from planner.capture.external_accumulation import hand_out_by_use, reordered_views, sums_between_graphs
+from planner.capture.graph_runner import GraphRunner, collector, notes_on
+from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
+from planner.errors import CaptureError, PlanWarning
+from planner.hooks.autocast_cast_cache import AGAIN
+from planner.training_step.copies import StepCopy, described, lacks_data, with_data, without_data
+from planner.training_step.generators import GeneratorStates, OwnGenerators
+from planner.training_step.intact import Belongings
+from planner.training_step.python_state import remember
+from planner.training_step.recorder import Recording, StepRecorder
+from planner.training_step.step import Step, tensors_in, unique_storages
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+
+_RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
+_OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
+"""Names of kernels that only the CPU has contain one of these."""
+_MOST_PASSES = 4
+"""How often the step may run until it takes the same way twice."""
+
+
+class _NotWithoutData(CaptureError):
+    """The step does not run on tensors without data; it may run on tensors with data."""
+
+
+def capture(
+    module: torch.nn.Module,
+    step: Step,
+    progress: Progress | None = None,
+    *,
+    cuda: CudaKernels | None = None,
+    accumulate: bool | None = None,
+) -> CapturedStep:
+    """Capture one training step.
+
+    Args:
+        module: The module; it is copied, not touched.
+        step: Its arguments and loss.
+        progress: Called with what is going on and the fraction done.
+        cuda: Replace what the CPU does by what CUDA does; None to capture what the tensors' device does.
+        accumulate: Whether every trainable parameter has a gradient that is added to; None: those that
+            have one now.
+
+    Raises:
+        CaptureError: If the step cannot be run, or no graph came of it.
+    """
+    report = progress or (lambda text, fraction: None)
+    generators, belongings = GeneratorStates.now(), Belongings(module, step)
+    added_to = [
+        p.requires_grad and (p.grad is not None if accumulate is None else accumulate)
+        for p in module.parameters()
+    ]
+    try:
+        report("copying the module without its data", 0.0)
+        try:
+            return _Capture(without_data(module, step), belongings, generators, report, cuda, added_to).run()
+        except _NotWithoutData as error:
+            missing = lacks_data(module, step)
+            if missing or cuda is not None:
+                why = "have none (they are on the meta device)" if missing else "are on another device"
+                raise CaptureError(
+                    f"{error}. What runs depends on data, and the model or its inputs {why}: plan it with "
+                    "real ones, on the device that will run it"
+                ) from error
+            logger.info("%s; capturing with data", error)
+        report("copying the module with its data: they decide what runs", 0.0)
+        return _Capture(with_data(module, step), belongings, generators, report, None, added_to).run()
+    finally:
+        generators.restore()
+        belongings.put_back()
+
+
+class _Capture:
+    """The three passes over a copy."""
+
+    def __init__(
+        self,
+        copied: StepCopy,
+        belongings: Belongings,
+        generators: GeneratorStates,
+        report: Progress,
+        cuda: CudaKernels | None,
+        added_to: Sequence[bool],
+    ) -> None:
+        self.copied, self.report, self._generators, self._cuda = copied, report, generators, cuda
+        self._belongings = belongings
+        self.notes: list[str] = []
+        self._own_generators = OwnGenerators(copied.module, copied.step.args, copied.step.kwargs)
+        self._own_states = self._own_generators.states()
+        self._eager_runs = False
+        self.parameters = list(copied.module.parameters())
+        self.buffers = list(copied.module.buffers())
+        self.inputs = unique_storages(tensors_in((copied.step.args, dict(copied.step.kwargs))))
+        self._resident = [*self.parameters, *self.buffers, *self.inputs]
+        with copied.running():
+            self.gradients = {
+                parameter: torch.zeros_like(parameter, requires_grad=False)
+                for parameter, added in zip(self.parameters, added_to, strict=True)
+                if added
+            }
+
+    def run(self) -> CapturedStep:
+        """Capture the step; see :func:`capture`."""
+        module, report = self.copied.module, self.report
+        autocast = autocast_regions()
+        with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
+            if self._cuda is not None:
+                of_cuda = self._cuda
+                stack.enter_context(
+                    kernels_of_cuda(of_cuda.capability, of_cuda.attention, cudnn=of_cuda.cudnn)
+                )
+                autocast = stack.enter_context(autocast_of_cuda())
+            stack.callback(remember(module))  # hooks of the copy write where those of the original do
+            report("running the eager step", 0.1)
+            eager, _ = self._record(module, "running the step")
+
+            self._eager_runs = True
+            report("capturing the forward", 0.2)
+            runners: list[GraphRunner] = []
+            counted = graph_breaks.counted_breaks()
+            backend = collector(runners, module, cuda=self._cuda is not None, data=self.copied.data)
+            target = _Bound(dynamo.dynamo_compile(run_forward, backend), module)
+            with self._pass("capturing the forward"):
+                self.copied.step.run(target)
+            if not runners:
+                raise nothing_captured(counted)
+            recording, forward_events = self._compiled_pass(target, runners)
+        self._warn_of_other_order(recording, runners)
+        if self._cuda is not None:
+            self._warn_of_cpu_kernels(recording, runners)
+        report("captured", 1.0)
+        ran = {e.graph.graph for e in recording.events if e.graph is not None}
+        if all(runners[i].joint is None for i in ran):
+            raise nothing_differentiated([runners[i].graph for i in sorted(ran)], counted)
+        alike = {i: [k for k in sorted(ran) if runners[k].structure == runners[i].structure] for i in ran}
+        reasons = [graph_breaks.break_reason(runners[i].graph) for i in sorted(ran)]
+        return CapturedStep(
+            [
+                CapturedGraph(
+                    r.structure,
+                    alike[r.index].index(r.index) if r.index in ran else 0,
+                    len(alike.get(r.index, ())),
+                    r.unused_outputs,
+                    r.joint if r.index in ran else None,
+                    inputs_by_use=tuple(sorted(r.by_use - r.left)),
+                    gradient_layouts=r.gradients.layouts,
+                )
+                for r in runners
+            ],
+            eager,
+            recording,
+            self.parameters,
+            self.buffers,
+            self.inputs,
+            list(self.gradients.values()),
+            breaks=graph_breaks.distinct_places(reasons),
+            eager_operations=sum(
+                e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
+            ),
+            with_data=self.copied.data,
+            autocast=autocast,
+            notes=[*self.notes, *notes_on(runners)],
+        )
+
+    def _compiled_pass(self, target: torch.nn.Module, runners: list[GraphRunner]) -> tuple[Recording, int]:
+        """Trace the graphs and record the step with them, until it takes the same way twice; then once more
+        if some must hand out gradients use by use. Returns what :meth:`_record` does."""
+        module = self.copied.module
+        waiting, put_back, attempts, asked = list(runners), remember(module), 1, False
+        while True:
+            traced = len(runners)
+            self._trace(waiting, traced)
+            if attempts == _MOST_PASSES:
+                put_back()  # counters and histories change each time: as the last pass found them
+            put_back = remember(module)
+            self.report("recording the compiled step", 0.8)
+            recording, forward_events = self._record(target, "running the compiled step", runners)
+            waiting = runners[traced:]
+            if waiting:  # some code first ran now: a forward may go another way the second time
+                attempts += 1
+            elif not asked:
+                waiting, asked = hand_out_by_use(recording, runners), True
+                put_back()
+            if not waiting:
+                return recording, forward_events
+            if attempts > _MOST_PASSES:
+                raise always_different(self._where(waiting))
+
+    def _trace(self, runners: Sequence[GraphRunner], total: int) -> None:
+        for runner in runners:
+            fraction = 0.4 + 0.4 * runner.index / total
+            self.report(f"tracing the backward of graph {runner.index + 1} of {total}", fraction)
+            with self._pass("tracing the backward"):
+                runner.trace()
+
+    def _warn_of_other_order(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
+        """Say so where gradients pass between graphs in another order, or layout, than eager's."""
+        sums = len(sums_between_graphs(recording, runners)) + reordered_views(runners)
+        relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)
+        if sums or relaid:
+            self._warn(
+                f"the forward is {len(runners)} graphs, and {sums + relaid} gradients between them are added "
+                "up in another order, or lie otherwise in memory, than without a plan: they may differ in "
+                "the last bits. planner.verify() tells"
+            )
+        if any(r.casts.again for r in runners):
+            self._warn(AGAIN)
+
+    def _warn_of_cpu_kernels(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
+        """Say so where a GPU would run another kernel than the one that is planned."""
+        joints = [runner.joint for runner in runners if runner.joint is not None]
+        calls = [*(c.func for c in recording.calls), *(op.node.target for j in joints for op in j.ops)]
+        names = {name for name in map(str, calls) if any(part in name for part in _OF_CPU)}
+        names |= {type(m).__name__ for m in self.copied.module.modules() if isinstance(m, _RECURRENT)}
+        if names:
+            self._warn(
+                f"a GPU has kernels of its own for {', '.join(sorted(names))}; the plan counts the memory of "
+                "the CPU's. Plan such a step where the GPU is"
+            )
+
+    def _warn(self, text: str) -> None:
+        self.notes.append(text)
+        logger.warning(text)
+        warnings.warn(text, PlanWarning, stacklevel=3)
+
+    def _where(self, runners: Sequence[GraphRunner]) -> str:
+        reasons = [r for r in (graph_breaks.break_reason(runner.graph) for runner in runners) if r]
+        return f". A graph ended at {reasons[0]}" if reasons else ""
+
+    def _record(
+        self, call: torch.nn.Module, doing: str, runners: Sequence[GraphRunner] = ()
+    ) -> tuple[Recording, int]:
+        """Run the step under a recorder; returns also how many events the module's forward had."""
+        gradients, foreign = list(self.gradients.values()), self._belongings.about_to_run
+        recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, foreign)
+        for runner in runners:
+            runner.record_to(recorder)
+        marked = _Marked(call, recorder)
+        dispatched = dispatched_in_python() if self._cuda and not runners else contextlib.nullcontext()
+        with self._pass(doing), dispatched, recorder:
+            for parameter, gradient in self.gradients.items():
+                parameter.grad = gradient
+            kept = self.copied.step.run(marked)
+        del kept  # after the recording: users hold outputs beyond the step
+        return recorder.recording, marked.events
+
+    @contextlib.contextmanager
+    def _pass(self, doing: str) -> Iterator[None]:
+        """A context in which the copy runs, from the same state each time."""
+        self.copied.reset()
+        self._generators.restore()
+        self._own_generators.restore(self._own_states)
+        _drop_gradients(self._resident)
+        try:
+            with self.copied.running():
+                yield
+        except CaptureError:
+            raise
+        except Exception as error:
+            kind = CaptureError if self.copied.data else _NotWithoutData
+            text = described(doing, error)
+            raise kind(f"{text}. {AROUND}" if self._eager_runs else text) from error
+        finally:
+            _drop_gradients(self._resident)
+            self._belongings.put_back_tensors()
+
+
+def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is compiled, when a plan is made and when it runs; the module's own hooks stay outside."""
+    return module.forward(*args, **kwargs)
+
+
+class _Bound(torch.nn.Module):
+    """The compiled call of a module, in the clothes of a module."""
+
+    def __init__(self, compiled: Callable[..., Any], module: torch.nn.Module) -> None:
+        super().__init__()
+        self._compiled = compiled
+        self._target = [module]  # in a list: not a submodule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._target[0]
+        return modules.call_with_forward(module, lambda *a, **k: self._compiled(module, a, k), args, kwargs)
+
+
+class _Marked(torch.nn.Module):
+    """A module's call that notes how many events a recorder has seen when it returns."""
+
+    def __init__(self, module: torch.nn.Module, recorder: StepRecorder) -> None:
+        super().__init__()
+        self._target, self._recorder, self.events = [module], recorder, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._target[0](*args, **kwargs)
+        self.events = len(self._recorder.recording.events)
+        return output
+
+
+def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None

@@ -1,0 +1,80 @@
+"""What capturing a training step gives."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from planner._torch.cuda.attention import Attention
+from planner.graph.joint_graph import JointGraph
+from planner.training_step.recorder import Recording
+
+
+@dataclass
+class CapturedGraph:
+    """One graph that Dynamo made, with its joint graph.
+
+    Attributes:
+        structure: Digest of the graph without shapes: what a plan recognises it by.
+        turn: How many graphs of that structure the step runs for the first time before it.
+        turns: How many graphs of that structure it runs.
+        unused_outputs: Outputs that no gradient reached although they could have one.
+        joint: Forward and backward; None where there is nothing to differentiate.
+        inputs_by_use: Inputs whose gradients it hands out use by use, see :mod:`planner.graph.trace`.
+        gradient_layouts: Of outputs whose gradients lie otherwise in memory than they do, by position: the
+            gradients' dimensions, those of the largest steps first.
+    """
+
+    structure: str
+    turn: int
+    turns: int
+    unused_outputs: tuple[int, ...]
+    joint: JointGraph | None = None
+    inputs_by_use: tuple[int, ...] = ()
+    gradient_layouts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass
+class CapturedStep:
+    """Everything that planning needs to know of a step.
+
+    Attributes:
+        graphs: The captured graphs, in order of first execution.
+        eager: What the uncompiled step did.
+        compiled: What the compiled step did, graphs as single events.
+        parameters, buffers, inputs: The tensors that are there before the step.
+        gradients: Those that are there before the step and are added to.
+        breaks: Where and why the forward was cut into graphs, a line each.
+        eager_operations: Operations of the module's forward that no graph covers: they run as written.
+        with_data: Whether it took a run with data, since the data decide what runs.
+        autocast: The regions of autocast around the step, as in ``cuda:bfloat16``.
+        notes: Things that the user should know.
+    """
+
+    graphs: list[CapturedGraph]
+    eager: Recording
+    compiled: Recording
+    parameters: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor] = ()
+    breaks: list[str] = field(default_factory=list)
+    eager_operations: int = 0
+    with_data: bool = False
+    autocast: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CudaKernels:
+    """The step will run on CUDA though it is captured on the CPU.
+
+    Attributes:
+        capability: Compute capability of the device.
+        attention: Its attention kernel; None for what PyTorch chooses.
+        cudnn: Whether it is one that cuDNN runs on.
+    """
+
+    capability: tuple[int, int]
+    attention: Attention | None = None
+    cudnn: bool = True

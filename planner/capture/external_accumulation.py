@@ -1,0 +1,97 @@
+"""Gradients that meet outside of the captured graphs, as a recorded step shows them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from planner._torch import fake
+from planner._torch.joint import aot_metadata
+from planner.capture.graph_runner import GraphRunner
+from planner.graph.accumulation import is_sum
+from planner.training_step.recorder import Recording
+
+_ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_)
+_MOST_ELEMENTS = 2**24
+
+
+def sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) -> list[tuple[int, int]]:
+    """Gradients that are added to others although a graph has added them up inside already.
+
+    Without a plan the uses of a tensor are added one by one, the last first.
+
+    Returns:
+        The graph and the position of the input (-1: unknown) of each.
+    """
+    sums = {r.index: r.sums() for r in runners if r.joint is not None}
+    added_up: dict[int, tuple[int, int]] = {}
+    found = []
+    for event in recording.events:
+        call = event.graph
+        if call is not None and call.backward:
+            for output, position in sums[call.graph].items():
+                if call.outputs[output] >= 0:
+                    added_up[call.outputs[output]] = (call.graph, position)
+        elif call is None and event.backward and event.call is not None:
+            name = recording.calls[event.call].func.overloadpacket
+            if name in _ADDITIONS and len(event.reads) == 2 and event.reads[0] >= 0:
+                found += [added_up[r] for r in event.reads[1:] if r in added_up]
+    return found
+
+
+def hand_out_by_use(recording: Recording, runners: Sequence[GraphRunner]) -> list[GraphRunner]:
+    """Ask graphs for gradients use by use where others are added before them; returns those graphs."""
+    asked: dict[int, set[int]] = {}
+    for graph, position in sums_between_graphs(recording, runners):
+        asked.setdefault(graph, set()).add(position)
+    for graph, positions in asked.items():
+        runners[graph].by_use = frozenset(positions - {-1})
+    return [runners[graph] for graph in sorted(asked) if runners[graph].by_use]
+
+
+def reordered_views(runners: Sequence[GraphRunner]) -> int:
+    """How many results of graphs get gradients in another order than without a plan: where several outputs
+    look at one, their gradients come before those of its uses inside, whichever came last in the forward."""
+    return sum(_reordered(runner) for runner in runners if runner.joint is not None)
+
+
+def _reordered(runner: GraphRunner) -> int:
+    assert runner.joint is not None
+    outputs: Sequence[Node] = runner.graph.graph.output_node().args[0]  # type: ignore[assignment]
+    traced = aot_metadata.gradients_of_results(runner.joint.graph)
+    groups: dict[int, list[int]] = {}
+    for i in sorted(runner.gradients.received):
+        groups.setdefault(fake.storage_key(outputs[i].meta["example_value"]), []).append(i)
+    count = 0
+    for group in groups.values():
+        gradients = [traced[i] for i in group if i in traced]
+        if len(group) > 1 and len(gradients) == 1:
+            uses = _sums_after(gradients[0])
+            views = [outputs[i].meta["example_value"] for i in group]
+            # Two are the same either way round; of views that have nothing in common, the rest is zeros.
+            count += len(group) + uses > 2 and (uses > 0 or _overlap(views))
+    return count
+
+
+def _sums_after(gradient: Node) -> int:
+    """How many gradients are added to one."""
+    total: Node | None = gradient
+    count = -1
+    while total is not None:
+        count += 1
+        total = next((n for n in total.users if is_sum(n) and n.args[0] is total), None)
+    return count
+
+
+def _overlap(views: Sequence[torch.Tensor]) -> bool:
+    sizes = [fake.storage_bytes(v) // v.element_size() for v in views]
+    if any(size > _MOST_ELEMENTS for size in sizes) or len({v.dtype for v in views}) > 1:
+        return True
+    with fake.without_modes():
+        taken = torch.zeros(sizes[0], dtype=torch.bool)
+        for view in views:
+            mine = taken.as_strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
+            if bool(mine.any()):
+                return True
+            mine.fill_(True)
+    return False

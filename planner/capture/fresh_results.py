@@ -1,0 +1,40 @@
+"""Tensors without data in place of a graph's results."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from planner._torch import fake
+
+
+def fresh_results(values: Sequence[Any], input_values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Tensors without data like ``values``, aliasing each other and the arguments as those do."""
+    bases: dict[int, torch.Tensor] = {}
+    for value, argument in zip(input_values, arguments, strict=True):
+        if isinstance(value, torch.Tensor) and isinstance(argument, torch.Tensor):
+            bases[fake.storage_key(value)] = argument
+    results: list[Any] = []
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            results.append(value)
+            continue
+        if value.layout is not torch.strided:
+            results.append(torch.empty_like(value))
+            continue
+        key = fake.storage_key(value)
+        if key not in bases:
+            # No view where that does: nobody may change in place a view that a function returns.
+            whole = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            bytes_ = value.untyped_storage().nbytes()
+            if value.storage_offset() == 0 and whole.untyped_storage().nbytes() == bytes_:
+                bases[key] = whole
+                results.append(whole)
+                continue
+            span = bytes_ // max(value.element_size(), 1)
+            bases[key] = torch.empty(span, dtype=value.dtype, device=value.device)
+        base = bases[key]
+        if base.dtype != value.dtype:
+            base = base.view(value.dtype) if base.dim() == 1 else base
+        results.append(base.as_strided(value.shape, value.stride(), value.storage_offset()))
+    return results

@@ -1,0 +1,331 @@
+"""Dynamo graphs inside a step that is being captured.
+
+A :class:`GraphRunner` stands for one graph that Dynamo made. In the probing pass it runs the graph as
+it is and notes which outputs get a gradient; then it traces the joint graph; in the compiled pass it
+hands out the results in one event, and tells the recorder so. These are tensors without data, or, in a
+step that runs with data, what the graph computes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from planner._torch import dynamo, fake, fake_values
+from planner._torch.autocast_state import autocast_state, under_autocast
+from planner._torch.joint import aot, aot_metadata
+from planner._torch.module_paths import name_modules
+from planner._torch.tracing.named_functions import call_what_was_captured
+from planner.capture.fresh_results import fresh_results
+from planner.graph.accumulation import is_sum
+from planner.graph.autocast_casts import Surroundings, share_casts
+from planner.graph.dynamo_graph import detach_outputs, structure_of
+from planner.graph.joint_graph import JointGraph, read_joint
+from planner.graph.overwritten import to_copy
+from planner.graph.tangent_layouts import Arrivals
+from planner.graph.trace import compile_by_use
+from planner.hooks.autocast_cast_cache import KeptCasts
+from planner.hooks.protocol import CompiledGraph, TracedGraph
+from planner.lowering.codegen import compile_graph
+from planner.lowering.partition import Halves, emit, no_recomputation
+from planner.training_step.recorder import StepRecorder
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """An execution of a captured graph within a step.
+
+    Attributes:
+        graph: Index of the graph.
+        instance: Which of the executions of this graph in the step, from 0.
+        backward: Its backward half?
+        arguments: Recorded storage of every input of that half (for the backward: of every
+            tangent), -1 where resident.
+        outputs: Recorded storage of every output, -1 for those that are none.
+        released: Recorded storages among the arguments that nobody else holds: they are freed at
+            their last use inside.
+    """
+
+    graph: int
+    instance: int
+    backward: bool
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+    released: frozenset[int] = frozenset()
+
+
+class GraphRunner:
+    """Stands for one Dynamo graph inside a step on tensors without data; see the module's docstring.
+
+    Attributes:
+        structure: Digest of the graph, see :func:`structure_of`.
+        joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
+        by_use: Positions of the inputs whose gradients are to be handed out use by use, see
+            :mod:`planner.graph.trace`.
+        left: Of those, once it is traced, the ones for which that could not be done.
+        gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
+            it was traced so.
+        casts: What it casts under autocast that would be kept without a plan.
+        recorder: Told about every execution in the compiled pass, see :meth:`record_to`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        graph: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        cuda: bool = False,
+        data: bool = False,
+    ) -> None:
+        self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
+        self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs]
+        self._grad_enabled = torch.is_grad_enabled()  # off inside of functions of the user's
+        self._cuda, self._data = cuda, data
+        self.by_use: frozenset[int] = frozenset()
+        self.left: frozenset[int] = frozenset()
+        self.gradients = Arrivals()
+        self.structure = structure_of(graph)
+        self.joint: JointGraph | None = None
+        self.recorder: StepRecorder | None = None
+        self._compiled: Callable[..., Any] | None = None
+        self._instances: dict[int, int] = {}
+        self._executions = 0
+        self._known: list[list[torch.Tensor | None]] = []  # by execution: values of outputs without data
+        self._halves: Halves | None = None
+        self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
+        # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
+        self._around, self._autocast = Surroundings.here(), autocast_state()
+        self._kept_casts: dict[int, torch.dtype] = {}
+        self.casts = KeptCasts()
+
+    @property
+    def unused_outputs(self) -> tuple[int, ...]:
+        """Outputs that could have a gradient, but in the probing pass got none."""
+        return tuple(sorted(self.gradients.awaited - self.gradients.received))
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is not None:
+            return self._compiled(*args)
+        outputs = list(self.graph(*args))
+        self._known.append([fake_values.known_values(o) for o in outputs])
+        given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
+        handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
+        for i, tensor in enumerate(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                # Another tensor, because gradients pass through this one inside the graph as well; where
+                # it shares no memory no view, because a change in place of a view goes past the view.
+                key = fake.storage_key(tensor)
+                alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
+                outputs[i] = tensor.clone() if alone else tensor.view_as(tensor)
+                self.gradients.watch(i, outputs[i], of_input=key in given)
+        return tuple(outputs)
+
+    def sums(self) -> dict[int, int]:
+        """Sums of gradients that the graph hands out in one piece: positions of the inputs that they are of
+        (-1: of none), by position among the backward's outputs."""
+        assert self.joint is not None
+        found = {}
+        for i, (node, primal) in enumerate(zip(self.joint.outputs[1], self.joint.primals, strict=True)):
+            position = aot_metadata.input_position(primal)
+            if is_sum(node) and (position is None or position in self.left or not self._by_use(position)):
+                found[i] = -1 if position is None else position
+        return found
+
+    def _by_use(self, position: int) -> bool:
+        return position in self.by_use or position >= len(self.example_inputs)
+
+    def record_to(self, recorder: StepRecorder) -> None:
+        """Tell a recorder about the executions of the step that now begins."""
+        self.recorder, self._executions = recorder, 0
+        self._instances.clear()
+        self._saved.clear()
+
+    def trace(self) -> None:
+        """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
+        with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled):
+            compiled = compile_by_use(
+                detach_outputs(self.graph, self.unused_outputs),
+                self._inputs_as_captured(),
+                self.by_use,
+                prepare=self._prepare,
+                partition=self._partition,
+                forward_compiler=self._forward_stub,
+                backward_compiler=self._backward_stub,
+                layouts=self.gradients.layouts,
+            )
+        self._compiled, self.left = CompiledGraph(compiled.call, [self.casts]), compiled.left
+        self.gradients.layouts = {i: d for i, d in self.gradients.layouts.items() if i not in compiled.relaid}
+
+    def _prepare(self, joint: GraphModule) -> None:
+        self._kept_casts = share_casts(joint, self.graph, self.example_inputs, self._around)
+
+    def _inputs_as_captured(self) -> list[Any]:
+        # A buffer of results that the step fills in place needs gradients once it has been run.
+        return [
+            x.detach().requires_grad_(before)
+            if isinstance(x, torch.Tensor) and x.requires_grad is not before
+            else x
+            for x, before in zip(self.example_inputs, self._requires_grad, strict=True)
+        ]
+
+    def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
+        inputs = len(self.example_inputs)
+        self.casts.on_traced(TracedGraph(joint, forward_outputs, inputs, self.by_use, self._kept_casts))
+        self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
+        self.joint.to_copy = to_copy(self.joint, self.example_inputs)
+        if self._data:
+            self._halves = emit(self.joint, no_recomputation(self.joint))
+        outputs, gradients = self.joint.outputs
+        # The forward "saves" one empty token, by which its backward knows which execution it belongs to.
+        forward = torch.fx.Graph()
+        env = {p: forward.node_copy(p) for p in self.joint.primals}
+        token = forward.call_function(torch.empty, (0,))
+        token.meta["val"] = torch.empty(0)
+        forward.output([*(_stand_in(forward, o, env) for o in outputs), token])
+        backward = torch.fx.Graph()
+        saved = backward.placeholder("token")
+        saved.meta["val"] = token.meta["val"]
+        env = {t: backward.node_copy(t) for t in self.joint.tangents}
+        backward.output([_stand_in(backward, g, env) for g in gradients])
+        return GraphModule(joint, forward), GraphModule(joint, backward)
+
+    def _forward_stub(self, module: GraphModule) -> aot.BoxedFunction:
+        with_data = compile_graph(module, "forward") if self._data and self.joint is None else None
+        halves = self._halves
+        forward = None if halves is None else compile_graph(halves.forward, "forward")
+
+        def run(args: list[Any]) -> Sequence[Any]:
+            arguments, execution = list(args), self._executions
+            args.clear()
+            assert self.recorder is not None
+            self._executions += 1
+            with self.recorder.pause():
+                token = torch.empty(0)
+                if with_data is not None:
+                    results = list(with_data(list(arguments)))
+                elif forward is not None:
+                    results = self._run_forward(forward, arguments, execution)
+                elif self.joint is None:
+                    results = fresh_results(_output_values(module), _input_values(module), arguments)
+                    self._remember(results, execution)
+                else:
+                    values = [_value(o) for o in self.joint.outputs[0]]
+                    results = fresh_results(values, [_value(p) for p in self.joint.primals], arguments)
+                    self._remember(results, execution)
+                if self.joint is not None:
+                    self._instances[fake.storage_key(token)] = execution
+            self._call(arguments, results, backward=False, instance=execution)
+            return results if self.joint is None else [*results, token]
+
+        return run
+
+    def _backward_stub(self, _module: GraphModule) -> aot.BoxedFunction:
+        halves = self._halves
+        backward = None if halves is None else compile_graph(halves.backward, "backward")
+
+        def run(args: list[Any]) -> Sequence[Any]:
+            token, *tangents = args
+            args.clear()
+            assert self.recorder is not None
+            assert self.joint is not None
+            instance = self._instances[fake.storage_key(token)]
+            with self.recorder.pause():
+                if backward is not None:
+                    results = list(backward([*self._saved.pop(instance), *tangents]))
+                else:
+                    values = [_value(o) for o in self.joint.outputs[1]]
+                    results = fresh_results(values, [_value(t) for t in self.joint.tangents], tangents)
+            self._call(tangents, results, backward=True, instance=instance)
+            return results
+
+        return run
+
+    def _run_forward(self, forward: aot.BoxedFunction, arguments: list[Any], execution: int) -> list[Any]:
+        """Run the forward with data; keeps what the backward needs without holding what others see."""
+        assert self.joint is not None
+        assert self.recorder is not None
+        results = list(forward(list(arguments)))
+        outputs, saved = results[: self.joint.forward_outputs], results[self.joint.forward_outputs :]
+        seen = {fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor)}
+        seen |= {
+            fake.storage_key(a)
+            for a in arguments
+            if isinstance(a, torch.Tensor) and self.recorder.index_of(a) >= 0
+        }
+        self._saved[execution] = [
+            t.clone() if isinstance(t, torch.Tensor) and fake.storage_key(t) in seen else t for t in saved
+        ]
+        return outputs
+
+    def _remember(self, results: list[Any], execution: int) -> None:
+        if execution < len(self._known):
+            for result, values in zip(results, self._known[execution], strict=False):
+                fake_values.know_values(result, values)
+
+    def _call(self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int) -> None:
+        recorder = self.recorder
+        assert recorder is not None
+        taken = [recorder.index_of(a) if isinstance(a, torch.Tensor) else -1 for a in arguments]
+        recorder.graph_ran(arguments, results)
+        produced = [recorder.index_of(r) if isinstance(r, torch.Tensor) else -1 for r in results]
+        arguments.clear()
+        recording = recorder.recording
+        released = frozenset(i for i in taken if i >= 0 and recording.storages[i].died_after is not None)
+        call = GraphCall(self.index, instance, backward, tuple(taken), tuple(produced), released)
+        recording.events[-1] = replace(recording.events[-1], graph=call)
+
+
+def notes_on(runners: Sequence[GraphRunner]) -> list[str]:
+    """What the user should know of the captured graphs."""
+    calls = sum(dynamo.checkpoint_calls(runner.graph) for runner in runners)
+    if not calls:
+        return []
+    return [
+        f"{calls} calls of torch.utils.checkpoint in the model are seen through: what they would recompute "
+        "is the plan's to decide"
+    ]
+
+
+def collector(
+    runners: list[GraphRunner], module: torch.nn.Module, *, cuda: bool = False, data: bool = False
+) -> Callable[..., Any]:
+    """A Dynamo backend that puts a runner in the place of every graph of a module, and into ``runners``.
+
+    With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
+    they compute their results, else they hand out tensors without data.
+    """
+
+    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
+        call_what_was_captured(graph)
+        name_modules(graph, module)
+        runner = GraphRunner(len(runners), graph, example_inputs, cuda=cuda, data=data)
+        runners.append(runner)
+        return runner
+
+    return backend
+
+
+def _stand_in(graph: torch.fx.Graph, original: Any, env: dict[Any, Any]) -> Any:
+    if not isinstance(original, torch.fx.Node):
+        return original
+    if original in env:
+        return env[original]
+    node = graph.call_function(torch.empty, (0,))
+    node.meta = dict(original.meta)
+    return node
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, torch.fx.Node) else node
+
+
+def _output_values(module: GraphModule) -> list[Any]:
+    return [_value(o) for o in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+
+
+def _input_values(module: GraphModule) -> list[Any]:
+    return [_value(n) for n in module.graph.nodes if n.op == "placeholder"]

@@ -1,0 +1,357 @@
+"""The command line: `plan`, `sweep`, `max-batch`, `verify`, `show` and `schema`.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a plan did not verify, 2 wrong
+usage or input, 3 no plan fits the budget, 130 interrupted. A reader of stdout that stops early, as `head`
+does, changes none of them.
+"""
+
+import json
+import os
+from typing import Annotated
+
+import typer
+
+import planner
+from planner.cli.builder import Built, build, build_for_batches, load_reference
+from planner.cli.options import (
+    Accumulate,
+    Again,
+    AsJson,
+    AttentionName,
+    Budget,
+    Checkpoints,
+    CostName,
+    CostSource,
+    Debug,
+    DeviceName,
+    FigurePath,
+    Inputs,
+    InputsName,
+    Keep,
+    Loss,
+    MeasuredOutputs,
+    OptimizerName,
+    Outputs,
+    OutputsName,
+    PlanFile,
+    PlanPath,
+    Reference,
+    Solver,
+)
+from planner.cli.output import (
+    VERIFY_FAILED,
+    described,
+    one_line_errors,
+    print_json,
+    show,
+    stdout_for_results,
+    width,
+)
+from planner.cli.progress import shown_progress
+from planner.errors import BudgetError
+from planner.planfile.atomic_file import check_folder, check_writable, write_atomically
+from planner.planfile.budget import parse_budget
+from planner.planfile.plan import Plan, plan_schema
+from planner.report import figure as plan_figure
+from planner.report.batches import render_batches
+from planner.report.frontier import render_frontier
+from planner.report.text import printable, render
+from planner.report.verification import render_verification
+
+app = typer.Typer(
+    help="Plan which activations a PyTorch training step keeps and recomputes, within a memory budget.",
+    epilog="Exit codes: 0 done, 1 the plan did not verify, 2 wrong usage or input, 3 no plan fits the "
+    "budget, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(planner.__version__)
+        raise typer.Exit
+
+
+@app.command("plan")
+def plan_command(
+    reference: Reference,
+    budget: Budget,
+    output: PlanFile = None,
+    solver: Solver = "auto",
+    device: DeviceName = None,
+    optimizer: OptimizerName = None,
+    attention: AttentionName = None,
+    accumulate: Accumulate = None,
+    costs: CostName = CostSource.roofline,
+    inputs: InputsName = Inputs.unchanged,
+    loss: Loss = None,
+    outputs: OutputsName = Outputs.held,
+    keep: Keep = None,
+    recompute: Again = None,
+    checkpoint: Checkpoints = None,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds that the search may take.")] = 60.0,
+    figure: FigurePath = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan a model's training step for a memory budget."""
+    with one_line_errors(debug, as_json):
+        # What can be refused at once is refused before the model is built.
+        parse_budget(budget, 2**40)
+        if output is not None:
+            check_writable(output)
+        if figure is not None:
+            plan_figure.check_figure(figure)
+        with stdout_for_results(), shown_progress() as progress:
+            built = build(reference, progress)
+            plan = planner.plan(
+                built.model,
+                args=built.args,
+                kwargs=built.kwargs,
+                budget=budget,
+                solver=solver,
+                loss=None if loss is None else load_reference(loss),
+                outputs=outputs.value,
+                optimizer=optimizer,
+                device=device,
+                attention=None if attention is None else attention.value,
+                accumulate=accumulate,
+                costs=costs.value,
+                inputs=inputs.value,
+                time_limit=time_limit,
+                keep=keep or (),
+                recompute=recompute or (),
+                checkpoints=checkpoint or (),
+                progress=progress,
+            )
+        if output is not None:
+            plan.save(output)
+        if figure is not None:
+            plan_figure.save(plan, figure)
+        if as_json:
+            print_json({**described(plan), "saved_to": output})
+            return
+        show(render(plan, width=width()))
+        if output is not None:
+            typer.echo(f"\nwritten to {printable(output)}")
+
+
+@app.command("sweep")
+def sweep_command(
+    reference: Reference,
+    budgets: Annotated[
+        str | None,
+        typer.Option("--budgets", help="As 90%,60%,min; from no recomputation to the least if not given."),
+    ] = None,
+    points: Annotated[int, typer.Option(min=2, help="How many budgets, where none are given.")] = 20,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write the plans to this folder.")
+    ] = None,
+    device: DeviceName = None,
+    optimizer: OptimizerName = None,
+    attention: AttentionName = None,
+    accumulate: Accumulate = None,
+    costs: CostName = CostSource.roofline,
+    inputs: InputsName = Inputs.unchanged,
+    loss: Loss = None,
+    outputs: OutputsName = Outputs.held,
+    keep: Keep = None,
+    recompute: Again = None,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for all budgets.")] = 300.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan for many budgets at once: what memory costs in time."""
+    with one_line_errors(debug, as_json):
+        wanted = None if budgets is None else [b.strip() for b in budgets.split(",")]
+        for budget in wanted or ():
+            parse_budget(budget, 2**40)
+        if output is not None:
+            check_folder(output)
+        with stdout_for_results(), shown_progress() as progress:
+            built = build(reference, progress)
+            plans = planner.sweep(
+                built.model,
+                args=built.args,
+                kwargs=built.kwargs,
+                budgets=wanted,
+                points=points,
+                loss=None if loss is None else load_reference(loss),
+                outputs=outputs.value,
+                optimizer=optimizer,
+                device=device,
+                attention=None if attention is None else attention.value,
+                accumulate=accumulate,
+                costs=costs.value,
+                inputs=inputs.value,
+                time_limit=time_limit,
+                keep=keep or (),
+                recompute=recompute or (),
+                progress=progress,
+            )
+        saved = [os.path.join(output, f"plan-{i:02}.json") if output else None for i in range(len(plans))]
+        for made, path in zip(plans, saved, strict=True):
+            if path is not None:
+                made.save(path)
+        if as_json:
+            print_json([{**described(p), "saved_to": s} for p, s in zip(plans, saved, strict=True)])
+            return
+        show(render_frontier(plans, width=width()))
+        if output is not None:
+            typer.echo(f"\n{len(plans)} plans written to {printable(output)}")
+
+
+@app.command("max-batch")
+def max_batch_command(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Returns (model, make_args), where make_args(batch) makes the arguments of a batch.",
+            show_default=False,
+        ),
+    ],
+    budget: Annotated[str, typer.Option("--budget", "-b", help="8GiB, 8GB, or bytes.")],
+    max_overhead: Annotated[
+        str,
+        typer.Option(help="The most extra time per sample over the largest unplanned batch, as 29%, or any."),
+    ] = "33%",
+    output: PlanFile = None,
+    solver: Solver = "auto",
+    device: DeviceName = None,
+    optimizer: OptimizerName = None,
+    attention: AttentionName = None,
+    accumulate: Accumulate = None,
+    costs: CostName = CostSource.roofline,
+    inputs: InputsName = Inputs.unchanged,
+    loss: Loss = None,
+    outputs: OutputsName = Outputs.held,
+    start: Annotated[int, typer.Option(min=1, help="The first batch that is captured.")] = 4,
+    most: Annotated[int, typer.Option(min=1, help="No larger batch is tried.")] = 1 << 20,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each captured answer.")] = 60.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Find the largest batch that fits a budget, with its plan, and what else there is to choose from."""
+    with one_line_errors(debug, as_json):
+        parse_budget(budget, 2**40)
+        allowed = None if max_overhead == "any" else _share(max_overhead)
+        if output is not None:
+            check_writable(output)
+        with stdout_for_results(), shown_progress() as progress:
+            model, make_args = build_for_batches(reference, progress)
+            found = planner.max_batch(
+                model,
+                make_args,
+                budget,
+                max_overhead=allowed,
+                solver=solver,
+                loss=None if loss is None else load_reference(loss),
+                outputs=outputs.value,
+                optimizer=optimizer,
+                device=device,
+                attention=None if attention is None else attention.value,
+                accumulate=accumulate,
+                costs=costs.value,
+                inputs=inputs.value,
+                start=start,
+                most=most,
+                time_limit=time_limit,
+                progress=progress,
+            )
+        if output is not None:
+            found.plan.save(output)
+        if as_json:
+            plan = described(found.plan)
+            print_json({**found.to_dict(), "plan": plan, "saved_to": output})
+            return
+        show(render_batches(found, width=width()))
+        if output is not None:
+            typer.echo(f"\nthe plan for batch {found.batch} is written to {printable(output)}")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e6:
+        raise BudgetError(f'--max-overhead {text!r} is no share of time: expected "29%", 0.29 or "any"')
+    return share
+
+
+@app.command("verify")
+def verify_command(
+    reference: Reference,
+    plan_path: PlanPath,
+    loss: Loss = None,
+    outputs: MeasuredOutputs = None,
+    repeats: Annotated[
+        int, typer.Option(min=0, help="Timed steps of each kind; the spread of their times is told.")
+    ] = 3,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run the planned and the unplanned step, and compare gradients, buffers, memory and time."""
+    with one_line_errors(debug):
+        plan = Plan.load(plan_path)
+        with stdout_for_results(), shown_progress() as progress:
+            built: Built = build(reference, progress)
+            built.model.train(plan.model.training)  # a builder may return it in the other mode
+            report = planner.verify(
+                built.model,
+                args=built.args,
+                kwargs=built.kwargs,
+                plan=plan,
+                loss=None if loss is None else load_reference(loss),
+                outputs=None if outputs is None else outputs.value,
+                repeats=repeats,
+                progress=progress,
+            )
+        if as_json:
+            print_json(report.to_dict())
+        else:
+            show(render_verification(report, width=width()))
+        if not report.ok:
+            raise typer.Exit(VERIFY_FAILED)
+
+
+@app.command("show")
+def show_command(
+    plan_path: PlanPath,
+    figure: FigurePath = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a plan keeps and recomputes, by module, and its memory over the step."""
+    with one_line_errors(debug):
+        plan = Plan.load(plan_path)
+        if figure is not None:
+            plan_figure.check_figure(figure)
+            plan_figure.save(plan, figure)
+        if as_json:
+            print_json(described(plan))
+        else:
+            show(render(plan, width=width()))
+
+
+@app.command("schema")
+def schema_command(
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON schema of plan files."""
+    with one_line_errors(debug):
+        text = json.dumps(plan_schema(), indent=2) + "\n"
+        if output is None:
+            typer.echo(text, nl=False)
+        else:
+            write_atomically(output, text)

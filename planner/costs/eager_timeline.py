@@ -1,0 +1,82 @@
+"""The step as the user has it today: its timeline, from a recording of the eager step."""
+
+import numpy as np
+
+from planner._torch import operators
+from planner.costs.devices import Device, round_bytes
+from planner.costs.host_tensors import made_on_host
+from planner.costs.roofline import Costs, roofline
+from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.training_step.call import Call
+from planner.training_step.recorder import Event, Recording
+from solvers.model.schedule import Timeline
+
+
+def eager_timeline(
+    recording: Recording, device: Device, meter: WorkspaceMeter | None, costs: Costs | None = None
+) -> Timeline:
+    """The timeline of a step that was recorded operation by operation.
+
+    Args:
+        recording: The events and storages of the step.
+        device: For seconds and rounding.
+        meter: Measures what kernels allocate inside; None counts nothing.
+        costs: Seconds of operations; None for the device's roofline.
+    """
+    costs = costs or roofline(device)
+    calls = recording.calls
+    memories = meter.measure(calls) if meter is not None else [NOT_RUN] * len(calls)
+    seconds = [
+        costs.seconds(call.func, call.args, call.kwargs, output)
+        for call, output in zip(calls, recording.outputs, strict=True)
+    ]
+    length = len(recording.events)
+    change = np.zeros(length + 1, dtype=np.int64)
+    workspace = np.zeros(length, dtype=np.int64)
+    total_seconds, final = 0.0, 0
+    for i, event in enumerate(recording.events):
+        assert event.call is not None
+        memory = memories[event.call]
+        workspace[i] = memory.workspace_bytes
+        total_seconds += seconds[event.call]
+        for storage, size in zip(
+            event.allocates, allocated_bytes(event, recording, memory, device), strict=True
+        ):
+            died = recording.storages[storage].died_after
+            change[i] += size
+            if died is None:
+                final += size
+            else:
+                change[max(died, i) + 1] -= size
+    live = np.cumsum(change[:length])
+    total = live + workspace
+    peak_step = int(total.argmax()) if length else 0
+    return Timeline(live, total, int(total.max(initial=0)), peak_step, final, total_seconds)
+
+
+def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:
+    """Bytes of the storages that an event brings into being: as measured, else as shapes say."""
+    call = None if event.call is None else recording.calls[event.call]
+    sizes = real_sizes(call, memory, [recording.storages[s].bytes for s in event.allocates])
+    return [round_bytes(device, size) for size in sizes]
+
+
+def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int]) -> list[int]:
+    """Measured sizes of an operation's outputs where there are as many, else ``sizes``.
+
+    Kernels may reserve more than the shapes without data say (recurrent layers' workspaces). Where data
+    decide the sizes, those of the step count: the operation was measured on other data.
+    """
+    if call is not None and operators.sized_by_data(call.func):
+        return sizes
+    measured = [size for size in memory.output_bytes if size]
+    on_host = made_on_host(call.func) if call is not None else []
+    if len(on_host) == len(sizes):
+        here = sizes if len(measured) != on_host.count(False) else _spread_out(measured, on_host)
+        return [0 if host else size for size, host in zip(here, on_host, strict=True)]
+    return measured if len(measured) == len(sizes) else sizes
+
+
+def _spread_out(sizes: list[int], skipped: list[bool]) -> list[int]:
+    rest = iter(sizes)
+    return [0 if skip else next(rest) for skip in skipped]

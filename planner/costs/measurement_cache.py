@@ -1,0 +1,157 @@
+"""The file that remembers measured workspaces, and the text by which an operator is found in it.
+
+JSON: ``{"format": 1, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
+A file that cannot be read or written is no error: what it would have held is measured again.
+"""
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from planner._torch.fake import concrete_size
+from planner._torch.operators import cudnn_version
+from planner.errors import PlannerError
+from planner.planfile.atomic_file import write_atomically
+
+logger = logging.getLogger(__name__)
+
+CACHE_FORMAT = 1
+
+Entries = Mapping[str, Sequence[int]]
+"""By call: its workspace bytes, followed by the bytes of its outputs."""
+
+
+def default_cache_path() -> Path:
+    """Where measured workspaces are kept unless another file is given."""
+    return Path(platformdirs.user_cache_dir("torch-checkpoint-planner")) / "workspace.json"
+
+
+def environment(device: torch.device) -> str:
+    """What measured workspaces and seconds depend on besides the operator: which kernels are chosen, and how
+    many threads there are to have scratch of their own."""
+    parts = [f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        parts += [
+            str(torch.cuda.get_device_properties(device).name),
+            f"cudnn {cudnn_version()} {_cudnn_settings()}",
+            f"products {torch.backends.cuda.preferred_blas_library()} {_float32_precisions()}",
+            *(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ),
+        ]
+    else:
+        parts += [
+            f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            f"{torch.get_num_threads()} threads",
+            f"mkldnn {torch.backends.mkldnn.enabled}",
+        ]
+    parts.append(f"deterministic {torch.are_deterministic_algorithms_enabled()}")
+    return "; ".join(parts)
+
+
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+
+def _cudnn_settings() -> str:
+    backend = torch.backends.cudnn
+    names = ("enabled", "benchmark", "benchmark_limit", "deterministic")
+    return " ".join(f"{name} {getattr(backend, name)}" for name in names)
+
+
+def _float32_precisions() -> str:
+    """In which arithmetic products, convolutions and recurrent layers of float32 are done.
+
+    PyTorch has an older and a newer setting for it, and raises where the older is read after the newer was
+    set; the newer one can be read always.
+    """
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    if hasattr(cudnn, "conv"):
+        parts = {"matmul": products, "conv": cudnn.conv, "rnn": cudnn.rnn}
+        # Nothing set, "none", is what "ieee" is.
+        told = [f"{n} {part.fp32_precision}".replace("none", "ieee") for n, part in parts.items()]
+    else:  # before torch 2.9
+        told = [f"matmul {torch.get_float32_matmul_precision()}", f"cudnn {cudnn.allow_tf32}"]
+    reduced = products.allow_fp16_reduced_precision_reduction, products.allow_bf16_reduced_precision_reduction
+    return " ".join([*told, f"reduced {reduced}"])
+
+
+def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns what the memory of a call depends on, as text that is the same in every process.
+
+    Raises:
+        TypeError: an argument has no such text.
+        ValueError: a size depends on data.
+    """
+    named = [f"{name}={_text(value)}" for name, value in sorted(kwargs.items())]
+    return f"{func}({', '.join([*map(_text, args), *named])})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        place = "" if value.device.type in ("cpu", "meta") else f"@{value.device.type}"
+        if value.layout is not torch.strided:
+            return f"{dtype} {value.layout}{place}"
+        return f"{dtype}[{_joined(value.shape)}]({_joined(value.stride())}){place}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, torch.SymInt):
+        return str(concrete_size(value))
+    if value is None or isinstance(value, _PLAIN):
+        return repr(value)
+    raise TypeError(f"an argument of type {type(value).__name__}")
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _joined(sizes: Sequence[int]) -> str:
+    return ",".join(str(concrete_size(size)) for size in sizes)
+
+
+def read_entries(path: Path | None, environment: str) -> Entries:
+    """What a file holds for an environment; nothing where it is absent, damaged or of another format."""
+    return _read(path).get(environment, {})
+
+
+def write_entries(path: Path | None, environment: str, entries: Entries) -> None:
+    """Adds entries to a file; a failure is logged."""
+    if path is None or not entries:
+        return
+    try:
+        # Another process may have written since: what it measured is kept.
+        environments = _read(path)
+        environments[environment] = {**environments.get(environment, {}), **entries}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"format": CACHE_FORMAT, "environments": environments}, indent=0))
+    except (OSError, PlannerError) as error:
+        logger.warning("measured workspaces could not be kept in %s: %s", path, error)
+
+
+def _read(path: Path | None) -> dict[str, Entries]:
+    if path is None or not os.path.lexists(path):
+        return {}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] != CACHE_FORMAT:
+            logger.info("%s has another format and is replaced", path)
+            return {}
+        environments: dict[str, Entries] = document["environments"]
+        for entries in environments.values():
+            for call, numbers in entries.items():
+                if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+                    raise ValueError(f"{call} has {numbers}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        logger.warning("measured workspaces in %s cannot be read and are measured again: %s", path, error)
+        return {}
+    return environments

@@ -1,0 +1,179 @@
+"""What an optimizer keeps between steps, and what its step takes on top of it."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner._torch import fake as fake_
+from planner.costs.devices import Device, round_bytes
+from planner.costs.eager_timeline import eager_timeline
+from planner.costs.roofline import Costs
+from planner.costs.workspace import WorkspaceMeter
+from planner.errors import PlannerError
+from planner.training_step.recorder import Recording, StepRecorder
+from planner.training_step.step import tensors_in, unique_storages
+
+Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
+
+
+class OptimizerError(PlannerError, ValueError):
+    """What was given as ``optimizer=`` is none, or cannot be run on tensors without data."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The memory and time of an optimizer's step.
+
+    Attributes:
+        state_bytes: What it keeps between steps: moments, momentum, master weights.
+        transient_bytes: The most that its step holds beyond parameters, gradients and state.
+        seconds: Predicted time of one step.
+    """
+
+    state_bytes: int = 0
+    transient_bytes: int = 0
+    seconds: float = 0.0
+
+
+def optimizer_step(
+    optimizer: Optimizer | None,
+    module: torch.nn.Module,
+    device: Device,
+    meter: WorkspaceMeter | None = None,
+    costs: Costs | None = None,
+) -> OptimizerStep:
+    """Memory and time of an optimizer's step on a device.
+
+    The optimizer (a fresh one of the same class and settings) takes two steps on tensors without data,
+    under a recorder: the first makes its state, the second is like all that follow. The user's own is
+    only read. Where neither ``foreach`` nor ``fused`` is set, what PyTorch takes on the device holds:
+    on a GPU whole lists of parameters at once, whose intermediate results are all there together.
+
+    Args:
+        optimizer: An instance, a class, or the name of one in ``torch.optim`` ("AdamW").
+        module: Whose parameters it trains.
+        device: Where the step will run.
+        meter: Measures what kernels allocate inside; None counts nothing.
+        costs: Seconds of operations; None for the device's roofline.
+
+    Raises:
+        OptimizerError: If there is no such optimizer, or its step fails.
+    """
+    if optimizer is None:
+        return OptimizerStep()
+    mode = fake_.fake_mode()
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(parameter: torch.Tensor) -> torch.Tensor:
+        if id(parameter) not in fakes:
+            with mode:
+                copy = torch.nn.Parameter(
+                    torch.empty_strided(
+                        parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device.kind
+                    )
+                )
+                copy.grad = torch.empty_like(copy)
+            fakes[id(parameter)] = copy
+        return fakes[id(parameter)]
+
+    instance = isinstance(optimizer, torch.optim.Optimizer)
+    kind = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else _optimizer_class(optimizer)
+    try:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            fresh = _like(optimizer, fake)
+        else:
+            settings: dict[str, Any] = {} if kind is not torch.optim.SGD else {"lr": 1e-3}
+            fresh = kind([fake(p) for p in module.parameters() if p.requires_grad], **settings)
+        there = [*fakes.values(), *(f.grad for f in fakes.values() if f.grad is not None)]
+        if device.kind == "cuda":
+            _as_on_cuda(fresh)
+        first = _recorded_step(fresh, mode, there)
+        state = _state_on(fresh, device.kind, {fake_.storage_key(t) for t in there})
+        second = _recorded_step(fresh, mode, [*there, *state])
+    except Exception as error:
+        raise OptimizerError(
+            f"{kind.__name__} cannot take a step on tensors without data ({type(error).__name__}: {error})"
+            + ("" if instance else "; pass an instance that is set up as you train with it")
+        ) from error
+    finally:
+        for copy in fakes.values():
+            copy.grad = None
+    making, steady = (eager_timeline(r, device, meter, costs) for r in (first, second))
+    return OptimizerStep(
+        state_bytes=sum(round_bytes(device, int(t.untyped_storage().nbytes())) for t in state),
+        transient_bytes=max(making.peak_bytes - making.final_bytes, steady.peak_bytes, 0),
+        seconds=steady.seconds,
+    )
+
+
+def _like(
+    optimizer: torch.optim.Optimizer, fake: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.optim.Optimizer:
+    """An optimizer with the same settings, none of the state and hooks, and other parameters."""
+    fresh: torch.optim.Optimizer = object.__new__(type(optimizer))
+    own = {name: value for name, value in vars(optimizer).items() if name not in _NOT_TAKEN}
+    hooks: dict[str, Any] = {name: OrderedDict() for name, value in own.items() if name.endswith("_hooks")}
+    vars(fresh).update({**own, **hooks})
+    fresh.state = defaultdict(dict)
+    fresh.param_groups = [
+        {**group, "params": [fake(p) for p in group["params"] if p.requires_grad]}
+        for group in optimizer.param_groups
+    ]
+    return fresh
+
+
+# A scheduler puts a `step` that counts calls into the instance.
+_NOT_TAKEN = ("state", "param_groups", "step")
+
+
+class _OptimizerRecorder(StepRecorder):
+    """Some optimizers ask for norms; with any number in their place they allocate the same."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except fake_.DataDependentError:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return 1.0 if args[0].is_floating_point() else 1
+
+
+def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Set what PyTorch takes by default for parameters on CUDA; it does not for those without data."""
+    for group in optimizer.param_groups:
+        chosen = group.get("foreach") is not None or group.get("fused") or group.get("differentiable")
+        if "foreach" in group and not chosen:
+            group["foreach"] = True
+
+
+def _recorded_step(
+    optimizer: torch.optim.Optimizer, mode: Any, resident: Iterable[torch.Tensor]
+) -> Recording:
+    recorder = _OptimizerRecorder(mode, list(resident))
+    with mode, recorder:
+        optimizer.step()
+    return recorder.recording
+
+
+def _state_on(optimizer: torch.optim.Optimizer, kind: str, known: set[int]) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state on a kind of device; step counters may be on the CPU."""
+    state = unique_storages(tensors_in([list(s.values()) for s in optimizer.state.values()]))
+    return [t for t in state if t.device.type == kind and fake_.storage_key(t) not in known]
+
+
+def _optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
+    if isinstance(optimizer, str):
+        found = next((v for k, v in vars(torch.optim).items() if k.lower() == optimizer.lower()), None)
+        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+            return found
+        raise OptimizerError(
+            f"optimizer {optimizer!r} is not in torch.optim; expected a name such as 'AdamW'"
+        )
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return optimizer
+    raise OptimizerError(
+        f"optimizer= takes a torch.optim.Optimizer, its class or its name, not {type(optimizer).__name__}"
+    )

@@ -1,0 +1,286 @@
+"""How long an operation takes on a device, from its shapes alone: a roofline.
+
+    seconds = max(FLOPs / FLOP/s of the dtype, bytes moved / bandwidth) + launch
+
+FLOPs count for matrix products, convolutions, attention and recurrent layers; every other operation is
+bound by the bytes it moves, which are its distinct tensor inputs and its outputs, once each. An expanded
+tensor counts what it has in memory. Views move nothing and cost nothing.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from planner._torch.fake import storage_key
+from planner._torch.operators import OpOverload, tf32_allowed
+from planner.costs.devices import Device
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+FlopFormula = Callable[[Sequence[Any]], float]
+"""FLOPs from an operation's positional arguments."""
+
+
+def op_seconds(
+    func: object, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, device: Device
+) -> float:
+    """Predicts the seconds that one operation takes on `device`.
+
+    Args:
+        func: The operator overload; anything else (``operator.getitem``, size arithmetic) is free.
+        args, kwargs: Its arguments; tensors (fake ones do) may be nested in lists.
+        outputs: What it returned: a tensor or a nest of them.
+
+    The answer is remembered by operator, shapes, strides, dtypes and other arguments.
+    """
+    return roofline(device).seconds(func, args, kwargs, outputs)
+
+
+@functools.lru_cache(maxsize=32)
+def roofline(device: Device) -> "Roofline":
+    """The roofline of a device, always the same one."""
+    return Roofline(device)
+
+
+class Costs(Protocol):
+    """Where the seconds of operations come from; `name` is what a plan says it used."""
+
+    name: str
+
+    def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
+        """Seconds of one operation, as :func:`op_seconds` describes it."""
+        ...
+
+
+class Roofline:
+    """The roofline of one device, with a memory of what it was asked before."""
+
+    name = "roofline"
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._seconds: dict[object, float] = {}
+
+    def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
+        """As :func:`op_seconds`."""
+        if not isinstance(func, OpOverload) or func in _ALWAYS_FREE:
+            return 0.0
+        if func.is_view and func.overloadpacket not in _VIEW_OR_COPY:
+            return 0.0
+        tf32 = self.device.kind == "cuda" and tf32_allowed(func.overloadpacket in _CONVOLUTIONS)
+        try:
+            key = (func, tf32, _signature([args, kwargs], {}))
+            known = self._seconds.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            return self._compute(func, args, kwargs, outputs, tf32)
+        if known is None:
+            known = self._seconds[key] = self._compute(func, args, kwargs, outputs, tf32)
+        return known
+
+    def _compute(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, tf32: bool
+    ) -> float:
+        inputs = [*_tensors(args), *_tensors(kwargs)]
+        if func.overloadpacket in _VIEW_OR_COPY and _is_alias(inputs, outputs):
+            return 0.0
+        in_place = str(func.overloadpacket).endswith("_")
+        if not in_place and next(_tensors(outputs), None) is None:
+            return 0.0  # it asks for a size or a device
+        arithmetic = 0.0
+        flops = op_flops(func, args, kwargs, outputs)
+        if flops:
+            dtypes = (t.dtype for t in inputs if t.is_floating_point() or t.is_complex())
+            arithmetic = flops / self.device.flops_of(next(dtypes, torch.float32), tf32=tf32)
+        memory = bytes_moved(func, args, kwargs, outputs) / self.device.bandwidth
+        return max(arithmetic, memory) + self.device.launch_seconds
+
+
+def op_flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
+    """Returns the floating-point operations of matrix-like work in an operation; 0 for the others."""
+    packet = func.overloadpacket
+    try:
+        if formula := _FLOPS.get(packet):
+            return formula(args)
+        if registered := flop_registry.get(packet):
+            return float(registered(*args, **kwargs, out_val=outputs))
+    except (AssertionError, IndexError, TypeError, ValueError) as error:
+        logger.debug("no flop count for %s: %s", func, error)
+    return 0.0
+
+
+def bytes_moved(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> int:
+    """Returns the bytes that an operation reads and writes: distinct inputs and outputs, once each."""
+    packet = func.overloadpacket
+    if packet in _ALLOCATE_ONLY:
+        return 0
+    written = sum(tensor_bytes(tensor) for tensor in _tensors(outputs))
+    if packet in _INPUT_UNREAD:
+        return written
+    inputs: dict[object, torch.Tensor] = {}
+    for tensor in (*_tensors(args), *_tensors(kwargs)):
+        if tensor.layout is not torch.strided:
+            continue
+        view = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        inputs.setdefault(view, tensor)
+    sizes = [tensor_bytes(tensor) for tensor in inputs.values()]
+    if packet in _GATHERS and sizes:
+        # Of the table only the rows that come out are read.
+        sizes[0] = min(sizes[0], written)
+    return sum(sizes) + written
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Returns the distinct bytes of a tensor: a dimension expanded with stride 0 counts once."""
+    if tensor.layout is not torch.strided:
+        return int(tensor.numel()) * tensor.element_size()
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride != 0 or size == 0:
+            count *= size
+    return int(count) * tensor.element_size()
+
+
+def _tensors(nest: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        yield from _tensors(list(nest.values()))
+    elif isinstance(nest, (list, tuple)):
+        for item in nest:
+            yield from _tensors(item)
+
+
+def _signature(nest: Any, seen: dict[int, int]) -> object:
+    """What the cost depends on, hashable; the same tensor object twice is told from two alike."""
+    if isinstance(nest, torch.Tensor):
+        position = seen.setdefault(id(nest), len(seen))
+        if nest.layout is not torch.strided:
+            return position, nest.dtype, nest.shape
+        return position, nest.dtype, nest.shape, nest.stride()
+    if isinstance(nest, Mapping):
+        nest = list(nest.items())
+    if isinstance(nest, (list, tuple)):
+        return tuple([_signature(item, seen) for item in nest])
+    return type(nest), nest
+
+
+def _is_alias(inputs: Sequence[torch.Tensor], outputs: object) -> bool:
+    return (
+        isinstance(outputs, torch.Tensor)
+        and len(inputs) > 0
+        and storage_key(outputs) == storage_key(inputs[0])
+    )
+
+
+# ---- FLOPs that PyTorch's own registry lacks or counts wrongly ------------------------------------
+
+
+def _convolution_backward(args: Sequence[Any]) -> float:
+    """Each gradient takes as many products as the forward; the registry's count ignores groups."""
+    grad_output, image, weight = args[:3]
+    transposed, wanted = args[7], args[10]
+    positions = math.prod((image if transposed else grad_output).shape[2:])
+    products = int(image.shape[0]) * int(positions) * int(weight.numel())
+    return 2.0 * (int(wanted[0]) + int(wanted[1])) * products
+
+
+def _attention(args: Sequence[Any]) -> float:
+    return 2 * _attention_product(*args[:3])
+
+
+def _attention_backward(args: Sequence[Any]) -> float:
+    """The scores again, then two products for the gradients behind each of the forward's two."""
+    return 5 * _attention_product(*args[1:4])
+
+
+def _attention_product(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
+    """One of attention's products, queries x keys x width: the mean of the two where widths differ."""
+    width = (query.shape[-1] + value.shape[-1]) / 2
+    return 2.0 * int(math.prod(query.shape[:-1])) * int(key.shape[-2]) * width
+
+
+def _recurrent(args: Sequence[Any]) -> float:
+    """Every weight meets every time step of every sequence once."""
+    steps = int(args[0].numel()) / int(args[0].shape[-1])
+    weights = _tensors(args[1] if isinstance(args[1], (list, tuple)) else args[1:5])
+    return 2.0 * steps * sum(int(weight.numel()) for weight in weights if weight.dim() == 2)
+
+
+def _recurrent_backward(args: Sequence[Any]) -> float:
+    return 2 * _recurrent(args)
+
+
+def _every_element_of(position: int) -> FlopFormula:
+    return lambda args: 2.0 * int(args[position].numel())
+
+
+def _linear(args: Sequence[Any]) -> float:
+    return 2.0 * int(args[0].numel()) * int(args[1].shape[0])
+
+
+def _packets(*names: str) -> frozenset[object]:
+    """The operators that this version of PyTorch has of those named."""
+    return frozenset(getattr(aten, name) for name in names if hasattr(aten, name))
+
+
+_CONVOLUTIONS = _packets(
+    "convolution", "_convolution", "cudnn_convolution", "convolution_overrideable", "convolution_backward"
+)
+
+_FLOPS: dict[object, FlopFormula] = {
+    packet: formula
+    for formula, names in (
+        (_convolution_backward, ("convolution_backward",)),
+        (
+            _attention,
+            (
+                "_scaled_dot_product_flash_attention_for_cpu",
+                "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_cudnn_attention",
+                "_scaled_dot_product_fused_attention_overrideable",
+                "_scaled_dot_product_attention_math",
+            ),
+        ),
+        (
+            _attention_backward,
+            (
+                "_scaled_dot_product_flash_attention_for_cpu_backward",
+                "_scaled_dot_product_flash_attention_backward",
+                "_scaled_dot_product_efficient_attention_backward",
+                "_scaled_dot_product_cudnn_attention_backward",
+                "_scaled_dot_product_fused_attention_overrideable_backward",
+            ),
+        ),
+        (_recurrent, ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")),
+        (_recurrent_backward, ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward")),
+        (_every_element_of(0), ("mv", "dot", "vdot")),
+        (_every_element_of(1), ("addmv",)),
+        (_linear, ("linear",)),
+    )
+    for packet in _packets(*names)
+}
+
+# These share their input's storage, or copy where its strides do not allow that.
+_VIEW_OR_COPY = _packets("reshape", "contiguous", "to", "flatten", "ravel", "reshape_as", "resolve_conj")
+
+_ALWAYS_FREE = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.default})
+
+_ALLOCATE_ONLY = _packets(
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"
+)
+
+_INPUT_UNREAD = _packets(
+    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_full", "zero", "zero_", "fill_", "uniform", "uniform_", "normal_"),
+    *("bernoulli_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_"),
+)
+
+_GATHERS = _packets("embedding", "index", "index_select", "gather", "_unsafe_index")

@@ -1,0 +1,386 @@
+"""Bytes that a kernel allocates and frees inside itself, seen by running it once on the device at hand.
+
+Fake tensors know an operator's outputs but not the scratch memory of its kernel: convolutions in oneDNN and
+cuDNN, attention, reductions in several passes. Each distinct operator, with its shapes, strides, dtypes and
+other arguments, is run on tensors made for the purpose, one at a time, and its allocator events are read. The
+answers are kept in memory and on disk.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner._torch.execution.allocator_events import profiler_is_active, record_cpu_allocations
+from planner._torch.execution.plain_execution import plain_execution
+from planner._torch.fake import concrete_size, tree_leaves
+from planner._torch.operators import OpOverload, is_foreign
+from planner.costs.devices import CUDA_ROUNDING_BYTES
+from planner.costs.host_tensors import read_on_host
+from planner.costs.measurement_cache import (
+    call_signature,
+    default_cache_path,
+    environment,
+    read_entries,
+    write_entries,
+)
+from planner.interrupts import raise_interrupt
+from planner.training_step.call import Call
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+_CHUNK = 64
+_MAX_RUNS = 4
+_MARK = "planner.costs.workspace."
+# These share their input's storage, or copy where its strides do not allow that.
+_MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.to})
+
+Progress = Callable[[int, int], None]
+"""Called with how many operators have been run, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpMemory:
+    """The memory of one operator.
+
+    Attributes:
+        workspace_bytes: The most it held at once beyond what is there when it returns.
+        output_bytes: Size of the storage of each of its outputs, flattened; 0 for one that shares a storage
+            with an input or an earlier output, and for what is no tensor. Empty for an operator that was not
+            run (a view, or a failure).
+    """
+
+    workspace_bytes: int
+    output_bytes: tuple[int, ...]
+
+
+NOT_RUN = OpMemory(0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    memory: OpMemory
+    kept_bytes: int
+    """What it left allocated beyond its outputs."""
+
+    @property
+    def clean(self) -> bool:
+        """Nothing but the outputs was allocated, so that a second run could not differ."""
+        return self.memory.workspace_bytes == 0 and self.kept_bytes == 0
+
+
+class WorkspaceMeter:
+    """Measures operators on one device, each distinct one once.
+
+    Attributes:
+        failures: Operators that could not be run, with the reason, by signature. Their workspace counts as 0.
+        unmeasured: Those that were not run, since a profiler session was open: measuring on the CPU would end
+            it. Their workspace counts as 0, too.
+    """
+
+    def __init__(self, device: torch.device | str, cache_path: Path | str | None = "default") -> None:
+        """
+        Args:
+            device: Where to run: the CPU, or a CUDA device that is here.
+            cache_path: JSON file that remembers; ``"default"`` is one in the user's cache directory, ``None``
+                none. A file that cannot be read or written costs time, not correctness.
+        """
+        self.device = torch.device(device)
+        self.failures: dict[str, str] = {}
+        self.unmeasured: set[str] = set()
+        self._known: dict[str, OpMemory] = {}
+        self._masks_false: set[str] = set()
+        if cache_path == "default":
+            cache_path = default_cache_path()
+        self._path = None if cache_path is None else Path(cache_path)
+        self._environment = environment(self.device)
+        self._loaded = False
+
+    def measure(self, calls: Iterable[Call], progress: Progress | None = None) -> list[OpMemory]:
+        """Returns the memory of each call, in order, running those not yet known.
+
+        The state of the random generators, and whatever modes and autocast are active, stay as they are.
+        """
+        self._load()
+        signatures: list[str | None] = []
+        pending: dict[str, Call] = {}
+        for call in calls:
+            signature = None
+            if _allocates(call.func):
+                try:
+                    signature = call_signature(call.func, call.args, call.kwargs)
+                except (TypeError, ValueError) as error:
+                    self._fail(str(call.func), str(error))
+            signatures.append(signature)
+            if signature is not None and signature not in self._known and signature not in self.failures:
+                pending[signature] = call
+        if pending and self.device.type == "cpu" and profiler_is_active():
+            logger.warning("a torch.profiler session is open: workspace is not measured")
+            self.unmeasured.update(pending)
+        elif pending:
+            self._run_all(pending, progress)
+            self._save({key: self._known[key] for key in pending if key in self._known})
+        return [NOT_RUN if s is None else self._known.get(s, NOT_RUN) for s in signatures]
+
+    def failed(self, calls: Iterable[Call]) -> Iterator[tuple[Call, str]]:
+        """Of calls that have been measured those that could not be run, with the reason."""
+        for call in calls if self.failures else ():
+            if _allocates(call.func):
+                with suppress(TypeError, ValueError):
+                    reason = self.failures.get(call_signature(call.func, call.args, call.kwargs))
+                    if reason is not None:
+                        yield call, reason
+
+    def _run_all(self, pending: Mapping[str, Call], progress: Progress | None) -> None:
+        todo = list(pending)
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with plain_execution(self.device.type), torch.random.fork_rng(devices=cuda):
+            for start in range(0, len(todo), _CHUNK):
+                raise_interrupt()
+                self._settle({key: pending[key] for key in todo[start : start + _CHUNK]})
+                if progress is not None:
+                    progress(min(start + _CHUNK, len(todo)), len(todo))
+
+    def _settle(self, chunk: Mapping[str, Call]) -> None:
+        """Runs each operator until what it allocates repeats: first runs fill caches that stay."""
+        run_each = self._run_on_cuda if self.device.type == "cuda" else self._run_on_cpu
+        before: dict[str, _Run] = {}
+        for _ in range(_MAX_RUNS):
+            runs = run_each(chunk)
+            for key, run in runs.items():
+                if run.clean or before.get(key) == run:
+                    self._known[key] = run.memory
+            before = runs
+            chunk = {
+                key: call
+                for key, call in chunk.items()
+                if key not in self._known and key not in self.failures
+            }
+            if not chunk:
+                return
+        for key, run in before.items():
+            if key in chunk:
+                logger.debug("%s allocates differently each time; the last is taken", key)
+                self._known[key] = run.memory
+
+    def _run_on_cpu(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
+        outputs: dict[str, tuple[int, ...]] = {}
+
+        def run_one(mark: str, key: str, call: Call) -> None:
+            args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
+            with _grad_mode(call.func), torch.profiler.record_function(mark):
+                result = call.func(*args, **kwargs)
+            outputs[key] = _output_bytes(result, inputs)
+
+        def run_each() -> None:
+            for number, (key, call) in enumerate(chunk.items()):
+                with self._reporting(key, call):
+                    run_one(f"{_MARK}{number}", key, call)
+
+        recording = record_cpu_allocations(run_each)
+        runs = {}
+        for number, key in enumerate(chunk):
+            if key in outputs:
+                net = peak = 0
+                for _, count in recording.allocations_between(*recording.marks[f"{_MARK}{number}"]):
+                    net += count
+                    peak = max(peak, net)
+                runs[key] = _Run(OpMemory(peak - net, outputs[key]), net - sum(outputs[key]))
+        return runs
+
+    def _run_on_cuda(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
+        def run_one(key: str, call: Call) -> _Run:
+            args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with _grad_mode(call.func):
+                result = call.func(*args, **kwargs)
+            after = torch.cuda.memory_allocated()
+            peak = torch.cuda.max_memory_allocated()
+            torch.cuda.synchronize()  # what goes wrong in the kernel shows here
+            outputs = _output_bytes(result, inputs, on="cuda")
+            rounded = sum(-(-size // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES for size in outputs)
+            return _Run(OpMemory(peak - after, outputs), after - before - rounded)
+
+        runs = {}
+        with torch.cuda.device(self.device):
+            for key, call in chunk.items():
+                with self._reporting(key, call):
+                    runs[key] = run_one(key, call)
+        return runs
+
+    @contextmanager
+    def _reporting(self, key: str, call: Call) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a kernel says about inputs that were made up
+            masks = any(tensor.dtype is torch.bool for tensor in _tensors([call.args, call.kwargs]))
+            if masks and key not in self._masks_false:
+                self._masks_false.add(key)  # and once more
+            else:
+                self._fail(key, f"{type(error).__name__}: {error}")
+
+    def _fail(self, key: str, reason: str) -> None:
+        logger.debug("no workspace known for %s: %s", key, reason)
+        self.failures[key] = reason
+
+    @contextmanager
+    def arguments(self, call: Call) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+        """Real arguments for a call, which live, and under which it may be run, within the context.
+
+        Raises:
+            Exception: it must not be run, or no such tensors can be made.
+        """
+        args, kwargs, _ = self._real_arguments(call, masks=False)
+        with _grad_mode(call.func):
+            yield args, kwargs
+
+    def _real_arguments(
+        self, call: Call, masks: bool
+    ) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:
+        """The arguments with real tensors in the place of fake ones, and those tensors."""
+        if is_foreign(call.func):  # may have effects, or may not survive made-up inputs
+            raise ValueError("not run: operators from outside PyTorch may have effects")
+        needed = 2 * sum(_storage_length(t) * t.element_size() for t in _tensors([call.args, call.kwargs]))
+        if needed > (available := _available_bytes(self.device)):
+            raise MemoryError(f"not run: it needs about {needed} bytes and {available} are free")
+        on_host = read_on_host(call.func, call.args, call.kwargs)
+        made = {id(t): torch.zeros(_concrete(t.shape), dtype=t.dtype) for t in on_host}
+        # Factorisations and solvers need matrices that are well conditioned.
+        matrices = "linalg" in str(call.func) or "cholesky" in str(call.func)
+
+        def real(nest: Any) -> Any:
+            if isinstance(nest, torch.Tensor):
+                if id(nest) not in made:
+                    made[id(nest)] = self._made_tensor(nest, matrices, masks)
+                return made[id(nest)]
+            if isinstance(nest, (list, tuple)):
+                return type(nest)(real(item) for item in nest)
+            if isinstance(nest, torch.SymInt):
+                return concrete_size(nest)
+            if isinstance(nest, torch.device) and nest.type == "meta":
+                return self.device
+            return nest
+
+        args = [real(argument) for argument in call.args]
+        kwargs = {name: real(argument) for name, argument in call.kwargs.items()}
+        if complete := _RESERVES.get(call.func.overloadpacket):
+            with torch.enable_grad():
+                complete(args)
+        return args, kwargs, list(made.values())
+
+    def _made_tensor(self, like: torch.Tensor, matrix: bool, masks: bool) -> torch.Tensor:
+        """A tensor of the same shape, strides and dtype.
+
+        Floats are 1, which is valid as a variance too, and integers 0, which is valid as an index.
+        Booleans are `masks`: all true selects the most there can be, where the size depends on that.
+        """
+        if like.layout is not torch.strided:
+            raise ValueError(f"not run: an input has layout {like.layout}")
+        device = self.device if like.device.type == "meta" else like.device
+        floating = like.is_floating_point() or like.is_complex()
+        fill = masks if like.dtype is torch.bool else int(floating)
+        flat = torch.zeros(_storage_length(like), dtype=like.dtype, device=device)
+        if fill:
+            flat.fill_(fill)
+        made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()))
+        if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
+            made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
+        return made
+
+    def _load(self) -> None:
+        if not self._loaded:
+            self._loaded = True
+            for key, numbers in read_entries(self._path, self._environment).items():
+                self._known.setdefault(key, OpMemory(numbers[0], tuple(numbers[1:])))
+
+    def _save(self, measured: Mapping[str, OpMemory]) -> None:
+        entries = {key: [memory.workspace_bytes, *memory.output_bytes] for key, memory in measured.items()}
+        write_entries(self._path, self._environment, entries)
+
+
+def _allocates(func: object) -> bool:
+    return isinstance(func, OpOverload) and not (func.is_view and func.overloadpacket not in _MAY_COPY)
+
+
+def _tensors(nest: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, (list, tuple)):
+        for item in nest:
+            yield from _tensors(item)
+    elif isinstance(nest, Mapping):
+        yield from _tensors(list(nest.values()))
+
+
+def _storage_length(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory."""
+    sizes = _concrete(tensor.shape)
+    if tensor.layout is not torch.strided or 0 in sizes:
+        return 0
+    strides = _concrete(tensor.stride())
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def _concrete(sizes: Iterable[int]) -> list[int]:
+    return [concrete_size(size) for size in sizes]
+
+
+def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") -> tuple[int, ...]:
+    seen = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    sizes = []
+    for output in tree_leaves(result):
+        size = 0
+        if isinstance(output, torch.Tensor) and output.layout is torch.strided and output.device.type == on:
+            storage = output.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                size = storage.nbytes()
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# A layer's backward needs the reserve that the layer made. Its size is one that fake tensors do not know and
+# the kernels do not check, so it is made by running the layer.
+
+
+def _grad_mode(func: OpOverload) -> AbstractContextManager[None]:
+    """oneDNN's layers make a reserve only where the grad mode is on, whatever their ``train`` says."""
+    return torch.enable_grad() if func.overloadpacket is aten.mkldnn_rnn_layer else nullcontext()
+
+
+def _mkldnn_rnn_reserve(args: list[Any]) -> None:
+    reverse, mode, hidden, layers, biases, train, bidirectional, batch_sizes, batch_first = args[13:22]
+    forward = aten.mkldnn_rnn_layer(
+        *args[:7], reverse, batch_sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
+    )
+    args[22] = forward[3]
+
+
+def _cudnn_rnn_reserve(args: list[Any]) -> None:
+    forward = aten._cudnn_rnn(*args[:6], *args[10:20])
+    args[3], args[20] = forward[4], forward[3]
+
+
+_RESERVES: dict[object, Callable[[list[Any]], None]] = {
+    aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_reserve,
+    aten._cudnn_rnn_backward: _cudnn_rnn_reserve,
+}

@@ -1,0 +1,1 @@
+"""One joint graph: traced, corrected to what eager computes, read as operations on storages."""

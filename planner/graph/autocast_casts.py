@@ -1,0 +1,194 @@
+"""Under autocast, one cast of a parameter for all of its uses, as eager has it.
+
+Eager keeps the cast of a parameter for as long as a region of autocast lasts; where the parameter is used
+again, the gradients of its uses meet in half precision and are cast back once. AOTAutograd casts at every use
+and adds up what has been cast back, which rounds differently and takes more memory.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from planner._torch import fake
+from planner._torch.joint import aot_metadata
+from planner._torch.tensors import ENTER_AUTOCAST, EXIT_AUTOCAST, is_view
+
+aten = torch.ops.aten
+
+_BEYOND = 0
+"""The region that a forward is called in."""
+_EXPLICIT = {"to", "type", "type_as", "half", "bfloat16", "float", "_to_copy"}
+
+
+def share_casts(
+    joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], around: "Surroundings"
+) -> dict[int, torch.dtype]:
+    """Change a joint graph, in place, so that every region of autocast casts a parameter once.
+
+    Args:
+        joint: The joint graph.
+        graph: The forward that it was traced from.
+        inputs: Example inputs of that forward.
+        around: What the forward as a whole runs in.
+
+    Returns:
+        The inputs whose casts eager keeps beyond the forward, by position, and what they are cast to.
+    """
+    regions = _regions(graph, around)
+    groups: dict[tuple[Node, Any, int], list[Node]] = {}
+    for node in joint.graph.nodes:
+        if node.target is not aten._to_copy.default or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        source = node.args[0]
+        if list(node.kwargs) != ["dtype"] or not isinstance(source, Node) or not _is_kept(source, inputs):
+            continue
+        origin = aot_metadata.origin(node)
+        if origin in regions and not _is_explicit(node):
+            groups.setdefault((source, node.kwargs["dtype"], regions[origin]), []).append(node)
+    for casts in groups.values():
+        _share(joint, casts)
+    joint.recompile()
+    kept: dict[int, torch.dtype] = {}
+    for source, dtype, region in groups:
+        position = aot_metadata.input_position(source)
+        if region == _BEYOND and position is not None:
+            kept[position] = dtype
+    return kept
+
+
+class Surroundings(NamedTuple):
+    """What a forward is called in.
+
+    Attributes:
+        inside: Whether that is inside of ``with torch.autocast``, be it switched off: casts are kept until
+            the outermost of these ends.
+        keeps: Whether autocast keeps casts (``cache_enabled``).
+    """
+
+    inside: bool
+    keeps: bool
+
+    @classmethod
+    def here(cls) -> "Surroundings":
+        """Those of this moment."""
+        torch.autocast_increment_nesting()
+        return cls(torch.autocast_decrement_nesting() > 0, torch.is_autocast_cache_enabled())
+
+
+def notes_of_region(device: torch.device) -> dict[str, Any] | None:
+    """A dictionary that lasts as long as autocast keeps casts here; None where it casts nothing.
+
+    Autocast keeps the cast of an empty tensor with those of parameters, and the autograd node of that can
+    be written on. No kernel runs.
+    """
+    with fake.without_modes():
+        empty = _empty_parameter(device)
+        used = torch.mm(empty, empty).grad_fn
+    node: Any = None if used is None else used.next_functions[0][0]
+    return node.metadata if node is not None and node.name() == "ToCopyBackward0" else None
+
+
+@functools.cache
+def _empty_parameter(device: torch.device) -> torch.Tensor:
+    return torch.empty((0, 0), device=device, requires_grad=True)
+
+
+def _regions(graph: GraphModule, around: Surroundings) -> dict[str, int]:
+    """The outermost region of autocast that keeps the casts of each node of a forward, by name."""
+    found, region = {}, _BEYOND
+    depth, keeps = int(around.inside), [around.keeps]
+    for node in graph.graph.nodes:
+        if node.target is ENTER_AUTOCAST:
+            region += depth == 0
+            depth += 1
+            _, _, _, wanted = node.args
+            keeps.append(keeps[-1] if wanted is None else bool(wanted))
+        elif node.target is EXIT_AUTOCAST:
+            depth -= 1
+            keeps.pop()
+        elif depth and keeps[-1]:
+            found[node.name] = region
+    return found
+
+
+def _is_kept(source: Node, inputs: Sequence[Any]) -> bool:
+    """Whether eager keeps casts of an input: leaves in single precision that need a gradient."""
+    position = aot_metadata.input_position(source)
+    tensor = inputs[position] if position is not None and position < len(inputs) else None
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype is torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not is_view(tensor)
+    )
+
+
+def _is_explicit(cast: Node) -> bool:
+    stack = cast.meta.get("source_fn_stack")
+    if not stack:
+        return True
+    function = stack[-1][1]
+    return (function if isinstance(function, str) else getattr(function, "__name__", "")) in _EXPLICIT
+
+
+def _share(joint: GraphModule, casts: list[Node]) -> None:
+    if len(casts) < 2:
+        return
+    numbers = {cast.meta.get("seq_nr") for cast in casts}
+    shape = casts[0].meta["val"].shape
+    back = [
+        node
+        for node in joint.graph.nodes
+        if node.target is aten._to_copy.default
+        and node.meta.get("partitioner_tag") == "is_backward"
+        and node.meta.get("seq_nr") in numbers
+        and node.meta["val"].shape == shape
+        and node.meta["val"].dtype is torch.float32
+    ]
+    if len(back) > len(casts) or len({_sum_of(node) for node in back}) > 1:
+        return
+    for cast in casts[1:]:
+        views = _views_of(cast)
+        cast.replace_all_uses_with(casts[0])
+        joint.graph.erase_node(cast)
+        for view in views:  # now of the storage of the cast that stays
+            args, kwargs = map_arg((view.args, view.kwargs), lambda node: node.meta["val"])
+            look: Any = view.target
+            view.meta["val"] = look(*args, **kwargs)
+    for earlier, later in itertools.pairwise(back):
+        with joint.graph.inserting_before(later):
+            total = joint.graph.call_function(aten.add.Tensor, (earlier.args[0], later.args[0]))
+        total.meta = {**later.meta, "val": fake.same_shape(later.args[0].meta["val"])}
+        later.args = (total,)
+        (meeting,) = earlier.users
+        (other,) = (n for n in meeting.all_input_nodes if n is not earlier)
+        meeting.replace_all_uses_with(other)
+        joint.graph.erase_node(meeting)
+        joint.graph.erase_node(earlier)
+
+
+def _views_of(node: Node) -> list[Node]:
+    """The nodes that share a node's storage, in order."""
+    key = fake.storage_key(node.meta["val"])
+    found: list[Node] = []
+    for user in node.users:
+        value = user.meta.get("val")
+        if isinstance(value, torch.Tensor) and fake.storage_key(value) == key:
+            found += [user, *_views_of(user)]
+    return found
+
+
+def _sum_of(node: Node) -> Node:
+    """The end of the sums that a gradient goes into."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is not aten.add.Tensor or user.kwargs or len(user.all_input_nodes) != 2:
+            break
+        node = user
+    return node

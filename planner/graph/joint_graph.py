@@ -1,0 +1,291 @@
+"""A joint graph read as operations on storages.
+
+AOTAutograd gives one torch.fx graph of forward and backward ATen operators. This module says what
+in it is an operation (allocates storage), what is a view (re-emitted wherever it is needed), which
+storage each node lives in, and in which form an operation may be run a second time. Both the
+problem (what a solver sees) and the rewriter (what is emitted) are built on this one reading.
+"""
+
+import hashlib
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+
+from planner._torch import fake, operators
+from planner._torch.cuda.batch_norm import RESULTS, computes_statistics, overwrites_unseen
+from planner._torch.joint import aot_metadata
+from planner._torch.joint.effects import has_effects
+from planner._torch.module_paths import module_of
+from planner._torch.tensors import stored_elements
+from planner.graph.eager_numerics import match_eager
+
+aten = torch.ops.aten
+
+RESIDENT = -1
+"""Storage number of what lives outside the schedule: parameters, buffers, inputs, constants."""
+
+
+@dataclass(frozen=True, eq=False)
+class JointOp:
+    """One operation of a joint graph.
+
+    Attributes:
+        index: Its stable index: position among the graph's operations.
+        node: Its node.
+        backward: Whether it was traced in the backward.
+        reads: Storage numbers of its tensor inputs, without resident ones, each once.
+        allocates: Storage numbers that it brings into being, in order of its outputs.
+        random: Whether it draws random numbers, or may.
+        batch_norm: Whether it is a batch normalisation that computes new running statistics.
+        reads_mutated: Whether it reads an input that the step overwrites.
+    """
+
+    index: int
+    node: Node
+    backward: bool
+    reads: tuple[int, ...]
+    allocates: tuple[int, ...]
+    random: bool
+    batch_norm: bool
+    reads_mutated: bool
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether a second run, in its replay form, gives the same values and touches nothing else."""
+        target = self.node.target
+        if self.backward or not operators.is_operator(target) or has_effects(target):
+            return False
+        if overwrites_unseen(target, self.node.args):
+            return False
+        return self.batch_norm or not self.reads_mutated
+
+    @property
+    def allocates_again(self) -> tuple[int, ...]:
+        """Storage numbers that a second run brings into being: all but new running statistics."""
+        if not self.batch_norm:
+            return self.allocates
+        results = {fake.storage_key(t) for t in self.node.meta["val"][: RESULTS[self.node.target]]}
+        keep = [fake.storage_key(t) in results for t in self.node.meta["val"]]
+        return tuple(s for s, kept in zip(self.allocates, keep, strict=True) if kept)
+
+    @property
+    def name(self) -> str:
+        """Operator name, such as ``aten.mm.default``."""
+        return str(self.node.target)
+
+    @property
+    def module(self) -> str:
+        """Name of the module that it came from, as in ``named_modules()``; "" for the root."""
+        return module_of(self.node)
+
+
+@dataclass(eq=False)
+class JointGraph:
+    """The reading of one joint graph; see the module's docstring.
+
+    Args:
+        graph: The graph, without dead code.
+        forward_outputs: How many of its outputs belong to the forward.
+        mutated: Indices of the inputs that the step overwrites.
+
+    Attributes:
+        to_copy: Inputs of which re-runs read copies where users overwrite them, see
+        `planner.graph.overwritten`.
+    """
+
+    graph: FxGraph
+    module: GraphModule
+    forward_outputs: int
+    mutated: frozenset[int] = frozenset()
+
+    ops: list[JointOp] = field(default_factory=list, init=False)
+    storage_bytes: list[int] = field(default_factory=list, init=False)
+    storage_of: dict[Node, int] = field(default_factory=dict, init=False)
+    op_of: dict[Node, int] = field(default_factory=dict, init=False)
+    to_copy: frozenset[Node] = field(default=frozenset(), init=False)
+
+    def __post_init__(self) -> None:
+        self._keys: dict[int, int] = {}
+        self._read()
+
+    @cached_property
+    def primals(self) -> list[Node]:
+        """Inputs of the forward."""
+        return [n for n in self.graph.nodes if n.op == "placeholder" and "tangents" not in n.name]
+
+    @cached_property
+    def tangents(self) -> list[Node]:
+        """Gradients of the forward's outputs, the inputs of the backward."""
+        return [n for n in self.graph.nodes if n.op == "placeholder" and "tangents" in n.name]
+
+    @cached_property
+    def outputs(self) -> tuple[list[Any], list[Any]]:
+        """Output nodes (or constants) of the forward and of the backward."""
+        flat = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+        return flat[: self.forward_outputs], flat[self.forward_outputs :]
+
+    @cached_property
+    def forward_length(self) -> int:
+        """Number of forward operations; they come first in ``ops``."""
+        return sum(not op.backward for op in self.ops)
+
+    def is_view(self, node: Node) -> bool:
+        """Whether a node only looks at storages that other nodes brought into being."""
+        return node.op == "call_function" and node not in self.op_of and not self.is_size(node)
+
+    def is_size(self, node: Node) -> bool:
+        """Whether a node is a symbolic number, which takes no memory: a size, or computed from sizes."""
+        return fake.is_size(node.meta.get("val"))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of operators, their wiring, and all shapes, dtypes and constants."""
+        digest = hashlib.sha256()
+        numbers = {n: i for i, n in enumerate(self.graph.nodes)}
+        for node in self.graph.nodes:
+            line = f"{node.op} {node.target if node.op == 'call_function' else ''} "
+            line += (
+                _written(node.args, numbers) + _written(node.kwargs, numbers) + _shape(node.meta.get("val"))
+            )
+            digest.update(line.encode() + b"\n")
+        return digest.hexdigest()
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        mutated_nodes = {n for i, n in enumerate(placeholders) if i in self.mutated}
+        mutated_storages: set[int] = set()
+        for node in placeholders:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                # Activations handed over by an earlier graph and tangents are inputs too; the
+                # problem decides which of them are dynamic. Here each has a storage of its own.
+                self.storage_of[node] = self._storage(value)
+                if node in mutated_nodes:
+                    mutated_storages.add(self.storage_of[node])
+        backward = False
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                value = node.meta.get("val", getattr(self.module, node.target, None))
+                if isinstance(value, torch.Tensor):
+                    self.storage_of[node] = RESIDENT
+                continue
+            if node.op != "call_function" or self.is_size(node):
+                continue
+            backward = backward or node.meta.get("partitioner_tag") == "is_backward"
+            if node.target is operator.getitem:
+                value = node.meta.get("val")
+                if isinstance(value, torch.Tensor):
+                    self.storage_of[node] = self._storage(value)
+                continue
+            reads = tuple(dict.fromkeys(s for i in node.all_input_nodes for s in self.storages_of(i)))
+            allocates: list[int] = []
+            for value in _tensors(node.meta.get("val")):
+                known = len(self.storage_bytes)
+                number = self._storage(value)
+                if number >= known:
+                    allocates.append(number)
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                self.storage_of[node] = self._storage(node.meta["val"])
+            if not allocates and reads and _is_aliasing(node):
+                continue
+            batch_norm = computes_statistics(node.target, node.args)
+            inputs = set(node.all_input_nodes[:3]) if batch_norm else set(node.all_input_nodes)
+            op = JointOp(
+                index=len(self.ops),
+                node=node,
+                backward=backward,
+                reads=reads,
+                allocates=tuple(allocates),
+                random=operators.may_draw(node.target),
+                batch_norm=batch_norm,
+                reads_mutated=any(s in mutated_storages for i in inputs for s in self.storages_of(i)),
+            )
+            self.op_of[node] = op.index
+            self.ops.append(op)
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            self.storage_bytes.append(
+                int(stored_elements(tensor) * tensor.element_size()) if tensor.is_sparse else 0
+            )
+            return len(self.storage_bytes) - 1
+        key = fake.storage_key(tensor)
+        number = self._keys.get(key)
+        if number is None:
+            number = self._keys[key] = len(self.storage_bytes)
+            self.storage_bytes.append(fake.storage_bytes(tensor))
+        return number
+
+    def storages_of(self, node: Node) -> list[int]:
+        """Numbers of the storages that a node's tensors live in, without resident ones."""
+        if node in self.storage_of:
+            number = self.storage_of[node]
+            return [] if number == RESIDENT else [number]
+        return [self._storage(v) for v in _tensors(node.meta.get("val"))]
+
+
+def read_joint(module: GraphModule, forward_outputs: int, *, cuda: bool = False) -> JointGraph:
+    """Make a joint graph compute what eager computes, drop dead code, and read it.
+
+    Args:
+        module: The graph.
+        forward_outputs: How many of its outputs belong to the forward.
+        cuda: It will run on CUDA, wherever its tensors without data are.
+    """
+    mutated = aot_metadata.mutated_inputs(module)
+    if not cuda:
+        match_eager(module)
+    module.graph.eliminate_dead_code(is_impure_node=_is_impure)
+    return JointGraph(module.graph, module, forward_outputs, mutated)
+
+
+def nodes_in(tree: Any) -> Iterator[Node]:
+    """Nodes anywhere in nested arguments."""
+    if isinstance(tree, Node):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from nodes_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from nodes_in(item)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+def _is_aliasing(node: Node) -> bool:
+    return not operators.uses_generator(node.target) and bool(_tensors(node.meta.get("val")))
+
+
+def _is_impure(node: Node) -> bool:
+    # Only effects matter: a random operation that nobody reads must still advance the generator.
+    return node.op in ("placeholder", "output") or operators.uses_generator(node.target) or node.is_impure()
+
+
+def _written(tree: Any, numbers: dict[Node, int]) -> str:
+    if isinstance(tree, Node):
+        return f"%{numbers[tree]}"
+    if isinstance(tree, Sequence) and not isinstance(tree, str):
+        return "[" + ",".join(_written(x, numbers) for x in tree) + "]"
+    if isinstance(tree, dict):
+        return "{" + ",".join(f"{k}={_written(v, numbers)}" for k, v in tree.items()) + "}"
+    return repr(tree)
+
+
+def _shape(value: Any) -> str:
+    tensors = _tensors(value)
+    return ";".join(f"{tuple(t.shape)}{t.stride()}{t.dtype}{t.device.type}" for t in tensors)

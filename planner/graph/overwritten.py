@@ -1,0 +1,112 @@
+"""What re-runs read of a forward's inputs: arguments, buffers and parameters.
+
+Eager's backward reads of them what autograd saved. A re-run of an operation reads its inputs once more, and
+gets what they hold by then. A plan takes it that they are left as they are until backward, and a change that
+PyTorch counts is an error that says so. Planned with ``inputs="overwritten"``, re-runs read copies, which
+the forward takes and the plan counts.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch.fx import Node
+
+from planner._torch import fake
+from planner._torch.joint import aot_metadata
+from planner.errors import PlannerError
+from planner.graph.joint_graph import JointGraph
+
+InputsAre = Literal["unchanged", "overwritten"]
+"""What happens to a step's inputs between its forward and its backward."""
+
+
+class InputsError(PlannerError, ValueError):
+    """What was given as ``inputs=`` is neither of the two."""
+
+
+def checked_inputs(inputs: str) -> InputsAre:
+    """What was given as ``inputs=``.
+
+    Raises:
+        InputsError: It is neither of the two.
+    """
+    if inputs not in get_args(InputsAre):
+        raise InputsError(f"inputs={inputs!r}: expected {' or '.join(map(repr, get_args(InputsAre)))}")
+    return inputs  # type: ignore[return-value]
+
+
+class InputReads:
+    """Which inputs of the forward a joint graph's nodes are, or look at; not those that the step overwrites.
+
+    Args:
+        joint: The graph.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self._joint = joint
+        self._of: dict[Node, tuple[Node, ...]] = {}
+        overwritten = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
+        for node in joint.primals:
+            if isinstance(node.meta.get("val"), torch.Tensor) and node not in overwritten:
+                self._of[node] = (node,)
+        for node in joint.graph.nodes:
+            if joint.is_view(node):
+                sources = [n for n in node.all_input_nodes if not joint.is_size(n)]
+                if sources and all(n in self._of for n in sources):
+                    self._of[node] = tuple(dict.fromkeys(p for n in sources for p in self._of[n]))
+
+    def of(self, node: Node) -> tuple[Node, ...]:
+        """The inputs that a node is, or is a view of; none where it is anything else."""
+        return self._of.get(node, ())
+
+    def first_readers(self) -> dict[int, list[Node]]:
+        """The inputs that each operation of the forward is the first to read, by its index."""
+        seen: set[Node] = set()
+        found: dict[int, list[Node]] = {}
+        for op in self._joint.ops[: self._joint.forward_length]:
+            for node in op.node.all_input_nodes:
+                for primal in self.of(node):
+                    if primal not in seen:
+                        seen.add(primal)
+                        found.setdefault(op.index, []).append(primal)
+        return found
+
+
+def to_copy(joint: JointGraph, example_inputs: Sequence[Any]) -> frozenset[Node]:
+    """The inputs of which re-runs read copies where inputs are overwritten.
+
+    Left out are parameters that the backward itself reads: weights. PyTorch refuses it without a plan too if
+    these change before their backward, and copies of them would take as much memory as the model.
+
+    Args:
+        joint: The graph.
+        example_inputs: The inputs that it was traced with.
+    """
+    reads = InputReads(joint)
+    again = {
+        primal
+        for op in joint.ops[joint.forward_length :]
+        for node in op.node.all_input_nodes
+        for primal in reads.of(node)
+    }
+    found = set()
+    for primal in joint.primals:
+        position = aot_metadata.input_position(primal)
+        known = position is not None and position < len(example_inputs)
+        parameter = position is not None and (
+            not known or isinstance(example_inputs[position], torch.nn.Parameter)
+        )
+        strided = reads.of(primal) and primal.meta["val"].layout is torch.strided
+        if strided and not (parameter and primal in again):
+            found.add(primal)
+    return frozenset(found)
+
+
+def copy_bytes(primal: Node) -> int:
+    """Bytes of a copy of an input: from its first element to its last."""
+    value = primal.meta["val"]
+    sizes = [fake.concrete_size(size) for size in value.shape]
+    steps = [fake.concrete_size(step) for step in value.stride()]
+    span = 1 + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True)) if 0 not in sizes else 0
+    return int(span * value.element_size())

@@ -1,0 +1,76 @@
+"""Gradients that arrive at the outputs of a graph, and how they lie in memory.
+
+A backward that is traced for gradients that lie otherwise than eager's sums over them in another order.
+"""
+
+import functools
+
+import torch
+
+from planner._torch.joint import aot_metadata
+from planner.graph.joint_graph import JointGraph
+
+
+class Arrivals:
+    """Watches the gradients of one graph's outputs.
+
+    Attributes:
+        awaited: Outputs that could have a gradient.
+        received: Outputs that got one.
+        layouts: Of outputs whose gradients lay otherwise in memory than they do, by position: the gradients'
+            dimensions, those of the largest steps first.
+    """
+
+    def __init__(self) -> None:
+        self.awaited: set[int] = set()
+        self.received: set[int] = set()
+        self.layouts: dict[int, tuple[int, ...]] = {}
+        self._arrived: dict[int, list[tuple[int, ...]]] = {}
+
+    def watch(self, output: int, tensor: torch.Tensor, *, of_input: bool) -> None:
+        """Watch an output.
+
+        Args:
+            output: Its position.
+            tensor: The output, as a tensor that nothing inside the graph uses.
+            of_input: Whether it is a view of an input; these are taken as without a plan.
+        """
+        self.awaited.add(output)
+        steps = None if of_input else memory_steps(tensor)
+        tensor.register_hook(functools.partial(self._receive, output, steps))
+
+    def _receive(self, output: int, steps: tuple[int, ...] | None, gradient: torch.Tensor) -> None:
+        self.received.add(output)
+        arrived = memory_steps(gradient)
+        if steps is not None and 0 not in arrived and arrived != steps:
+            self.layouts[output] = _order(gradient)
+            self._arrived.setdefault(output, []).append(arrived)
+
+    def relaid(self, joint: JointGraph) -> int:
+        """How often a gradient arrived that a traced backward may take a copy of, since it was traced for one
+        that lies otherwise, or for that of a result which several outputs look at."""
+        traced = aot_metadata.gradients_of_outputs(joint.graph)
+        return sum(
+            i not in traced or steps != memory_steps(traced[i])
+            for i, arrived in self._arrived.items()
+            for steps in arrived
+        )
+
+
+def has_steps(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and all(
+        isinstance(n, int) for n in (*tensor.shape, *tensor.stride())
+    )
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    steps = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], -tensor.shape[d], d)))
+
+
+def memory_steps(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Strides of the dimensions that have more than one element: a tensor's own, or those given."""
+    if tensor.layout is not torch.strided:
+        return ()
+    found = tensor.stride() if strides is None else strides
+    return tuple(step for step, size in zip(found, tensor.shape, strict=True) if size > 1)

@@ -1,0 +1,1 @@
+"""What watches a planned graph while it runs."""

@@ -1,0 +1,187 @@
+"""Several calls inside one region of autocast, whose gradients meet in half precision as without a plan.
+
+Without a plan a parameter is cast once in a region, and the gradients of all its uses meet at that cast,
+in half precision, before they are cast back: ``cast(half(later + earlier))``. A planned call casts for
+itself, and the gradients of two calls would be added up in single precision. Where a second call comes in
+one region, the earlier one hands out the difference instead, ``cast(half(later + earlier)) - later``:
+added to what the later one has handed out, that is the gradient without a plan, to the bit. (Halves are
+exact in single precision; so is the difference, or else its error is below half a unit in the last place
+of the sum.)
+
+One call in a region, which is the rule, costs a look at a cast of an empty tensor, and nothing in the
+backward.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from planner._torch import autograd
+from planner._torch.joint import aot_metadata
+from planner.graph.accumulation import is_sum
+from planner.graph.autocast_casts import notes_of_region
+from planner.hooks.protocol import GraphHook, TracedGraph
+
+aten = torch.ops.aten
+
+
+AGAIN = (
+    "weights are used again inside one region of autocast, by a second call of the model or by another part "
+    "of it, and each time more than once, or not only where they are cast: their gradients may differ in the "
+    "last bits from those without a plan. Make both calls one, of a larger batch, or each in its own region"
+)
+
+
+class KeptCasts(GraphHook):
+    """The casts of one graph that would be kept for others, if it ran without a plan.
+
+    Args:
+        warn: Told :data:`AGAIN`, once, if it happens.
+
+    Attributes:
+        again: Whether gradients met that cannot be made to meet as without a plan.
+    """
+
+    def __init__(self, warn: Callable[[str], None] | None = None) -> None:
+        self.again = False
+        self._warn = warn
+        self._alone: dict[int, torch.dtype] = {}
+        self._others: list[int] = []
+        self._taken: Callable[[Any], tuple[Any, ...]] = tuple
+
+    def on_traced(self, traced: TracedGraph) -> None:
+        joint, kept = traced.joint, traced.kept_casts
+        places = aot_metadata.gradient_places(joint)
+        flat: Sequence[Any] = joint.graph.output_node().args[0]  # type: ignore[assignment]
+        gradients = {i: flat[places[i]] for i in kept if i in places and flat[places[i]] is not None}
+        inputs = [aot_metadata.input_position(n) for n in aot_metadata.forward_inputs(joint)]
+        in_order = inputs == list(range(len(inputs)))
+        self._alone = {
+            i: kept[i]
+            for i, gradient in gradients.items()
+            if in_order
+            and gradient.target is aten._to_copy.default
+            and gradient.args[0].meta["val"].dtype is kept[i]
+            and not is_sum(gradient.args[0])
+        }
+        self._others = [i for i in gradients if i not in self._alone]
+        positions = [*self._alone, *self._others]
+        self.watches = bool(positions)
+        if positions:  # the first twice: of several the result is a tuple
+            self._taken = operator.itemgetter(*positions, positions[0])
+
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        parameters = self._taken(args)
+        notes = notes_of_region(parameters[0].device)
+        if notes is None:
+            return
+        region = notes.setdefault("planner", _Region())
+        if region.add(_Call(node, self._alone, parameters)) and not self.again:
+            self.again = True
+            if self._warn is not None:
+                self._warn(AGAIN)
+
+
+def unplanned_call(parameters: Sequence[torch.Tensor]) -> bool:
+    """Take note of a call without the plan of a planned module, in evaluation mode say.
+
+    Returns:
+        Whether the region of autocast that it is in holds a planned call too that casts the same parameters.
+    """
+    notes = notes_of_region(parameters[0].device) if parameters else None
+    return notes is not None and notes.setdefault("planner", _Region()).add_unplanned(parameters)
+
+
+class _Call:
+    """A call of a planned graph inside a region.
+
+    Args:
+        node: Its autograd node.
+        alone: What it casts parameters to, by position, where their gradients come from that cast alone.
+        parameters: These parameters, others that it casts, and the first again.
+    """
+
+    def __init__(self, node: Any, alone: Mapping[int, torch.dtype], parameters: tuple[Any, ...]) -> None:
+        self.node = weakref.ref(node)
+        self.alone, self.parameters = alone, parameters
+        self.first: set[int] = set()
+        self.watched = False
+
+    def casts(self) -> Iterator[tuple[int, torch.dtype, int]]:
+        """Of each parameter whose gradient comes from a cast alone: position, type and identity."""
+        for (position, kind), parameter in zip(self.alone.items(), self.parameters, strict=False):
+            yield position, kind, id(parameter)
+
+
+class _Region:
+    """The calls of planned graphs inside one region of autocast."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._known = 0  # calls whose parameters are among those of the next two lines
+        self._alone: set[int] = set()
+        self._others: set[int] = set()
+        self._unplanned: set[int] = set()
+        self._sums: dict[int, torch.Tensor] = {}
+        self._backward = -1
+
+    def add(self, call: _Call) -> bool:
+        """Take note of a call.
+
+        Returns:
+            Whether a parameter is used again whose gradients cannot be told apart.
+        """
+        self._calls.append(call)
+        return bool(len(self._calls) > 1 or self._unplanned) and self._know()
+
+    def add_unplanned(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Take note of parameters that are used without a plan; returns what :meth:`add` does."""
+        self._know()
+        self._unplanned.update(map(id, parameters))
+        return not self._unplanned.isdisjoint(self._alone | self._others)
+
+    def _know(self) -> bool:
+        unclear = again = False
+        for one in self._calls[self._known :]:
+            alone = {identity for _, _, identity in one.casts()}
+            others = {id(p) for p in one.parameters[len(one.alone) : -1]}
+            one.first = alone - self._alone
+            again = bool(self._alone & alone)
+            unclear = unclear or not others.isdisjoint(self._alone | self._others | self._unplanned)
+            unclear = unclear or not alone.isdisjoint(self._others | self._unplanned)
+            self._alone |= alone
+            self._others |= others
+        self._known = len(self._calls)
+        if again:
+            self._watch()
+        return unclear
+
+    def _watch(self) -> None:
+        for one in self._calls:
+            node = one.node()
+            if node is not None and not one.watched:
+                one.watched = True
+                node.register_hook(lambda found, _, one=one: self._meet(one, found))
+
+    def _meet(self, call: _Call, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        backward = autograd.current_backward()
+        if backward != self._backward:
+            self._backward = backward
+            self._sums.clear()
+        gradients = list(found)
+        for position, kind, key in call.casts():
+            gradient = gradients[position]
+            if gradient is None:
+                continue
+            later = self._sums.pop(key, None)
+            total = gradient.to(kind)
+            if later is not None:
+                total = later + total
+                difference = total.to(gradient.dtype) - later
+                gradients[position] = torch.where(later.isfinite(), difference, gradient)
+            if key not in call.first:
+                self._sums[key] = total
+        return tuple(gradients)

@@ -1,0 +1,124 @@
+"""Gradients of gradients: ``create_graph=True`` on what a planned module computed.
+
+A planned backward frees as it goes and cannot be differentiated. Where a backward is asked to be
+differentiable, the captured forward is run again as it is, without the plan, and its gradients are handed on:
+those of eager, with their graph. That takes the memory of the unplanned step. Where the forward cannot be run
+again for sure, differentiating a gradient is an error that says so.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from planner._torch import autograd
+from planner._torch.joint import aot_metadata
+from planner._torch.tensors import writes
+from planner.errors import PlanMismatch
+from planner.graph.joint_graph import JointGraph
+from planner.hooks.protocol import GraphHook
+
+
+class SecondOrder(GraphHook):
+    """What happens when the gradients of one planned graph are to be differentiable.
+
+    Args:
+        graph: The captured forward.
+        obstacle: Why it cannot be run again; None if it can.
+        warn: Told, once, that it runs again without the plan.
+    """
+
+    watches = True
+
+    def __init__(self, graph: GraphModule, obstacle: str | None, warn: Callable[[str], None]) -> None:
+        self._graph, self._obstacle, self._warn = graph, obstacle, warn
+        self._told = False
+        self._outputs: dict[int, int] = {}
+
+    def on_joint(self, module: GraphModule, joint: JointGraph) -> None:
+        """Look at the operations of the joint graph."""
+        inputs = [aot_metadata.input_position(primal) for primal in joint.primals]
+        self._outputs = aot_metadata.output_positions(module, joint.forward_outputs)
+        if any(op.random for op in joint.ops):
+            self._obstacle = "it draws random numbers, or an operation from outside PyTorch may"
+        elif joint.mutated:
+            self._obstacle = "it changes buffers or inputs"
+        elif inputs != list(range(len(inputs))) or len(self._outputs) < len(joint.tangents):
+            self._obstacle = "its inputs or outputs share memory"
+
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        kept = [] if self._obstacle else [args]
+        versions = _versions(kept)
+        node.register_prehook(lambda _: self._before(kept, versions))
+
+    def _before(self, kept: list[tuple[Any, ...]], versions: list[int]) -> None:
+        # A hook after a node keeps alive what the node is given for as long as it runs, which no plan
+        # allows for: there is one only where gradients are to be differentiable.
+        if torch.is_grad_enabled():
+            node = autograd.running_node()
+            handles: list[Any] = []
+
+            def after(found: Any, given: Any) -> Any:
+                handles.pop().remove()
+                return self._after(kept, versions, found, given)
+
+            handles.append(node.register_hook(after))
+        elif not autograd.graph_is_kept():
+            kept.clear()  # who keeps the loss does not keep the inputs with it
+
+    def _after(
+        self,
+        kept: list[tuple[Any, ...]],
+        versions: list[int],
+        found: tuple[torch.Tensor | None, ...],
+        given: tuple[torch.Tensor | None, ...],
+    ) -> tuple[torch.Tensor | None, ...]:
+        if self._obstacle or versions != _versions(kept):
+            obstacle = self._obstacle or "its inputs or parameters have been changed since"
+            return tuple(g if g is None else _once(g, obstacle) for g in found)
+        if not self._told:
+            self._told = True
+            self._warn(
+                "gradients are to be differentiable (create_graph=True): the forward runs again without the "
+                "plan, and the step may exceed the budget"
+            )
+        (args,) = kept
+        outputs = self._graph(*args)
+        pairs = [
+            (outputs[self._outputs[i]], g)
+            for i, g in enumerate(given)
+            if g is not None and i in self._outputs
+        ]
+        wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
+        gradients = torch.autograd.grad(
+            [output for output, _ in pairs],
+            [args[i] for i in wanted],
+            [gradient for _, gradient in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+        replaced = dict(zip(wanted, gradients, strict=True))
+        return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(found))
+
+
+def _versions(kept: list[tuple[Any, ...]]) -> list[int]:
+    return [writes(a) for args in kept for a in args if isinstance(a, torch.Tensor)]
+
+
+def _once(gradient: torch.Tensor, obstacle: str) -> torch.Tensor:
+    return _Once.apply(gradient.detach().requires_grad_(), obstacle)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, obstacle: str) -> torch.Tensor:
+        ctx.obstacle = obstacle
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise PlanMismatch(
+            "a gradient that a planned module computed is differentiated again, and the module's forward "
+            f"cannot be run again for it: {ctx.obstacle}. Use planner.remove(model) for such steps"
+        )

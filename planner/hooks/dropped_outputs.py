@@ -1,0 +1,54 @@
+"""Outputs that a plan takes for dropped say so when backward begins and they are still there."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from planner.hooks.protocol import GraphHook
+from planner.planfile.budget import format_bytes
+from planner.planfile.plan import Plan
+from planner.training_step.step import unique_storages
+
+
+class DroppedOutputs(GraphHook):
+    """Warns once if outputs that are planned as dropped are held while backward runs.
+
+    Looked at are outputs that the loss does not use, of models that are one graph: nobody but the caller
+    holds those. What the loss uses may be there in any case, saved for backward.
+
+    Args:
+        outputs: Positions of the outputs that the loss does not use.
+        plan: The plan.
+        warn: Told of what is held.
+    """
+
+    def __init__(self, outputs: Sequence[int], plan: Plan, warn: Callable[[str], None]) -> None:
+        dropped = plan.model.outputs == "dropped" and plan.rung == "one-graph"
+        self._outputs = outputs if dropped else ()
+        self._warn = warn
+        self._told = False
+
+    def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
+        if node is not None and self._outputs and not self._told:
+            tensors = [results[i] for i in self._outputs if isinstance(results[i], torch.Tensor)]
+            unused = [weakref.ref(tensor) for tensor in tensors]
+            node.register_prehook(lambda _: self._look(unused))
+        return results
+
+    def _look(self, unused: Sequence[weakref.ref[torch.Tensor]]) -> None:
+        if self._told or all(reference() is None for reference in unused):
+            return
+        gc.collect()  # what only garbage of the first capture holds is not held
+        alive = [tensor for tensor in (reference() for reference in unused) if tensor is not None]
+        if not alive:
+            return
+        self._told = True
+        held = sum(int(t.untyped_storage().nbytes()) for t in unique_storages(alive))
+        self._warn(
+            f"the plan was made with outputs='dropped', but {len(alive)} outputs of the model are still held "
+            f"while backward runs: up to {format_bytes(held)} more than predicted. Hand on the loss alone, "
+            "as in loss = model(...).loss, or plan with outputs='held'"
+        )

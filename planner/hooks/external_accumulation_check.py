@@ -1,0 +1,92 @@
+"""Gradients of a planned graph that meet others which the plan has not seen, as of a regulariser.
+
+Without a plan the autograd engine adds the gradients of a tensor's uses one by one, the last use first. A
+graph hands out the sum of those inside it. That is the same if nothing came before it; if something did, the
+sum is rounded in another order. Where a plan knows of such meetings the graph hands out its parts (see
+:mod:`planner.graph.trace`); here those are noticed that it does not know of.
+
+An input whose gradient is such a sum costs a hook per step on whatever that gradient is handed to; others
+cost nothing. The engine adds to what came first in place, so the memory that arrives tells what did.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from planner._torch.joint import aot, aot_metadata
+from planner._torch.tensors import has_hooks
+from planner.graph.accumulation import is_sum
+from planner.hooks.protocol import GraphHook, TracedGraph
+
+
+class Meetings(GraphHook):
+    """Watches the gradients of one planned graph's inputs that are added up inside it.
+
+    Args:
+        warn: Told, once, if something came before one of them.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._told = False
+        self._places: dict[int, int] = {}
+        self._handed_out: dict[int, int] = {}
+        self._handles: dict[int, Any] = {}
+
+    def on_traced(self, traced: TracedGraph) -> None:
+        flat: Sequence[Any] = traced.joint.graph.output_node().args[0]  # type: ignore[assignment]
+        self._places = {
+            position: place - traced.forward_outputs
+            for position, place in aot_metadata.gradient_places(traced.joint).items()
+            if 0 <= position < traced.inputs and position not in traced.per_use_inputs and is_sum(flat[place])
+        }
+        self.watches = bool(self._places)
+
+    def backward(self, compiled: aot.BoxedFunction) -> aot.BoxedFunction:
+        # Notes where in memory the sums lie that are handed out.
+        if not self._places:
+            return compiled
+
+        def run(args: list[Any]) -> Sequence[Any]:
+            results = compiled(args)
+            for position, place in self._places.items():
+                if results[place] is not None:
+                    self._handed_out[position] = results[place].data_ptr()
+            return results
+
+        return run
+
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        if not self._told and torch.is_grad_enabled():
+            for position in self._places:
+                self._watch(position, args[position])
+
+    def _watch(self, position: int, tensor: torch.Tensor) -> None:
+        if not tensor.requires_grad or has_hooks(tensor):  # hooks may hand on another gradient
+            return
+        edge = get_gradient_edge(tensor)
+
+        def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            handle.remove()
+            gradient = gradients[edge.output_nr]
+            if self._told or gradient is None or torch.is_grad_enabled():
+                return
+            if gradient.layout is not torch.strided or gradient.data_ptr() != self._handed_out.get(position):
+                self._tell(gradient)
+
+        handle = edge.node.register_prehook(look)
+        if tensor.is_leaf:  # its node may outlive the step
+            if position in self._handles:
+                self._handles[position].remove()
+            self._handles[position] = handle
+
+    def _tell(self, gradient: torch.Tensor) -> None:
+        self._told = True
+        self._warn(
+            f"a weight or input of shape {tuple(gradient.shape)} that the planned module uses several times "
+            "has gradients from outside too, which the plan has not seen (a regulariser, a second call): "
+            "they are added up in another order and may differ in the last bits from those without a plan. "
+            "Plan again with loss= a callable that computes the loss you train with"
+        )

@@ -1,0 +1,47 @@
+"""Do gradients from outside lie in memory as planned?"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from planner._torch.joint import aot_metadata
+from planner.graph.tangent_layouts import has_steps, memory_steps
+from planner.hooks.protocol import GraphHook, TracedGraph
+
+
+class Expected(GraphHook):
+    """Looks at the gradients that a planned graph gets, whether they lie in memory as planned.
+
+    Args:
+        warn: Told, once, if one does not.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._expected: Mapping[int, tuple[int, ...]] = {}
+        self._told = False
+
+    def on_traced(self, traced: TracedGraph) -> None:
+        gradients = aot_metadata.gradients_of_nodes(traced.joint, traced.forward_outputs)
+        self._expected = {i: g.stride() for i, g in gradients.items() if has_steps(g)}
+        self.watches = bool(self._expected)
+
+    def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
+        if not self._told:
+            node.register_prehook(self._look)
+
+    def _look(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        for i, strides in self._expected.items():
+            gradient = gradients[i]
+            if gradient is None or gradient.stride() == strides or not has_steps(gradient):
+                continue
+            steps = memory_steps(gradient)
+            if self._told or 0 in steps or steps == memory_steps(gradient, strides):
+                continue
+            self._told = True
+            self._warn(
+                f"a gradient of shape {tuple(gradient.shape)} lies otherwise in memory than in the planned "
+                "step: it is copied, and gradients may differ in the last bits from those without a plan. "
+                "Plan again with loss= a callable that computes the loss you train with"
+            )

@@ -1,0 +1,45 @@
+"""Outputs that a plan takes for unused say so when a gradient arrives at them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from planner.errors import PlanMismatch
+from planner.hooks.protocol import GraphHook
+
+
+class UnusedOutputs(GraphHook):
+    """Outputs that the planned loss does not use must not get a gradient unnoticed.
+
+    AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a
+    gradient of zeros where eager leaves None. They are cut off instead, and say so when used.
+
+    Args:
+        outputs: Their positions.
+    """
+
+    def __init__(self, outputs: Sequence[int]) -> None:
+        self._outputs = outputs
+
+    def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
+        anchor = next((a for a in args if isinstance(a, torch.Tensor) and a.requires_grad), None)
+        if anchor is None or not self._outputs:
+            return results
+        replaced = list(results)
+        for index in self._outputs:
+            replaced[index] = _Unused.apply(anchor, replaced[index])  # type: ignore[no-untyped-call]
+        return replaced
+
+
+class _Unused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise PlanMismatch(
+            "a gradient arrives at an output of the model that the planned loss did not use. Plan again with "
+            "loss= a callable that computes the loss you train with, or planner.remove(model)"
+        )

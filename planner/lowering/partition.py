@@ -1,0 +1,337 @@
+"""From a schedule to programs: the forward and the backward graph that a plan runs.
+
+Every operation of the backward sequence becomes a node of its own; an operation that is re-run
+becomes a fresh node each time. What the backward needs of the forward's own results is *saved*:
+an output of the forward graph and an input of the backward graph. Views are saved as they are
+where their base is, and taken again where it is computed again; those of inputs, and what re-runs
+read of inputs, are views of an alias or a copy that the forward takes. Symbolic sizes are saved as
+the numbers they are.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from planner._torch.cuda import batch_norm
+from planner._torch.cuda.batch_norm import RESULTS
+from planner.errors import CaptureError
+from planner.graph import replay
+from planner.graph.in_place import OnCopy, operator_in_place
+from planner.graph.joint_graph import JointGraph, JointOp
+from planner.graph.overwritten import InputReads
+
+_USER_OUTPUTS = "user_outputs"
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The two graphs of one captured graph.
+
+    Attributes:
+        saved: The forward's nodes that are saved in between.
+        read_again: The forward's inputs that only re-runs read in the backward.
+
+    ``forward`` takes the primals and returns the forward outputs followed by what is saved, tensors before
+    sizes; ``backward`` takes saved sizes, saved tensors and the tangents, and returns the gradients.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    saved: tuple[Node, ...]
+    read_again: tuple[Node, ...] = ()
+
+
+def emit(joint: JointGraph, backward: Sequence[int], *, copying: bool = False) -> Halves:
+    """Emit the graphs that run a schedule.
+
+    Args:
+        joint: The captured graph.
+        backward: The operations that the backward runs, by index, in order; forward operations
+            among them are re-runs.
+        copying: Re-runs read copies of ``joint.to_copy``.
+
+    Raises:
+        CaptureError: If the backward needs an input that the step overwrites.
+    """
+    body = _Backward(joint, joint.to_copy if copying else frozenset())
+    for index in backward:
+        body.run(joint.ops[index])
+    body.finish()
+    forward, saved = _forward(joint, body)
+    again = tuple(p for p in body.read_again if p not in body.read)
+    return Halves(forward, GraphModule(joint.module, body.graph), saved, again)
+
+
+def user_outputs(forward: GraphModule) -> int | None:
+    """How many of the outputs of an emitted forward graph are not saved only; None if it was not emitted."""
+    count: int | None = forward.graph.output_node().meta.get(_USER_OUTPUTS)
+    return count
+
+
+def no_recomputation(joint: JointGraph) -> list[int]:
+    """The backward sequence that re-runs nothing."""
+    return list(range(joint.forward_length, len(joint.ops)))
+
+
+class _Backward:
+    """The backward graph while it grows.
+
+    A storage's *version* counts how often it has been computed again; a node of the joint graph
+    stands for a different node of this graph in each version of the storages it looks at.
+    """
+
+    def __init__(self, joint: JointGraph, to_copy: Collection[Node]) -> None:
+        self.joint, self._to_copy = joint, to_copy
+        self.reads = InputReads(joint)
+        self.taken: dict[tuple[Node, bool], Node] = {}  # of an input, or of its copy
+        self.read: set[Node] = set()  # inputs, by the backward's own operations
+        self.read_again: dict[Node, None] = {}  # inputs, not copies of them, by re-runs
+        self._views: dict[tuple[Node, bool], Node] = {}
+        self.graph = FxGraph()
+        self.saved: dict[Node, Node] = {}
+        self.states: dict[JointOp, Node] = {}
+        self.sizes: dict[Node, Node] = {}
+        self._version = [0] * len(joint.storage_bytes)
+        self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
+        self.backward_nodes = _backward_nodes(joint)
+        self._early_sizes = _sizes_of_forward(joint, self.backward_nodes)
+        self._mutated = {joint.primals[i] for i in joint.mutated if i < len(joint.primals)}
+        self._tangents = {n: self._placeholder(n.name, n) for n in joint.tangents}
+
+    def run(self, op: JointOp) -> None:
+        """Append an operation: a backward one, or a forward one again."""
+        if op.backward:
+            self._current[op.node] = (self._versions(op.node), self.graph.node_copy(op.node, self.node))
+            for user in op.node.users:
+                # Asked for at its first use, a size would hold the tensor up to there.
+                if self.joint.is_size(user) and user.all_input_nodes == [op.node]:
+                    self._size(user)
+            return
+        node = self._again(op)
+        node.meta = dict(op.node.meta)
+        if op.batch_norm:
+            node.meta["val"] = op.node.meta["val"][: RESULTS[op.node.target]]
+        for storage in op.allocates_again:
+            self._version[storage] += 1
+        self._current[op.node] = (self._versions(op.node), node)
+
+    def _again(self, op: JointOp) -> Node:
+        def take(tree: Any) -> Any:
+            return map_arg(tree, self._node_again)
+
+        if op.batch_norm:
+            target, arguments = batch_norm.without_statistics(op.node.target, op.node.args)
+            return self.graph.call_function(target, take(arguments))
+        if not op.random:
+            return _copy(self.graph, op.node, self._node_again)
+        if op not in self.states:
+            self.states[op] = self._placeholder(f"{op.node.name}_generator", None)
+        device, in_place = replay.generator_device(op.node), operator_in_place(op.node)
+        target = op.node.target if in_place is None else OnCopy(in_place)
+        arguments = (self.states[op], *device, target, *take(op.node.args))
+        return self.graph.call_function(replay.run_from_state, arguments, take(op.node.kwargs))
+
+    def node(self, original: Node) -> Node:
+        """The node that stands for a joint node at this point, saved or emitted as needed."""
+        if original in self._tangents:
+            return self._tangents[original]
+        if original.op == "get_attr":
+            return self.graph.node_copy(original)
+        if self.joint.is_size(original):
+            return self._size(original)
+        versions = self._versions(original)
+        if original not in self.backward_nodes and not any(versions):
+            inputs = self.reads.of(original)
+            self.read.update(inputs)
+            return self._save(original) if inputs in ((), (original,)) else self._view(original, False)
+        current = self._current.get(original)
+        if current is not None and current[0] == versions:
+            return current[1]
+        if not self.joint.is_view(original):
+            raise AssertionError(f"schedule uses {original} before it is computed")
+        node = self.graph.node_copy(original, self.node)
+        self._current[original] = (versions, node)
+        return node
+
+    def _node_again(self, original: Node) -> Node:
+        """The same for a re-run: of inputs what they were in the forward, as far as that is kept."""
+        inputs = self.reads.of(original)
+        if not inputs or original in self.backward_nodes:
+            return self.node(original)
+        self.read_again.update(dict.fromkeys(p for p in inputs if p not in self._to_copy))
+        return self._view(original, any(p in self._to_copy for p in inputs))
+
+    def _view(self, original: Node, copy: bool) -> Node:
+        """An input under another name, or a view of it, as the forward saw it; of its copy if it has one.
+
+        What autograd saves is such a view as well: it stays with the memory that the input had.
+        """
+        if self.joint.is_size(original):
+            return self._size(original)
+        if original.op == "placeholder":
+            key = (original, copy and original in self._to_copy)
+            if key not in self.taken:
+                self.taken[key] = self._placeholder(
+                    f"{original.name}_{'copy' if key[1] else 'alias'}", original
+                )
+            return self.taken[key]
+        node = self._views.get((original, copy))
+        if node is None:
+            node = self.graph.node_copy(original, lambda n: self._view(n, copy))
+            self._views[original, copy] = node
+        return node
+
+    def finish(self) -> None:
+        """Emit the outputs."""
+        self.graph.output(map_arg(list(self.joint.outputs[1]), self.node))
+
+    def _size(self, original: Node) -> Node:
+        node = self.sizes.get(original)
+        if node is None and original in self._early_sizes:
+            node = self.sizes[original] = self._placeholder(original.name, original)
+        if node is not None:
+            return node
+        if original not in self._current:
+            self._current[original] = ((), self.graph.node_copy(original, self.node))
+        return self._current[original][1]
+
+    def _save(self, original: Node) -> Node:
+        node = self.saved.get(original)
+        if node is None:
+            if original in self._mutated:
+                raise CaptureError(
+                    f"the backward needs the value that input {original.name} had before the forward "
+                    "changed it in place; change a copy in the module's forward instead"
+                )
+            node = self.saved[original] = self._placeholder(original.name, original)
+        return node
+
+    def _placeholder(self, name: str, original: Node | None) -> Node:
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first):
+            node = self.graph.placeholder(name)
+        if original is not None:
+            node.meta = dict(original.meta)
+        return node
+
+    def _versions(self, node: Node) -> tuple[int, ...]:
+        storages = self.joint.storages_of(node)
+        return tuple(self._version[s] for s in storages)
+
+
+def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Node, ...]]:
+    graph = FxGraph()
+    env: dict[Node, Node] = {}
+    for primal in joint.primals:
+        env[primal] = graph.node_copy(primal)
+    outputs, _ = joint.outputs
+    saved = sorted(body.saved, key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
+    state_of: dict[JointOp, Node] = {}
+
+    def node(original: Node) -> Node:
+        if original not in env:
+            env[original] = _copy(graph, original, node)
+        return env[original]
+
+    first_readers = body.reads.first_readers()
+    taken_as: dict[tuple[Node, bool], Node] = {}
+    for primal, copy in body.taken:
+        if not copy:
+            taken_as[primal, copy] = _taken(graph, env[primal], replay.alias)
+
+    sizes = _sizes_after(joint, body.backward_nodes, body.sizes)
+    for size in sizes.get(-1, ()):
+        node(size)
+    for op in joint.ops[: joint.forward_length]:
+        if op in body.states:
+            device = replay.generator_device(op.node)
+            state_of[op] = graph.call_function(replay.generator_state, device)
+            state_of[op].meta["val"] = torch.empty(0, dtype=torch.uint8)
+        for primal in first_readers.get(op.index, ()):
+            if (primal, True) in body.taken:
+                taken_as[primal, True] = _taken(graph, env[primal], replay.copied)
+        node(op.node)
+        for size in sizes.get(op.index, ()):
+            node(size)
+    wanted = [*outputs, *saved, *body.sizes]
+    results = map_arg(wanted, node)
+    states = [state_of[op] for op in body.states]
+    taken = [taken_as[key] for key in body.taken]
+    graph.output([*results[: len(outputs)], *states, *taken, *results[len(outputs) :]])
+    graph.output_node().meta[_USER_OUTPUTS] = len(outputs)
+
+    tensors = [*body.states.values(), *body.taken.values(), *(body.saved[n] for n in saved)]
+    _order_placeholders(body, [*body.sizes.values(), *tensors])
+    return GraphModule(joint.module, graph), tuple(saved)
+
+
+def _taken(graph: FxGraph, source: Node, function: Callable[..., Any]) -> Node:
+    node = graph.call_function(function, (source,))
+    node.meta["val"] = source.meta["val"]
+    return node
+
+
+def _copy(graph: FxGraph, original: Node, take: Callable[[Node], Any]) -> Node:
+    node = graph.node_copy(original, take)
+    if replay.needs_reserve(original.target):
+        node.args = (original.target, *node.args)  # type: ignore[arg-type]
+        node.target = replay.with_reserve
+    return node
+
+
+def _order_placeholders(body: _Backward, saved: list[Node]) -> None:
+    ordered = [*saved, *body._tangents.values()]
+    first_other = next(n for n in body.graph.nodes if n.op != "placeholder")
+    for placeholder in ordered:
+        first_other.prepend(placeholder)
+    for state in body.states.values():
+        state.meta["val"] = torch.empty(0, dtype=torch.uint8)
+
+
+def _sizes_of_forward(joint: JointGraph, backward_nodes: set[Node]) -> set[Node]:
+    """Symbolic numbers that the forward can compute: of its inputs and of the tensors it makes."""
+    found: set[Node] = set()
+    for node in joint.graph.nodes:
+        if not joint.is_size(node) or node in joint.tangents:
+            continue
+        sources = node.all_input_nodes
+        if all(n in found if joint.is_size(n) else n not in backward_nodes for n in sources):
+            found.add(node)
+    return found
+
+
+def _sizes_after(
+    joint: JointGraph, backward_nodes: set[Node], wanted: Iterable[Node]
+) -> dict[int, list[Node]]:
+    """After which operation of the forward (-1: before all) each symbolic number can be computed.
+
+    Computed when it is asked for, a size would hold the tensor that it is read from up to there.
+    """
+    after: dict[Node, int] = {}
+    found: dict[int, list[Node]] = {}
+    wanted = set(wanted)
+    for node in joint.graph.nodes:
+        sources = [after[n] for n in node.all_input_nodes if n in after]
+        after[node] = joint.op_of.get(node, max(sources, default=-1))
+        forward = node in wanted or any(u not in backward_nodes for u in node.users)
+        if joint.is_size(node) and node.op != "placeholder" and forward:
+            found.setdefault(after[node], []).append(node)
+    return found
+
+
+def _backward_nodes(joint: JointGraph) -> set[Node]:
+    """Nodes that belong to the backward: its operations, and views taken in it or of its results."""
+    backward: set[Node] = set(joint.tangents)
+    started = False
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        started = started or node.meta.get("partitioner_tag") == "is_backward"
+        if started:
+            backward.add(node)
+    return backward

@@ -1,0 +1,133 @@
+"""Fewer calls for the same tensors: views that change nothing, or that undo each other, are left out.
+
+Traced graphs are full of them: ``detach`` of what is saved, ``t`` of ``t`` in the backward of every
+linear layer, ``expand`` to the same size. Only views go, so storages live exactly as long as before.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
+
+from planner._torch.execution import op_bindings
+
+aten = torch.ops.aten
+
+_ALIASES = {aten.detach.default, aten.alias.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_SAME_IF_SHAPE_IS = {*_RESHAPES, aten.expand.default, aten.slice.Tensor}
+_PERMUTATIONS = {aten.t.default, aten.transpose.int, aten.permute.default}
+
+
+def simplify(graph: FxGraph, fixed_outputs: int | None = None) -> None:
+    """Leave out superfluous views of a graph, in place.
+
+    Args:
+        graph: A graph of operator calls whose nodes carry their values as ``meta["val"]``.
+        fixed_outputs: How many outputs, from the first, must stay tensors of their own; the others
+            are only read. None: all of them.
+    """
+    nodes: list[Node] = list(graph.nodes)
+    output = nodes[-1]
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    fixed = set(_nodes(results if fixed_outputs is None else results[:fixed_outputs]))
+    returned = set(_nodes(results))
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        source = _simpler(graph, node)
+        if source is None or source is node:
+            continue
+        if node in fixed:
+            continue
+        if node in returned:
+            if source.op != "call_function" or source in returned:
+                continue  # no tensor is returned twice: each may be taken over
+            returned.add(source)
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and node.target in _VIEWS:
+            graph.erase_node(node)
+
+
+_VIEWS = {*_ALIASES, *_RESHAPES, *_SAME_IF_SHAPE_IS, *_PERMUTATIONS}
+
+
+def _simpler(graph: FxGraph, node: Node) -> Node | None:
+    """What can stand for a view: its source, or a view that takes fewer steps; None where nothing can."""
+    rule: Callable[[FxGraph, Node, Node], Node | None] | None = None
+    if node.target in _ALIASES:
+        rule = _alias
+    elif node.target in _PERMUTATIONS:
+        rule = _permutation
+    elif node.target in _SAME_IF_SHAPE_IS:
+        rule = _reshape
+    source = node.args[0] if node.args else None
+    if rule is None or not isinstance(source, Node):
+        return None
+    if not all(isinstance(n.meta.get("val"), torch.Tensor) for n in (node, source)):
+        return None
+    return rule(graph, node, source)
+
+
+def _alias(_graph: FxGraph, _node: Node, source: Node) -> Node | None:
+    return source
+
+
+def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
+    if op_bindings.same_sizes(source.meta["val"], node.meta["val"]):
+        return source
+    before = source.args[0] if source.args else None
+    if (
+        node.target in _RESHAPES
+        and source.target in _RESHAPES
+        and isinstance(before, Node)
+        and len(source.users) == 1
+    ):
+        node.update_arg(0, before)
+        return _simpler(graph, node)
+    return None
+
+
+def _permutation(graph: FxGraph, node: Node, source: Node) -> Node | None:
+    order = _order(node)
+    if order == sorted(order):
+        return source
+    before = source.args[0] if source.args else None
+    if source.target not in _PERMUTATIONS or not isinstance(before, Node):
+        return None
+    first = _order(source)
+    both = [first[i] for i in order]
+    if both == sorted(both):
+        return before
+    if len(source.users) > 1:
+        return None
+    moved = [i for i, j in enumerate(both) if i != j]
+    with graph.inserting_before(node):
+        if len(moved) == 2:
+            shorter = graph.call_function(aten.transpose.int, (before, *moved))
+        else:
+            shorter = graph.call_function(aten.permute.default, (before, both))
+    shorter.meta = dict(node.meta)
+    return shorter
+
+
+def _order(node: Node) -> list[int]:
+    """Which dimension of its source each dimension of a permutation is."""
+    rank = node.meta["val"].dim()
+    order = list(range(rank))
+    if node.target is aten.t.default:
+        return order[::-1]
+    if node.target is aten.permute.default:
+        return [int(i) % rank for i in node.args[1]]  # type: ignore[union-attr,arg-type]
+    if rank:
+        first, second = (int(i) % rank for i in node.args[1:3])  # type: ignore[arg-type]
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _nodes(tree: list[Any]) -> list[Node]:
+    return [n for n in tree if isinstance(n, Node)]

@@ -1,0 +1,312 @@
+"""The plan: what is kept, what is re-run and where, what that promises, and how it is stored as JSON.
+
+A plan file is data from outside. Loading one checks every field, its type, its range and how the fields
+fit together, and runs nothing. `docs/plan-file.md` describes the format; `docs/plan.schema.json` is
+generated from the models.
+"""
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import from_json
+
+from planner.errors import PlanFileError
+from planner.planfile.atomic_file import reason, write_atomically
+from planner.planfile.budget import format_bytes
+from planner.planfile.json_layout import laid_out
+from planner.planfile.options import Origin
+from planner.planfile.schema import (
+    Footprint,
+    GradientLayout,
+    GraphRecord,
+    Holder,
+    InconsistentError,
+    Label,
+    ModelRecord,
+    Name,
+    OpRecord,
+    Record,
+    Resident,
+    SolverRecord,
+    Target,
+    TensorRecord,
+    Timeline,
+    WholeStep,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import nn
+
+    from planner.runtime.shape_policy import OnNewShape
+    from planner.training_step.step import Loss
+
+__all__ = [
+    "Footprint",
+    "GradientLayout",
+    "GraphRecord",
+    "Holder",
+    "ModelRecord",
+    "OpRecord",
+    "Plan",
+    "Resident",
+    "SolverRecord",
+    "Target",
+    "TensorRecord",
+    "Timeline",
+    "WholeStep",
+    "plan_schema",
+]
+
+Rung = Literal["one-graph", "several-graphs", "partly-captured"]
+
+SCHEMA_VERSION = 1
+LARGEST_FILE_BYTES = 512 * 2**20
+
+
+class Plan(Record):
+    """A training step within a memory budget: its schedule, and what that schedule promises."""
+
+    _origin: Origin | None = PrivateAttr(default=None)
+
+    schema_version: Literal[1] = 1
+    created_with: dict[Label, Label] = Field(max_length=100, description="versions of what made the plan")
+    rung: Rung = Field(
+        description="how much of the forward is captured: by one graph, by several that are planned as "
+        "one step, or but for operations between graphs that run as written"
+    )
+    model: ModelRecord
+    target: Target
+    solver: SolverRecord
+    resident: Resident
+    predicted: Footprint = Field(description="the step with this plan")
+    baseline: Footprint = Field(description="the step as PyTorch runs it without a plan")
+    no_recompute: Footprint = Field(description="the captured step when nothing is recomputed")
+    whole_step: WholeStep | None = Field(
+        default=None,
+        description="the planned step with the optimizer's own, on the device; bounded by the budget",
+    )
+    baseline_whole_step: WholeStep | None = Field(
+        default=None, description="the same without a plan; percent budgets are of its total"
+    )
+    graphs: list[GraphRecord] = Field(min_length=1, max_length=10_000)
+    timeline: Timeline
+    baseline_timeline: Timeline
+    peak_holders: list[Holder] = Field(max_length=10_000, description="what is alive at the planned peak")
+    notes: list[Name] = Field(max_length=1000)
+
+    @property
+    def overhead(self) -> float:
+        """Extra time of the planned step over the one that recomputes nothing: 0.05 is 5 %."""
+        if self.no_recompute.seconds == 0:
+            return 0.0
+        return self.predicted.seconds / self.no_recompute.seconds - 1
+
+    def __repr__(self) -> str:
+        whole, unplanned = self.predicted.peak_bytes, self.baseline.peak_bytes
+        rerun = sum(len(graph.recomputed) for graph in self.graphs)
+        return (
+            f"<Plan of {self.model.class_name} for {self.target.budget_text} on {self.target.device}: peak "
+            f"{format_bytes(whole)} instead of {format_bytes(unplanned)}, time {self.overhead:+.1%}, re-runs "
+            f"{rerun} of {sum(graph.forward_length for graph in self.graphs)} operations>"
+        )
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        from planner.report.text import as_html, render
+
+        return as_html(render(self))
+
+    def summary(self) -> str:
+        """What was planned, what that promises, and what it does to each module, as text of several lines.
+
+        ``print(plan.summary())`` shows it; the command ``python -m planner show`` says the same and more.
+        """
+        from planner.report.text import as_text, render_summary
+
+        return as_text(render_summary(self))
+
+    def figure(self) -> "Figure":
+        """Draw live bytes over the step, planned and unplanned, and what is alive at the planned peak.
+
+        Returns:
+            a figure of matplotlib's; notebooks show it, ``figure.savefig("plan.svg")`` writes it.
+
+        Raises:
+            PlottingError: matplotlib is not installed.
+        """
+        from planner.report.figure import draw
+
+        return draw(self)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for field in ("predicted", "baseline", "no_recompute"):
+            found = getattr(self, field).resident_bytes
+            if found != self.resident.total:
+                message = f"{found} is not the total of `resident`, {self.resident.total}"
+                raise InconsistentError(message, field, "resident_bytes")
+        budget_bytes = self.target.budget_bytes
+        if budget_bytes is not None and self.predicted.peak_bytes > budget_bytes:
+            message = f"{self.predicted.peak_bytes} is more than the budget of {budget_bytes}"
+            raise InconsistentError(message, "predicted", "peak_bytes")
+        whole = self.whole_step
+        if whole is not None and whole.forward_backward_bytes != self.predicted.peak_bytes:
+            message = (
+                f"{whole.forward_backward_bytes} is not predicted.peak_bytes, {self.predicted.peak_bytes}"
+            )
+            raise InconsistentError(message, "whole_step", "forward_backward_bytes")
+        if budget_bytes is not None and whole is not None and whole.total_bytes > budget_bytes:
+            message = f"{whole.total_bytes} in all is more than the budget of {budget_bytes}"
+            raise InconsistentError(message, "whole_step")
+        if self.rung == "one-graph" and len(self.graphs) != 1:
+            raise InconsistentError(f"there are {len(self.graphs)} where the rung is one-graph", "graphs")
+        return self
+
+    @property
+    def origin(self) -> Origin:
+        """What the plan was made with besides the model; a plan that was read from a file knows little."""
+        from solvers.registry import SOLVERS
+
+        if self._origin is not None:
+            return replace(self._origin, inputs=self.target.inputs)
+        name = self.solver.name if self.solver.name in SOLVERS else "auto"
+        return Origin(
+            solver=name,
+            accumulate=self.resident.gradient_bytes > 0,
+            outputs=self.model.outputs,
+            inputs=self.target.inputs,
+        )
+
+    def made_with(self, origin: Origin) -> Self:
+        """The same plan, which remembers what it was made with."""
+        self._origin = origin
+        return self
+
+    def apply(
+        self,
+        model: "nn.Module",
+        *,
+        on_new_shape: "OnNewShape" = "reapply",
+        loss: "Loss | None" = None,
+    ) -> "nn.Module":
+        """Make the module train by this plan, in place.
+
+        Inputs of other shapes run by the same plan. Where no size is larger than planned they take no more
+        memory; where one is, `on_new_shape` says what happens.
+
+        Args:
+            model: the module.
+            on_new_shape: "reapply" warns with the peak that the same plan has at the new shape; "replan"
+                makes another plan for it, within the same budget, where the same plan does not fit; "error"
+                refuses every shape but the planned one, before anything is computed.
+            loss: as for `planner.plan`, to predict peaks; None for the one that the plan was made with,
+                which a plan that was read from a file does not know.
+
+        Returns:
+            the same module; `planner.remove(model)` undoes it.
+
+        Raises:
+            PlanMismatch: the plan is of another model.
+            InputError: the loss is no function of the module's output.
+            ValueError: `on_new_shape` is none of the three.
+        """
+        from planner.runtime.install import apply
+        from planner.training_step.inputs import check_loss
+
+        return apply(self, model, on_new_shape=on_new_shape, loss=check_loss(loss))
+
+    def dumps(self) -> str:
+        """Write the plan as JSON text, laid out for people: one operation a line.
+
+        The same step planned again gives the same text: how long planning took is left out.
+        """
+        times = {"solver": {"solve_seconds", "capture_seconds"}}
+        return laid_out(self.model_dump(mode="json", exclude=times)) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all.
+
+        Raises:
+            PlanFileError: the file cannot be written; what was there before is untouched.
+        """
+        write_atomically(path, self.dumps())
+
+    @classmethod
+    def loads(cls, text: str | bytes, *, source: str = "plan") -> Self:
+        """Read a plan from JSON text and check all of it.
+
+        Args:
+            text: the JSON.
+            source: what to call the text in errors.
+
+        Raises:
+            PlanFileError: names the source, the field that is wrong, and what is wrong with it.
+        """
+        try:
+            data = from_json(text, allow_inf_nan=True, cache_strings="keys")
+        except ValueError as error:
+            raise PlanFileError(f"{source}: not valid JSON, or cut short: {error}") from None
+        if not isinstance(data, dict):
+            raise PlanFileError(f"{source}: a plan is a JSON object, this is {_json_type(data)}")
+        version = data.get("schema_version")
+        if version != SCHEMA_VERSION or isinstance(version, bool):
+            found = "missing" if version is None else f"{version!r:.40}"
+            raise PlanFileError(f"{source}: schema_version: {found}, this release reads {SCHEMA_VERSION}")
+        try:
+            return cls.model_validate(data, strict=True)
+        except ValidationError as error:
+            raise PlanFileError(f"{source}: {_first_problem(error)}") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan from a file and check all of it.
+
+        Raises:
+            PlanFileError: names the file, the field that is wrong, and what is wrong with it.
+        """
+        source = os.fspath(path)
+        try:
+            with open(source, "rb") as file:
+                content = file.read(LARGEST_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise PlanFileError(f"{source}: cannot be read: {reason(error)}") from None
+        if len(content) > LARGEST_FILE_BYTES:
+            raise PlanFileError(f"{source}: larger than {LARGEST_FILE_BYTES} bytes, too large for a plan")
+        return cls.loads(content, source=source)
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON schema of plan files."""
+    schema = Plan.model_json_schema(mode="validation")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    cause = first.get("ctx", {}).get("error")
+    location: tuple[str | int, ...] = first["loc"]
+    if isinstance(cause, InconsistentError):
+        message = str(cause)
+        location = (*location, *cause.field)
+    else:
+        message = first["msg"].lower()
+        if not isinstance(first["input"], dict | list):
+            message += f" (found {repr(first['input'])[:60]})"
+    field = ""
+    for part in location:
+        field += f"[{part}]" if isinstance(part, int) else f"{'.' if field else ''}{part}"
+    # A field that is not known is named by the file.
+    field = "".join(character if character.isprintable() else "?" for character in field[:200])
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{field}: {message}{more}"
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

@@ -1,0 +1,1 @@
+"""From a module and a budget to a plan."""

@@ -1,0 +1,222 @@
+"""From a solution to a plan: what is kept, what is recomputed, what that promises."""
+
+import platform
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import planner
+from planner.capture.captured_step import CapturedStep
+from planner.costs.kernel_timer import MeasuredCosts
+from planner.planfile.budget import Budget
+from planner.planfile.fingerprint import class_name, state_digest
+from planner.planfile.plan import (
+    Footprint,
+    GradientLayout,
+    GraphRecord,
+    Holder,
+    ModelRecord,
+    OpRecord,
+    Plan,
+    Rung,
+    SolverRecord,
+    Target,
+    TensorRecord,
+    Timeline,
+)
+from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
+from planner.problem.build import Problem
+from planner.training_step.step import Step
+from solvers.model.schedule import alive_at, lifetimes, simulate
+from solvers.model.solution import Solution
+
+
+def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
+    """The plan that a solution is."""
+    captured, problem, resident = prepared.captured, prepared.problem, prepared.resident
+    model, meter = prepared.model, prepared.meter
+    graph = problem.graph
+    timeline = simulate(graph, solution.schedule)
+    nothing = simulate(graph, graph.base_schedule)
+    rung, reached = _rung(captured)
+    forward_steps = graph.forward_length
+    eager_forward = sum(not e.backward for e in captured.eager.events)
+
+    def footprint(peak: int, seconds: float) -> Footprint:
+        return Footprint(
+            peak_bytes=resident.total + peak,
+            dynamic_peak_bytes=peak,
+            resident_bytes=resident.total,
+            seconds=seconds,
+        )
+
+    notes = [*reached, *captured.notes]
+    if meter is not None and meter.failures:
+        notes.append(f"workspace of {len(meter.failures)} operations could not be measured and counts as 0")
+    if meter is not None and meter.unmeasured:
+        notes.append(unmeasured(meter))
+    if isinstance(prepared.costs, MeasuredCosts) and prepared.costs.failures:
+        notes.append(
+            f"{len(prepared.costs.failures)} operations could not be timed; their seconds are the roofline's"
+        )
+    return Plan(
+        created_with={
+            "planner": planner.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        rung=rung,
+        model=ModelRecord(
+            class_name=class_name(model),
+            training=prepared.step.in_mode(model),
+            inputs=input_records(prepared.step),
+            outputs=prepared.step.outputs,
+            parameter_count=sum(p.numel() for p in model.parameters()),
+            state_digest=state_digest(model),
+            autocast=captured.autocast,
+            torch_version=torch.__version__,
+        ),
+        target=Target(
+            budget_bytes=budget.bytes,
+            budget_text=budget.text,
+            device=prepared.device.name,
+            inputs=prepared.origin.inputs,
+            costs=prepared.costs.name,
+            workspace="measured" if meter is not None else "none",
+        ),
+        solver=SolverRecord(
+            name=solution.solver,
+            status=str(solution.status),
+            gap=solution.gap,
+            bound_seconds=solution.bound_seconds,
+            solve_seconds=solution.solve_seconds,
+            capture_seconds=prepared.seconds,
+        ),
+        resident=resident,
+        predicted=footprint(timeline.peak_bytes, timeline.seconds),
+        baseline=footprint(problem.eager.peak_bytes, problem.eager.seconds),
+        no_recompute=footprint(nothing.peak_bytes, nothing.seconds),
+        whole_step=prepared.footprint.whole_step(timeline.peak_bytes, problem.final_bytes),
+        baseline_whole_step=prepared.baseline_whole_step,
+        graphs=_graph_records(captured, problem, solution),
+        timeline=Timeline.downsample(timeline.step_bytes, forward_steps),
+        baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
+        peak_holders=_holders(problem, solution, timeline.peak_step),
+        notes=notes,
+    ).made_with(prepared.origin)
+
+
+def _rung(captured: CapturedStep) -> tuple[Rung, list[str]]:
+    """How much of the forward the graphs cover, and what to know about that."""
+    count = sum(g.joint is not None for g in captured.graphs)
+    notes = []
+    if captured.breaks:
+        more = f"; and at {len(captured.breaks) - 1} other places" if len(captured.breaks) > 1 else ""
+        notes.append(
+            f"the forward is {count} graphs, planned as one step; one ends at {captured.breaks[0]}{more}"
+        )
+    if captured.eager_operations:
+        notes.append(
+            f"{captured.eager_operations} operations between the graphs run as written; their memory "
+            "counts as measured"
+        )
+    if captured.with_data:
+        notes.append(
+            "data decide what runs, so the step was captured by running a copy of it; sizes that depend on "
+            "data are those of the example"
+        )
+    if captured.eager_operations:
+        return "partly-captured", notes
+    return ("one-graph" if count == 1 else "several-graphs"), notes
+
+
+def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution) -> list[GraphRecord]:
+    sequences = problem.backward_sequences(captured, solution.schedule)
+    cost: dict[tuple[int, int], float] = {}
+    size: dict[tuple[int, int], int] = {}
+    for row, source in enumerate(problem.sources):
+        if source.graph >= 0:
+            key = (source.graph, source.op)
+            cost[key] = problem.graph.ops[row].seconds
+            outputs = problem.graph.ops[row].outputs
+            size[key] = sum(
+                problem.graph.values[v].bytes for v in outputs if not problem.graph.values[v].on_demand
+            )
+    kept = _kept(problem, solution)
+    records = []
+    for index, (captured_graph, backward) in enumerate(zip(captured.graphs, sequences, strict=True)):
+        joint = captured_graph.joint
+        if joint is None:
+            continue
+        ops = [
+            OpRecord(
+                name=op.name,
+                module=op.module,
+                bytes=size.get((index, op.index), 0),
+                phase="backward" if op.backward else "forward",
+                seconds=cost.get((index, op.index), 0.0),
+            )
+            for op in joint.ops
+        ]
+        records.append(
+            GraphRecord(
+                fingerprint=joint.fingerprint,
+                structure=captured_graph.structure,
+                turn=captured_graph.turn,
+                turns=captured_graph.turns,
+                unused_outputs=list(captured_graph.unused_outputs),
+                inputs_by_use=list(captured_graph.inputs_by_use),
+                gradient_layouts=[
+                    GradientLayout(output=output, dimensions=list(dimensions))
+                    for output, dimensions in sorted(captured_graph.gradient_layouts.items())
+                ],
+                ops=ops,
+                backward=backward,
+                kept=kept.get(index, []),
+            )
+        )
+    return records
+
+
+def _kept(problem: Problem, solution: Solution) -> dict[int, list[int]]:
+    """For each captured graph the forward operations whose results live on into the backward."""
+    graph = problem.graph
+    lives = lifetimes(graph, solution.schedule)
+    first = np.append(True, lives.value[1:] != lives.value[:-1])
+    outlive = first & (lives.start < graph.forward_length) & (lives.end >= graph.forward_length)
+    kept: dict[int, set[int]] = {}
+    for value in lives.value[outlive].tolist():
+        source = problem.sources[int(graph.producer[value])]
+        if source.graph >= 0:
+            kept.setdefault(source.graph, set()).add(source.op)
+    return {index: sorted(ops) for index, ops in kept.items()}
+
+
+def _holders(problem: Problem, solution: Solution, step: int) -> list[Holder]:
+    graph = problem.graph
+    by_module: dict[str, int] = {}
+    for value in alive_at(graph, solution.schedule, step).tolist():
+        module = graph.ops[int(graph.producer[value])].module
+        by_module[module] = by_module.get(module, 0) + graph.values[value].bytes
+    return [Holder(module=m, bytes=b) for m, b in sorted(by_module.items(), key=lambda item: -item[1])]
+
+
+def input_records(step: Step) -> list[TensorRecord]:
+    """The tensors among a step's arguments."""
+    leaves, _ = pytree.tree_flatten_with_path((step.args, dict(step.kwargs)))
+    records = []
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            where = ("args" if path[0] == pytree.SequenceKey(0) else "kwargs") + pytree.keystr(path[1:])
+            records.append(
+                TensorRecord(
+                    path=where,
+                    shape=list(leaf.shape),
+                    dtype=str(leaf.dtype).removeprefix("torch."),
+                    device=str(leaf.device),
+                    requires_grad=leaf.requires_grad,
+                    strides=strides_in_memory(leaf),
+                )
+            )
+    return records

@@ -1,0 +1,197 @@
+"""Putting a plan together: what was captured, what was solved, and what that promises."""
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from planner._torch.cuda.attention import Attention
+from planner._torch.tracing.inside_compile import holds_dtensors
+from planner.capture.capture import capture
+from planner.capture.captured_step import CapturedStep, CudaKernels
+from planner.costs.devices import Device, find_device, round_bytes, same_processor
+from planner.costs.kernel_timer import MeasuredCosts
+from planner.costs.optimizer_step import Optimizer, OptimizerStep, optimizer_step
+from planner.costs.roofline import Costs, roofline
+from planner.costs.step_memory import Footprint as StepFootprint
+from planner.costs.workspace import WorkspaceMeter
+from planner.errors import PlannerError, PlanWarning
+from planner.graph.overwritten import InputsAre, checked_inputs
+from planner.interrupts import at_stages, held_interrupts
+from planner.planfile.budget import Budget, parse_budget
+from planner.planfile.options import Origin
+from planner.planfile.plan import (
+    Resident,
+    WholeStep,
+)
+from planner.planning.runnable import refuse_what_cannot_run
+from planner.problem.build import Problem, build_problem
+from planner.training_step.inputs import InputError
+from planner.training_step.sharded import SHARDED
+from planner.training_step.step import Step, tensors_in, unique_storages
+from planner.training_step.wrappers import refuse_wrappers
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+CostSource = Literal["roofline", "measured"]
+NEWEST = (9, 0)
+"""Compute capability of devices that do not tell theirs."""
+
+IN_EVALUATION = (
+    "the model is in evaluation mode, as from_pretrained() returns it, and is planned for training mode: "
+    "call model.train() before training, or plan with training=False to train it as it is"
+)
+
+
+class CostsError(PlannerError, ValueError):
+    """Costs cannot be had from where they are asked of."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is ready to be solved, for any number of budgets."""
+
+    model: torch.nn.Module
+    step: Step
+    captured: CapturedStep
+    problem: Problem
+    footprint: StepFootprint
+    meter: WorkspaceMeter | None
+    costs: Costs
+    seconds: float
+    origin: Origin
+
+    @property
+    def resident(self) -> Resident:
+        """Bytes that are there throughout."""
+        return self.footprint.resident
+
+    @property
+    def device(self) -> Device:
+        """Where the step will run."""
+        return self.footprint.device
+
+    @property
+    def baseline_whole_step(self) -> WholeStep:
+        """The unplanned step with the optimizer's own."""
+        eager = self.problem.eager
+        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes)
+
+    def budget(self, value: int | str) -> Budget:
+        """Read a budget; percentages are of the unplanned step's allocated bytes.
+
+        Raises:
+            BudgetError: The budget cannot be read.
+        """
+        wanted = parse_budget(value, self.baseline_whole_step.allocated_bytes)
+        if wanted.bytes is None or not wanted.text.endswith("%"):
+            return wanted
+        return Budget(self.footprint.around(wanted.bytes), wanted.text)
+
+
+@held_interrupts()
+def prepare(
+    model: torch.nn.Module,
+    step: Step,
+    *,
+    optimizer: Optimizer | None,
+    device: str | torch.device | Device | None,
+    progress: Progress,
+    attention: Attention | None = None,
+    accumulate: bool | None = None,
+    costs: CostSource = "roofline",
+    inputs: InputsAre = "unchanged",
+) -> Prepared:
+    """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
+    progress = at_stages(progress)
+    refuse_wrappers(model, "plan")
+    if not isinstance(step.training, bool | None):
+        raise InputError(f"training is {step.training!r}; expected True or False")
+    notes = []
+    if step.training and not model.training:
+        notes.append(IN_EVALUATION)
+    if holds_dtensors(model):
+        notes.append(SHARDED)
+    for note in notes:
+        logger.warning(note)
+        warnings.warn(note, PlanWarning, stacklevel=4)
+    checked_inputs(inputs)
+    here = _device_of(model, step)
+    target = find_device(device, here)
+    at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
+    if costs not in get_args(CostSource):
+        raise CostsError(f"costs={costs!r}: expected {' or '.join(map(repr, get_args(CostSource)))}")
+    if costs == "measured" and not at_hand:
+        raise CostsError(
+            f"costs='measured' times operations where the model is, on {here.type}, not on {target.name}: "
+            "plan with costs='roofline', or on that device"
+        )
+    started = time.perf_counter()
+    elsewhere = target.kind == "cuda" and here.type != "cuda"
+    captured = capture(
+        model,
+        step,
+        lambda text, fraction: progress(text, 0.8 * fraction),
+        cuda=CudaKernels(target.capability or NEWEST, attention, target.cudnn) if elsewhere else None,
+        accumulate=accumulate,
+    )
+    captured.notes.extend(notes)
+    progress("measuring what kernels allocate inside", 0.8)
+    meter = WorkspaceMeter(here) if at_hand else None
+    source: Costs = roofline(target)
+    if costs == "measured" and meter is not None:
+        source = MeasuredCosts(
+            meter,
+            roofline(target),
+            progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
+        )
+    problem = build_problem(captured, target, meter, source, copying=inputs == "overwritten")
+    if meter is not None:
+        refuse_what_cannot_run(captured.eager.calls, meter)
+    update = optimizer_step(optimizer, model, target, meter, source)
+    if isinstance(source, MeasuredCosts):
+        source.save()
+    if meter is not None and meter.unmeasured:
+        warnings.warn(unmeasured(meter), PlanWarning, stacklevel=3)
+    footprint = StepFootprint(target, _resident(captured, update, target), update)
+    origin = Origin(step.loss, step.outputs, optimizer, device, attention, accumulate, costs, inputs)
+    seconds = time.perf_counter() - started
+    return Prepared(model, step, captured, problem, footprint, meter, source, seconds, origin)
+
+
+def unmeasured(meter: WorkspaceMeter) -> str:
+    return (
+        f"a torch.profiler session was open, in which the workspace of {len(meter.unmeasured)} operations "
+        "could not be measured; it counts as 0, and the peak may be higher than predicted. Plan outside of it"
+    )
+
+
+def _resident(captured: CapturedStep, update: OptimizerStep, device: Device) -> Resident:
+    def size(tensors: Sequence[torch.Tensor]) -> int:
+        return sum(round_bytes(device, int(t.untyped_storage().nbytes())) for t in unique_storages(tensors))
+
+    return Resident(
+        parameter_bytes=size(captured.parameters),
+        buffer_bytes=size(captured.buffers),
+        input_bytes=size(captured.inputs),
+        gradient_bytes=size(captured.gradients),
+        optimizer_bytes=update.state_bytes,
+    )
+
+
+def _device_of(model: torch.nn.Module, step: Step) -> torch.device:
+    for tensor in [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]:
+        return tensor.device
+    return torch.device("cpu")
+
+
+def strides_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """The strides of a tensor; None where it is contiguous, or has none."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    return list(tensor.stride())

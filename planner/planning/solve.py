@@ -1,0 +1,107 @@
+"""From a captured step and a budget to a plan, by a solver."""
+
+from collections.abc import Callable
+
+from planner.errors import InfeasibleBudget, PlannerError
+from planner.planfile.budget import Budget, format_bytes
+from planner.planfile.options import Origin
+from planner.planfile.plan import Plan, WholeStep
+from planner.planning.make_plan import make_plan
+from planner.planning.prepare import Prepared
+from planner.planning.solve_for import solve_for
+from planner.problem.selection import select
+from solvers.model.solution import Solution
+from solvers.registry import SOLVERS, Solve
+
+Progress = Callable[[str, float], None]
+
+
+class SolverError(PlannerError, ValueError):
+    """There is no solver of that name."""
+
+
+def plan_prepared(
+    prepared: Prepared, budget: int | str, origin: Origin, *, progress: Progress | None = None
+) -> Plan:
+    """Plan a step that has been captured, with the solver and the selections of ``origin``.
+
+    Raises:
+        BudgetError, SelectionError, InfeasibleBudget: As :func:`plan` does.
+    """
+    report = progress or no_report
+    wanted = prepared.budget(budget)
+    graph = prepared.problem.graph
+    report(f"solving ({origin.solver})", 0.0)
+    solution = solve_for(
+        graph,
+        wanted,
+        room_bytes(wanted, prepared),
+        origin.solver,
+        time_limit=origin.time_limit,
+        progress=lambda text, fraction: report(text, 0.93 * fraction),
+        constraints=select(
+            graph,
+            keep=origin.keep,
+            recompute=origin.recompute,
+            checkpoints=origin.checkpoints,
+            modules=dict(prepared.model.named_modules()),
+        ),
+    )
+    if not solution.feasible:
+        raise infeasible(prepared, solution, wanted)
+    made = make_plan(prepared, solution, wanted).made_with(origin)
+    report("planned", 1.0)
+    return made
+
+
+def find_solver(name: str) -> Solve:
+    """The solver of a name.
+
+    Raises:
+        SolverError: If there is none; the message lists them.
+    """
+    if name not in SOLVERS:
+        raise SolverError(f"there is no solver {name!r}; expected one of {', '.join(sorted(SOLVERS))}")
+    return SOLVERS[name]
+
+
+def room_bytes(budget: Budget, prepared: Prepared) -> int | None:
+    """What a budget leaves to forward and backward, after all else; None for the least possible.
+
+    Nothing where the optimizer's own step does not fit.
+    """
+    if budget.bytes is None:
+        return None
+    fits = least_whole_step(prepared).total_bytes <= budget.bytes
+    return prepared.footprint.room_bytes(budget.bytes) if fits else 0
+
+
+def least_whole_step(prepared: Prepared) -> WholeStep:
+    """What the step takes if forward and backward need nothing beyond what they leave."""
+    return prepared.footprint.whole_step(0, prepared.problem.final_bytes)
+
+
+def infeasible(prepared: Prepared, solution: Solution, budget: Budget) -> InfeasibleBudget:
+    assert budget.bytes is not None
+    whole = prepared.footprint.whole_step(solution.peak_bytes, prepared.problem.final_bytes)
+    return InfeasibleBudget(
+        f"budget {budget.text} is {format_bytes(budget.bytes)}, but the least that {solution.solver} "
+        f"reaches is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
+        f"{_told(whole, prepared)}",
+        minimum_bytes=whole.total_bytes,
+        budget_bytes=budget.bytes,
+    )
+
+
+def _told(whole: WholeStep, prepared: Prepared) -> str:
+    resident = f"{format_bytes(prepared.resident.total)} are parameters, buffers, inputs and optimizer state"
+    around = whole.total_bytes - whole.allocated_bytes
+    if whole.optimizer_step_bytes > whole.forward_backward_bytes:
+        resident += ", and it is the optimizer's step that takes most"
+    return resident + (
+        f", and {format_bytes(around)} are the context, libraries and fragmentation" if around else ""
+    )
+
+
+def no_report(text: str, fraction: float) -> None:
+    """Tell nobody."""

@@ -1,0 +1,76 @@
+"""Solving for a budget as it was asked for: bytes, the least, or the least at some extra time."""
+
+from planner.errors import BudgetError
+from planner.planfile.budget import Budget
+from solvers import portfolio
+from solvers.least import least
+from solvers.model.constraints import Constraints
+from solvers.model.graph import Graph
+from solvers.model.solution import Progress, Solution
+from solvers.registry import SOLVERS
+
+
+def solve_for(
+    graph: Graph,
+    budget: Budget,
+    room: int | None,
+    solver: str,
+    *,
+    time_limit: float,
+    progress: Progress | None = None,
+    constraints: Constraints | None = None,
+) -> Solution:
+    """The schedule for a budget by a solver.
+
+    Args:
+        graph: The problem.
+        budget: What was asked for.
+        room: The dynamic peak that it allows; None for the least.
+        solver: Its name.
+        time_limit: Wall seconds.
+        progress: Told about advances.
+        constraints: Values that are always kept or always recomputed.
+
+    Returns:
+        The solution. Where nothing fits it is infeasible, with the least peak that the solver reaches, which
+        is that of "min".
+
+    Raises:
+        BudgetError: Asked for was the least at some extra time, and all that the solver finds takes more.
+    """
+    if room is not None:
+        solution = SOLVERS[solver](
+            graph, room, time_limit=time_limit, progress=progress, constraints=constraints
+        )
+        if solution.feasible or solver == portfolio.NAME:
+            return solution
+        lowest = least(SOLVERS[solver], graph, time_limit=time_limit, constraints=constraints)
+        return lowest if lowest.peak_bytes <= room else lowest.infeasible()
+    most_seconds = float("inf")
+    if budget.max_overhead is not None:
+        most_seconds = graph.base_seconds * (1 + budget.max_overhead)
+    if solver == portfolio.NAME:
+        solution = portfolio.solve(
+            graph,
+            None,
+            time_limit=time_limit,
+            progress=progress,
+            constraints=constraints,
+            most_seconds=most_seconds,
+        )
+    else:
+        solution = least(
+            SOLVERS[solver],
+            graph,
+            most_seconds=most_seconds,
+            time_limit=time_limit,
+            progress=progress,
+            constraints=constraints,
+        )
+    if not solution.feasible:
+        extra = solution.seconds / graph.base_seconds - 1 if graph.base_seconds else 0.0
+        raise BudgetError(
+            f"budget {budget.text}: the fastest schedule that solver {solver} finds takes {extra:.1%} extra "
+            "time, with what it was told to recompute; allow at least that"
+        )
+    return solution

@@ -1,0 +1,390 @@
+"""From a captured step to the problem that solvers see, and back from their schedules.
+
+The rows of the solvers' graph are the operations of every execution of every captured graph, in the
+order of the step, with the glue between them. Each storage of each execution is one value.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from planner._torch.cuda.batch_norm import without_statistics
+from planner.capture.captured_step import CapturedStep
+from planner.capture.graph_runner import GraphCall
+from planner.costs.devices import Device, round_bytes
+from planner.costs.eager_timeline import eager_timeline, real_sizes
+from planner.costs.roofline import Costs, roofline
+from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.graph import replay
+from planner.graph.in_place import operator_in_place
+from planner.graph.joint_graph import JointGraph, JointOp
+from planner.graph.overwritten import InputReads, copy_bytes
+from planner.training_step.call import Call
+from planner.training_step.recorder import Event
+from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
+from solvers.model.schedule import Timeline
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a base row of the problem comes from: operation ``op`` of captured graph ``graph``.
+
+    ``instance`` counts the executions of one graph within the step; ``graph`` is -1 for glue.
+    """
+
+    graph: int = -1
+    instance: int = 0
+    op: int = -1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is solved.
+
+    Attributes:
+        graph: The solvers' graph of the compiled step.
+        sources: Where each base row comes from.
+        eager: Timeline of the step as it is without a plan.
+        final_bytes: What a step leaves, whatever its schedule: gradients and outputs.
+    """
+
+    graph: Graph
+    sources: list[Source]
+    eager: Timeline
+    final_bytes: int
+
+    def backward_sequences(self, captured: CapturedStep, schedule: np.ndarray) -> list[list[int]]:
+        """For every captured graph the operations that its backward runs under a schedule, in order.
+
+        A graph that ran several times in the step is never recomputed (see :func:`build_problem`),
+        so the first of its executions stands for all.
+        """
+        steps: list[list[int]] = [[] for _ in captured.graphs]
+        for row in schedule.tolist():
+            source = self.sources[int(self.graph.base_of[row])]
+            if source.graph >= 0 and source.instance == 0:
+                steps[source.graph].append(source.op)
+        return [
+            order[graph.joint.forward_length :] if graph.joint is not None else []
+            for graph, order in zip(captured.graphs, steps, strict=True)
+        ]
+
+
+def build_problem(
+    captured: CapturedStep,
+    device: Device,
+    meter: WorkspaceMeter | None,
+    costs: Costs | None = None,
+    *,
+    copying: bool = False,
+) -> Problem:
+    """Turn a captured step into the problem that solvers see.
+
+    Operations of a graph that runs more than once in the step are not recomputable: all its
+    executions share one program.
+
+    Args:
+        captured: The step.
+        device: For seconds and rounding.
+        meter: Measures the workspace of every distinct operation by running it; None counts none.
+        costs: Seconds of operations; None for the device's roofline.
+        copying: Re-runs read copies of inputs, see :mod:`planner.graph.overwritten`. Taking them counts as
+        no time.
+    """
+    costs = costs or roofline(device)
+    builder = _Builder(captured, copying)
+    builder.run()
+    graph = builder.graph(device, meter, costs)
+    sources = [row.source for row in builder.rows]
+    eager = eager_timeline(captured.eager, device, meter, costs)
+    return Problem(graph, sources, eager, builder.final_bytes(graph))
+
+
+@dataclass
+class _Row:
+    """A base row in the making; ``again`` is its replay form."""
+
+    source: Source
+    op: Op
+    call: Call | None
+    output: Any
+    allocates: tuple[int, ...]
+    again: "_Again | None" = None
+
+
+@dataclass
+class _Again:
+    """How a row is run a second time: with what, for what, and what that needs besides.
+
+    ``call`` is None where the same operation runs; ``extra_bytes`` are held while it runs.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    call: Call | None = None
+    extra_bytes: int = 0
+
+
+@dataclass
+class _Builder:
+    captured: CapturedStep
+    copying: bool = False
+    rows: list[_Row] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    _value_of: dict[int, int] = field(default_factory=dict)  # by recorded storage
+    _storages: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by graph and instance
+    _last_row: list[int] = field(default_factory=list)  # by event
+    _held: dict[int, int | None] = field(default_factory=dict)  # by value: event after which it is let go
+
+    def run(self) -> None:
+        """Make a row of everything that happened in the step."""
+        recording = self.captured.compiled
+        calls = [e.graph for e in recording.events if isinstance(e.graph, GraphCall)]
+        forwards = [c.graph for c in calls if not c.backward]
+        backward = False
+        for index, event in enumerate(recording.events):
+            backward = backward or event.backward
+            if isinstance(event.graph, GraphCall):
+                self._graph_event(event, event.graph, backward, forwards.count(event.graph.graph) == 1)
+            else:
+                self._glue_event(event, backward)
+            self._last_row.append(len(self.rows) - 1)
+            for storage in event.allocates:
+                if storage in self._value_of:
+                    self._hold(self._value_of[storage], self._let_go_after(storage), index)
+
+    def graph(self, device: Device, meter: WorkspaceMeter | None, costs: Costs) -> Graph:
+        """The solvers' graph, with seconds and bytes for a device."""
+        memories, replayed = self._measure(meter)
+        values = list(self.values)
+        ops: list[Op] = []
+        for row, memory in zip(self.rows, memories, strict=True):
+            for value, size in zip(
+                row.allocates,
+                real_sizes(row.call, memory, [values[v].bytes for v in row.allocates]),
+                strict=True,
+            ):
+                values[value] = replace(values[value], bytes=size)
+            seconds = 0.0
+            if row.call is not None:
+                seconds = costs.seconds(row.call.func, row.call.args, row.call.kwargs, row.output)
+            ops.append(replace(row.op, seconds=seconds, workspace_bytes=memory.workspace_bytes))
+        for base, row in enumerate(self.rows):
+            if row.again is None:
+                continue
+            first, again = ops[base], row.again
+            workspace = replayed[base].workspace_bytes if base in replayed else first.workspace_bytes
+            ops[base] = replace(first, replay=len(ops))
+            ops.append(
+                replace(
+                    first,
+                    inputs=again.inputs,
+                    outputs=again.outputs,
+                    workspace_bytes=workspace + again.extra_bytes,
+                )
+            )
+        end = len(self.rows) - 1
+        for value, event in self._held.items():
+            until = end if event is None else max(self._last_row[event], 0)
+            values[value] = replace(values[value], held_until=until)
+        rounded = (replace(v, bytes=round_bytes(device, v.bytes)) for v in values)
+        return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
+
+    def final_bytes(self, graph: Graph) -> int:
+        """Bytes of what nothing let go of within the step."""
+        return sum(graph.values[value].bytes for value, event in self._held.items() if event is None)
+
+    def _measure(self, meter: WorkspaceMeter | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:
+        if meter is None:
+            return [NOT_RUN] * len(self.rows), {}
+        first = {i: row.call for i, row in enumerate(self.rows) if row.call is not None}
+        again = {i: r.again.call for i, r in enumerate(self.rows) if r.again is not None and r.again.call}
+        memories = meter.measure([*first.values(), *again.values()])
+        by_row = dict(zip(first, memories, strict=False))
+        return (
+            [by_row.get(i, NOT_RUN) for i in range(len(self.rows))],
+            dict(zip(again, memories[len(first) :], strict=True)),
+        )
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    def _glue_event(self, event: Event, backward: bool) -> None:
+        recording = self.captured.compiled
+        assert event.call is not None
+        call = recording.calls[event.call]
+        name = str(call.func)
+        if not event.allocates and name == "aten.detach.default":
+            return
+        made = self._values_of(event, name)
+        reads = [self._value_of[s] for s in dict.fromkeys(event.reads) if s in self._value_of]
+        op = Op(
+            tuple(r for r in reads if r not in made),
+            made,
+            phase=Phase(backward),
+            recomputable=False,
+            region=GLUE_REGION,
+            name=name,
+        )
+        self.rows.append(_Row(Source(), op, call, recording.outputs[event.call], made))
+
+    def _graph_event(self, event: Event, call: GraphCall, backward: bool, once: bool) -> None:
+        joint = self.captured.graphs[call.graph].joint
+        if joint is None:
+            # Nothing to differentiate: its outputs appear as if one operation made them.
+            name = f"graph {call.graph}"
+            made = self._values_of(event, name)
+            op = Op((), made, phase=Phase(backward), recomputable=False, region=GLUE_REGION, name=name)
+            self.rows.append(_Row(Source(), op, None, None, made))
+            return
+        storages = self._storages.setdefault((call.graph, call.instance), {})
+        region = list(self._storages).index((call.graph, call.instance))
+        placeholders = joint.tangents if call.backward else joint.primals
+        for placeholder, recorded in zip(placeholders, call.arguments, strict=True):
+            if placeholder in joint.storage_of and recorded in self._value_of:
+                storages[joint.storage_of[placeholder]] = self._value_of[recorded]
+        split = joint.forward_length
+        copies = _Copies(joint, once and self.copying)
+        for joint_op in joint.ops[split:] if call.backward else joint.ops[:split]:
+            for primal in copies.before(joint_op):
+                self.rows.append(self._copy_row(joint, primal, storages, region, joint_op.module))
+                copies.values[primal] = self.rows[-1].op.outputs[0]
+            source = Source(call.graph, call.instance, joint_op.index)
+            row = self._joint_row(joint, joint_op, source, storages, region, backward, once, copies)
+            self.rows.append(row)
+        for output, recorded in zip(joint.outputs[call.backward], call.outputs, strict=True):
+            if recorded >= 0 and recorded not in self._value_of and isinstance(output, Node):
+                value = storages.get(joint.storage_of.get(output, -1))
+                if value is not None:
+                    self._value_of[recorded] = value
+
+    def _joint_row(
+        self,
+        joint: JointGraph,
+        op: JointOp,
+        source: Source,
+        storages: dict[int, int],
+        region: int,
+        backward: bool,
+        once: bool,
+        copies: "_Copies",
+    ) -> _Row:
+        reads = tuple(storages[s] for s in op.reads if s in storages)
+        for storage in op.allocates:
+            size = joint.storage_bytes[storage]
+            storages[storage] = self._value(Value(size, f"{op.node.name} @ {op.module}"))
+        made = tuple(storages[s] for s in op.allocates)
+        recomputable = op.recomputable and once and not backward
+        row = _Row(
+            source,
+            Op(
+                reads,
+                made,
+                phase=Phase(backward),
+                recomputable=recomputable,
+                region=region,
+                name=f"{op.name} #{op.index}",
+                module=op.module,
+            ),
+            _call_of(op.node),
+            op.node.meta.get("val"),
+            made,
+        )
+        if recomputable and op.random:
+            size = replay.generator_state_bytes(replay.generator_device(op.node)[0])
+            state = self._value(Value(size, f"generator state of {op.node.name}", on_demand=True))
+            row.op = replace(row.op, outputs=(*made, state))
+            row.again = _Again(
+                (*copies.read(op.node.all_input_nodes, storages), state), made, extra_bytes=size
+            )
+        elif recomputable and op.batch_norm:
+            target, arguments = without_statistics(op.node.target, op.node.args)
+            row.again = _Again(
+                copies.read([n for n in arguments[:3] if isinstance(n, Node)], storages),
+                tuple(storages[s] for s in op.allocates_again),
+                Call(target, map_arg(arguments, _example)),
+            )
+        elif recomputable and copies.are_read(op.node.all_input_nodes):
+            row.again = _Again(copies.read(op.node.all_input_nodes, storages), made)
+        return row
+
+    def _copy_row(
+        self, joint: JointGraph, primal: Node, storages: dict[int, int], region: int, module: str
+    ) -> _Row:
+        """A copy of an input, which is there only in schedules that read it."""
+        name = f"copy of {primal.name}"
+        reads = tuple(storages[s] for s in joint.storages_of(primal) if s in storages)
+        made = (self._value(Value(copy_bytes(primal), name, on_demand=True)),)
+        op = Op(reads, made, recomputable=False, region=region, name=name, module=module)
+        return _Row(Source(), op, None, None, made)
+
+    # ---- values ------------------------------------------------------------------------------------
+
+    def _value(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def _values_of(self, event: Event, name: str) -> tuple[int, ...]:
+        sizes = [self.captured.compiled.storages[s].bytes for s in event.allocates]
+        made = tuple(self._value(Value(size, name)) for size in sizes)
+        self._value_of.update(zip(event.allocates, made, strict=True))
+        return made
+
+    def _let_go_after(self, storage: int) -> int | None:
+        died = self.captured.compiled.storages[storage].died_after
+        if died is None:
+            return None
+        call = self.captured.compiled.events[died].graph
+        # Freed inside a captured graph: held by others only up to the event before.
+        return died - 1 if isinstance(call, GraphCall) and storage in call.released else died
+
+    def _hold(self, value: int, let_go: int | None, born: int) -> None:
+        known = self._held.get(value, born)
+        self._held[value] = None if let_go is None or known is None else max(let_go, known)
+
+
+class _Copies:
+    """Copies of the inputs of a graph, which re-runs read in their place.
+
+    Attributes:
+        values: The value of each that was taken.
+    """
+
+    def __init__(self, joint: JointGraph, wanted: bool) -> None:
+        self.values: dict[Node, int] = {}
+        self._joint, self._reads = joint, InputReads(joint) if wanted else None
+        self._before = self._reads.first_readers() if self._reads is not None else {}
+
+    def before(self, op: JointOp) -> list[Node]:
+        """The inputs of which a copy is taken right before an operation."""
+        return [p for p in self._before.get(op.index, ()) if p in self._joint.to_copy]
+
+    def are_read(self, nodes: Sequence[Node]) -> bool:
+        """Whether a re-run with such arguments reads copies."""
+        return self._reads is not None and any(p in self.values for n in nodes for p in self._reads.of(n))
+
+    def read(self, nodes: Sequence[Node], storages: dict[int, int]) -> tuple[int, ...]:
+        """The values that a re-run with such arguments reads."""
+        found: list[int] = []
+        for node in nodes:
+            inputs = () if self._reads is None else self._reads.of(node)
+            for source in inputs or (node,):
+                if source in self.values:
+                    found.append(self.values[source])
+                else:
+                    found += [storages[s] for s in self._joint.storages_of(source) if s in storages]
+        return tuple(dict.fromkeys(found))
+
+
+def _example(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+def _call_of(node: Node) -> Call:
+    args: Sequence[Any]
+    args, kwargs = map_arg((node.args, node.kwargs), _example)
+    func: Any = operator_in_place(node) or node.target
+    return Call(func, args, kwargs)

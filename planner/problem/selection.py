@@ -1,0 +1,99 @@
+"""What users insist on, by name: module paths, operators, or patterns of either."""
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from planner.errors import PlannerError
+from solvers.model.constraints import Constraints
+from solvers.model.graph import Graph, GraphError, Op
+
+
+class SelectionError(PlannerError, ValueError):
+    """A name or pattern matches nothing in the captured forward, or contradicts another."""
+
+
+def select(
+    graph: Graph,
+    *,
+    keep: Sequence[str] = (),
+    recompute: Sequence[str] = (),
+    checkpoints: Sequence[str] = (),
+    modules: Collection[str] = (),
+) -> Constraints:
+    """Constraints on the values of a graph.
+
+    Args:
+        graph: The problem; its forward operations carry operator names and module paths.
+        keep: Everything that matching operations produce is always kept.
+        recompute: Everything that matching operations produce is always recomputed.
+        checkpoints: The last result of every matching module is always kept. Of modules inside each other
+            that match, as "layers.*" matches layers.0 and layers.0.linear, the outermost counts.
+        modules: The names of all of the model's modules, for messages.
+
+    Raises:
+        SelectionError: If a pattern matches nothing, or a value is to be kept and recomputed.
+    """
+    kept = [v for op in _matching(graph, keep, "keep", modules) for v in graph.ops[op].outputs]
+    for pattern in [checkpoints] if isinstance(checkpoints, str) else checkpoints:
+        matching = _matching(graph, [pattern], "checkpoints", modules)
+        last = {_matched(graph.ops[i], pattern): i for i in matching}
+        kept += [v for op in last.values() for v in graph.ops[op].outputs]
+    again = [v for op in _matching(graph, recompute, "recompute", modules) for v in graph.ops[op].outputs]
+    try:
+        return Constraints(_marked(graph, kept), _marked(graph, again))
+    except GraphError as error:
+        raise SelectionError(f"keep= and recompute= contradict each other: {error}") from error
+
+
+def _matching(graph: Graph, patterns: Iterable[str], argument: str, modules: Collection[str]) -> list[int]:
+    forward = range(graph.forward_length)
+    found: list[int] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = [i for i in forward if _matches(graph.ops[i], pattern)]
+        if not matching:
+            if (idle := next((m for m in modules if fnmatchcase(m, pattern)), None)) is not None:
+                raise SelectionError(
+                    f"{argument}= names {pattern!r}, and no operation of the captured forward is of {idle}: "
+                    "it computes nothing that takes memory, is not called, or runs the same graph as a layer "
+                    "before it, by whose name that is known"
+                )
+            names = {graph.ops[i].module for i in forward} | {_operator(graph.ops[i]) for i in forward}
+            near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.4)
+            hint = f"; near to it are {', '.join(near)}" if near else ""
+            raise SelectionError(
+                f"{argument}= names {pattern!r}, but no module or operator of the forward matches{hint}"
+            )
+        found += matching
+    return found
+
+
+def _matches(op: Op, pattern: str) -> bool:
+    operator = _operator(op)
+    return (
+        fnmatchcase(op.module, pattern)
+        or fnmatchcase(op.module, pattern + ".*")
+        or fnmatchcase(operator, pattern)
+        or fnmatchcase(operator, pattern + ".*")
+    )
+
+
+def _matched(op: Op, pattern: str) -> str:
+    """The outermost module around an operation that matches; the operation's own where none does."""
+    parts = op.module.split(".")
+    around = (".".join(parts[: n + 1]) for n in range(len(parts)))
+    return next((module for module in around if fnmatchcase(module, pattern)), op.module)
+
+
+def _operator(op: Op) -> str:
+    return op.name.split(" ")[0]
+
+
+def _marked(graph: Graph, values: Sequence[int]) -> np.ndarray | None:
+    if not values:
+        return None
+    marked = np.zeros(len(graph.values), dtype=bool)
+    marked[list(values)] = True
+    return marked

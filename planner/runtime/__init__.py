@@ -1,0 +1,1 @@
+"""A planned module at work: installing a plan and following it, whatever inputs come."""

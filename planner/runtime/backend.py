@@ -1,0 +1,251 @@
+"""The Dynamo backend that runs a plan's graphs by their schedules."""
+
+import logging
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from planner._torch import fake
+from planner._torch.autocast_state import autocast_regions
+from planner._torch.joint import aot
+from planner._torch.module_paths import name_modules
+from planner._torch.tracing.named_functions import call_what_was_captured
+from planner.errors import CaptureError, PlanWarning
+from planner.graph.autocast_casts import Surroundings, share_casts
+from planner.graph.dynamo_graph import detach_outputs, is_tensor_output, structure_of
+from planner.graph.joint_graph import JointGraph, read_joint
+from planner.graph.trace import compile_by_use
+from planner.hooks.autocast_cast_cache import KeptCasts
+from planner.hooks.awaiting_backward import Awaiting, Calls
+from planner.hooks.double_backward import SecondOrder
+from planner.hooks.dropped_outputs import DroppedOutputs
+from planner.hooks.external_accumulation_check import Meetings
+from planner.hooks.protocol import CompiledGraph, GraphHook, TracedGraph
+from planner.hooks.tangent_layout_check import Expected
+from planner.hooks.undefined_gradients import PartialBackward
+from planner.hooks.unused_outputs import UnusedOutputs
+from planner.lowering.codegen import compile_graph
+from planner.lowering.partition import no_recomputation, user_outputs
+from planner.planfile.plan import GraphRecord, Plan
+from planner.runtime.first_forward import Path
+from planner.runtime.own_errors import unplanned
+from planner.runtime.per_shape import MOST_SHAPES, StaticShapes
+from planner.runtime.read_again import ReadAgain
+from planner.runtime.remap import adapt, among_sizes, describes, planned_bytes, total_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class PlanBackend:
+    """A ``torch.compile`` backend that runs the graphs of a plan by their schedules.
+
+    Args:
+        model: The module; not held, as what is compiled may outlive it.
+        plan: The plan.
+        told_of_shapes: Whether the inputs had other shapes than planned, about which the user was told.
+        path: Told which of the plan's graphs are there.
+        calls: Told when their backwards run.
+        on_capture: Called with the module for every graph that is captured.
+    """
+
+    def __init__(
+        self,
+        model: weakref.ref[torch.nn.Module],
+        plan: Plan,
+        told_of_shapes: Callable[[], bool],
+        path: Path,
+        calls: Calls,
+        on_capture: Callable[[torch.nn.Module], None],
+    ) -> None:
+        self._model, self._plan, self._told_of_shapes, self._path = model, plan, told_of_shapes, path
+        self._calls, self._on_capture = calls, on_capture
+        self._captured: Counter[str] = Counter()
+        self._autocast: list[str] = []
+
+    def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        call_what_was_captured(graph)
+        if (model := self._model()) is not None:
+            name_modules(graph, model)
+            self._on_capture(model)
+        self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
+        record = self._record_of(structure_of(graph))
+        if record is None and not any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
+        ):
+            return graph.forward
+        if record is not None:
+            record = among_sizes(record, graph, example_inputs)
+        unused = record.unused_outputs if record is not None else []
+        absent = [i for i in unused if not is_tensor_output(graph, i)]
+        if absent:
+            warn(
+                f"the plan says that the loss leaves output {absent[0]} unused, and the model has no such "
+                "output: another model? It runs as it is, without the plan"
+            )
+            return graph.forward
+        if not any(map(fake.is_size, example_inputs)):
+            try:
+                return self._compile(graph, example_inputs, record)
+            except aot.DATA_DECIDE as error:  # Dynamo would go on without a word
+                warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
+            except Exception as error:
+                unplanned("a part of the forward", error)
+            return graph.forward
+        try:
+            return self._compile(graph, example_inputs, record, exactly=True)
+        except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
+            logger.info("compiled for each shape, not for symbolic sizes: %s", error)
+        return StaticShapes(
+            graph, lambda graph, inputs: self._compile(graph, inputs, record), self._beyond_static_shapes
+        )
+
+    def _beyond_static_shapes(self, sizes: str) -> None:
+        warn(
+            f"inputs of sizes {sizes} run without the plan, and may exceed the budget: the model cannot be "
+            f"captured at symbolic sizes, and was compiled for {MOST_SHAPES} shapes already. Pad to fewer"
+        )
+
+    def _compile(
+        self,
+        graph: GraphModule,
+        example_inputs: Sequence[Any],
+        record: GraphRecord | None,
+        *,
+        exactly: bool = False,
+    ) -> Callable[..., Any]:
+        """The callable of a graph. If ``exactly``, an error where it is not made of the plan's operations."""
+        unused = record.unused_outputs if record is not None else []
+        by_use = record.inputs_by_use if record is not None else []
+        layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
+        around, kept = Surroundings.here(), dict[int, torch.dtype]()
+
+        def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
+            traced = TracedGraph(joint, outputs, len(example_inputs), frozenset(by_use), kept)
+            for hook in hooks:
+                hook.on_traced(traced)
+            return self._partition(record, second_order, again, joint, outputs, exactly)
+
+        def compile_backward(module: GraphModule) -> aot.BoxedFunction:
+            function = backward.compile(module)
+            for hook in hooks:
+                function = hook.backward(function)
+            return function
+
+        obstacle = "it was called under autocast" if self._autocast else None
+        if self._plan.rung != "one-graph":
+            if record is None and any(g.inputs_by_use for g in self._plan.graphs):
+                # A graph that the plan has not seen, of a model in which gradients meet: any of its own may.
+                by_use = list(range(len(example_inputs)))
+            # Held for a second run, what one part hands to another would live for longer than planned.
+            obstacle = "it is captured in several parts"
+        second_order = SecondOrder(graph, obstacle, warn)
+        backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
+        again = ReadAgain(self._plan, graph, example_inputs)
+        hooks: list[GraphHook] = [
+            KeptCasts(warn), Expected(warn), Meetings(warn), backward, second_order, again,
+            UnusedOutputs(unused), DroppedOutputs(unused, self._plan, warn), Awaiting(self._calls),
+        ]  # fmt: skip
+        compiled = compile_by_use(
+            detach_outputs(graph, unused),
+            example_inputs,
+            by_use,
+            prepare=lambda joint: kept.update(share_casts(joint, graph, example_inputs, around)),
+            partition=partition,
+            forward_compiler=_compile_forward,
+            backward_compiler=compile_backward,
+            layouts=layouts,
+        )
+        if compiled.left or compiled.relaid:
+            where = f"input {min(compiled.left)}" if compiled.left else f"output {min(compiled.relaid)}"
+            warn(
+                f"the gradients of {where} of a graph cannot be added up, or laid out in memory, as planned: "
+                "gradients may differ in the last bits from those without a plan. planner.verify() tells"
+            )
+        return CompiledGraph(compiled.call, hooks)
+
+    def _record_of(self, structure: str) -> GraphRecord | None:
+        """The plan's graph of a structure; of several the next, as layers of the same code come in turn,
+        once for the shapes that were planned and again for others."""
+        matching = [g for g in self._plan.graphs if g.structure == structure]
+        count = self._captured[structure]
+        self._captured[structure] += 1
+        if not matching:
+            return None
+        turns = matching[0].turns
+        if not turns:
+            return matching[count % len(matching)]
+        return next((g for g in matching if g.turn == count % turns), None)
+
+    def _partition(
+        self,
+        record: GraphRecord | None,
+        second_order: SecondOrder,
+        again: ReadAgain,
+        module: GraphModule,
+        outputs: int,
+        exactly: bool,
+    ) -> tuple[GraphModule, GraphModule]:
+        joint = read_joint(module, outputs)
+        if exactly and record is not None and not describes(record, joint):
+            raise CaptureError("traced into other operations than planned")
+        second_order.on_joint(module, joint)
+        halves = again.emitted(joint, self._sequence(record, joint))
+        return halves.forward, halves.backward
+
+    def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:
+        """What a graph's backward runs, in order; says so where the plan is not followed to the letter."""
+        if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
+            record = next((g for g in self._plan.graphs if describes(g, joint)), None)
+        if record is None:
+            adapted = max((adapt(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
+            told = self._path.left(adapted.followed)
+            if told:
+                warn(told)
+            return adapted.backward
+        self._path.follow(record)
+        if not describes(record, joint):
+            if not all(joint.ops[i].recomputable for i in record.recomputed if i < joint.forward_length):
+                warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
+                return no_recomputation(joint)
+            adapted = adapt(record, joint)
+            # Where all that the operations produce fits into the planned peak, any order of them does.
+            fits = total_bytes(joint) <= self._plan.predicted.dynamic_peak_bytes
+            if not fits and (not adapted.only_less or _grown(record, joint)):
+                warn(
+                    f"PyTorch traces this model into other operations than when the plan was made "
+                    f"({self._what_differs()}); of the {adapted.planned} operations that the plan re-runs it "
+                    f"re-runs the {adapted.followed} that are there, and may exceed the budget. Plan it again"
+                )
+            return adapted.backward
+        same = joint.fingerprint == record.fingerprint
+        if not same and _grown(record, joint) and not self._told_of_shapes():
+            warn(
+                f"the operations produce {total_bytes(joint):,} bytes instead of {planned_bytes(record):,}, "
+                "although the inputs have the planned shapes: something else in the model sets sizes. The "
+                "step may exceed the budget"
+            )
+        return record.backward
+
+    def _what_differs(self) -> str:
+        then, now = self._plan.model.autocast, self._autocast
+        if then != now:
+            return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"
+        return "other parameters to train, another version, device or shape?"
+
+
+def _grown(record: GraphRecord, joint: JointGraph) -> bool:
+    return total_bytes(joint) > planned_bytes(record)
+
+
+def _compile_forward(module: GraphModule) -> aot.BoxedFunction:
+    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))
+
+
+def warn(text: str) -> None:
+    logger.warning(text)
+    warnings.warn(text, PlanWarning, stacklevel=2)

@@ -1,0 +1,98 @@
+"""Data-parallel training: every rank is to train by the same plan.
+
+Ranks with different plans would still compute the same gradients, but the slowest sets the pace of all, and
+the one that fits its memory least ends all. So it is an error, raised on every rank at the first forward
+inside ``DistributedDataParallel``.
+"""
+
+import hashlib
+import json
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from planner._torch import distributed
+from planner.errors import PlanMismatch
+from planner.planfile.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.runtime.shape_policy import OnNewShape
+
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = timedelta(seconds=30)
+"""How long a rank waits for what the others train by; after that it goes on without having compared."""
+
+
+_NOT_RUN: Any = {"fingerprint": True, "kept": True, "ops": {"__all__": {"bytes", "seconds"}}}
+"""Of a graph's record what nothing that runs depends on: sizes, costs, and what is there for readers."""
+
+
+def decisions_digest(plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> str:
+    """Digest of what a plan does: equal for plans that run the same, whenever and however they were found.
+
+    Args:
+        plan: The plan.
+        on_new_shape: As the plan is applied; what it looks at counts too.
+    """
+    decisions: dict[str, Any] = {
+        "rung": plan.rung,
+        "training": plan.model.training,
+        # All but what is named: a field that is new counts until somebody says that it need not.
+        "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN) for graph in plan.graphs],
+        "on_new_shape": on_new_shape,
+    }
+    if on_new_shape != "reapply":
+        decisions["inputs"] = [(tensor.path, tensor.shape) for tensor in plan.model.inputs]
+    if on_new_shape == "replan":
+        decisions["budget_bytes"] = plan.target.budget_bytes
+    return hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
+
+
+class RankCheck:
+    """Compares the plan of one module with those of the other ranks, once.
+
+    No collective is used: each rank leaves its digest in the job's key-value store and reads those of the
+    others, so that a rank that is alone in its forward is delayed once, and never hangs.
+    """
+
+    _number = 0  # first forwards happen in the same order on all ranks, which pairs them
+
+    def __init__(self, plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> None:
+        self._plan, self._on_new_shape = plan, on_new_shape
+
+    def __call__(self) -> bool:
+        """Compare, if this is a forward inside ``DistributedDataParallel``.
+
+        Returns:
+            Whether it was, and nothing is left to compare.
+
+        Raises:
+            PlanMismatch: If another rank trains by another plan.
+        """
+        group = distributed.active_data_parallel_group()
+        if group is None:
+            return False
+        ranks, mine = dist.get_process_group_ranks(group), dist.get_rank()
+        name = f"planner/{'-'.join(map(str, ranks))}/{RankCheck._number}"
+        RankCheck._number += 1
+        digest = decisions_digest(self._plan, self._on_new_shape)
+        others = [rank for rank in ranks if rank != mine]
+        try:
+            store = distributed.default_store()
+            store.set(f"{name}/{mine}", digest)
+            store.wait([f"{name}/{rank}" for rank in others], PATIENCE)
+            told = {rank: store.get(f"{name}/{rank}").decode() for rank in others}
+        except dist.DistError:
+            logger.warning("another rank does not say which plan it trains by; plans are not compared")
+            return True
+        for rank in others:
+            if told[rank] != digest:
+                raise PlanMismatch(
+                    f"rank {mine} trains by another plan than rank {rank}, or with another on_new_shape=: "
+                    "plan once, save the plan, and apply the same file in the same way on all ranks"
+                )
+        return True

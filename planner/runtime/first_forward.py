@@ -1,0 +1,108 @@
+"""What a model does only in its first forward: hooks that it registers, caches and parts that it builds.
+
+A plan is made of what later forwards do. Where the first one of a newly built module breaks off inside,
+Dynamo runs it in pieces from then on. So a first call that is not made of the plan's graphs is forgotten, and
+the next one is captured anew.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from planner.planfile.plan import GraphRecord, Plan
+from planner.training_step.step import differentiable_outputs
+
+Compiled = Callable[..., Any]
+
+
+class Path:
+    """Which of a plan's graphs a forward was made of when it was captured.
+
+    Args:
+        plan: The plan.
+        captured_again: Whether the forward is captured anew where it was not made of the plan's graphs.
+    """
+
+    def __init__(self, plan: Plan, *, captured_again: bool) -> None:
+        self.captured_again = captured_again
+        self._planned = {_key(graph) for graph in plan.graphs}
+        self._followed: set[tuple[str, int]] = set()
+        self._left = False
+
+    def follow(self, graph: GraphRecord) -> None:
+        """One of the plan's graphs was captured."""
+        self._followed.add(_key(graph))
+
+    def left(self, followed: int) -> str:
+        """A graph was captured that is none of the plan's.
+
+        Args:
+            followed: How many of the operations that the plan re-runs are re-run in it.
+
+        Returns:
+            What to tell the user; empty where that has been told.
+        """
+        told, self._left = self._left and self.captured_again, True
+        if told:
+            return ""
+        if self.captured_again:
+            return (
+                "the forward took a path that the plan has not seen, as first forwards do that set something "
+                "up: this step may exceed the budget, the next is captured anew. Call the model once under "
+                "torch.no_grad() before training to have the first step follow the plan too"
+            )
+        return (
+            "the forward took a path that the plan has not seen; of the operations that the plan re-runs it "
+            f"re-runs the {followed} that are there, and it may exceed the budget"
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was captured."""
+        return not self._left and not self._followed
+
+    @property
+    def is_the_plans(self) -> bool:
+        """Whether the graphs are those of the plan, all of them and no others."""
+        return not self._left and self._followed == self._planned
+
+
+class CapturedAgain:
+    """A compiled forward that is compiled anew, once, where its first call is not made of the plan's graphs.
+
+    Args:
+        path: What that call is made of.
+        compiled: What it runs.
+        again: Compiles anew, this one and others.
+        place: Which of them this is.
+        warn: Told if nothing of the forward was captured.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        compiled: Compiled,
+        again: Callable[[], Sequence[Compiled]],
+        place: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._path, self._compiled, self._again, self._place = path, compiled, again, place
+        self._warn = warn
+        self._run = self._first if path.captured_again else compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def _first(self, *args: Any) -> Any:
+        result = self._compiled(*args)
+        if self._path.is_empty and differentiable_outputs(result):
+            self._warn(
+                "nothing of the planned forward could be captured: the step runs without the plan. PyTorch "
+                "leaves alone what FullyShardedDataParallel wraps, unless it has use_orig_params=True, and "
+                "modules whose parts fully_shard shards: plan and apply to those parts"
+            )
+        self._run = self._compiled if self._path.is_the_plans else self._again()[self._place]
+        return result
+
+
+def _key(graph: GraphRecord) -> tuple[str, int]:
+    return graph.structure, graph.turn

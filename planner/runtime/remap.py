@@ -1,0 +1,191 @@
+"""A plan's decisions, followed on a graph that is not quite the planned one.
+
+Freezing or thawing a layer changes the backward, a switch in a submodule's mode or a layer that is left out
+changes the forward as well. What the two graphs have in common is found by operators and module paths; what
+the plan re-runs among that is re-run here, where the plan re-runs it.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from planner._torch import fake
+from planner.graph.joint_graph import JointGraph
+from planner.planfile.plan import GraphRecord
+
+_LONGEST_COMPARISON = 20_000
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """How a graph follows a plan that was made for another.
+
+    Attributes:
+        backward: The operations that its backward runs, by index, in order.
+        followed: Of the forward operations that the plan re-runs, how many are re-run here.
+        planned: How many the plan re-runs.
+        only_less: Whether the graph does nothing that the planned one does not do, so that it cannot take
+            more memory at the same sizes.
+    """
+
+    backward: list[int]
+    followed: int
+    planned: int
+    only_less: bool
+
+
+def adapt(record: GraphRecord, joint: JointGraph) -> Adapted:
+    """Follow the decisions of a plan's graph on another graph.
+
+    Where the two have nothing in common, layers may differ in their numbers alone.
+    """
+    adapted = _adapt(record, joint, lambda module: module)
+    if record.recomputed and not adapted.followed:
+        return _adapt(record, joint, lambda module: re.sub(r"\d+", "#", module))
+    return adapted
+
+
+def _adapt(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) -> Adapted:
+    split, count = joint.forward_length, len(joint.ops)
+    known = [(op.name, place(op.module)) for op in record.ops]
+    found = [(op.name, place(op.module)) for op in joint.ops]
+    forward = _matched(known[: record.forward_length], found[:split])
+    backward = _matched(known[record.forward_length :], found[split:])
+    rerun = {forward[i] for i in record.recomputed if i in forward and joint.ops[forward[i]].recomputable}
+    sequence = _Sequence(joint, rerun)
+    for index in record.backward:
+        if index >= record.forward_length:
+            match = backward.get(index - record.forward_length)
+            if match is not None:
+                sequence.run_backward_to(split + match)
+        elif forward.get(index) in rerun:
+            sequence.run_again(forward[index])
+    sequence.run_backward_to(count - 1)
+    steps = _without_idle(joint, sequence.steps)
+    return Adapted(
+        backward=steps,
+        followed=len({s for s in steps if s < split}),
+        planned=len(record.recomputed),
+        only_less=(
+            len(forward) == split and len(backward) == count - split and len(rerun) == len(record.recomputed)
+        ),
+    )
+
+
+class _Sequence:
+    """The backward sequence while it grows: nothing that is to be re-run is used before it is.
+
+    Args:
+        joint: The graph.
+        rerun: The forward operations to re-run.
+    """
+
+    def __init__(self, joint: JointGraph, rerun: set[int]) -> None:
+        self.steps: list[int] = []
+        self._ops, self._at = joint.ops, joint.forward_length
+        self._done: set[int] = set()
+        first = joint.ops[: joint.forward_length]
+        self._producer = {s: op.index for op in first for s in op.allocates if op.index in rerun}
+
+    def run_backward_to(self, last: int) -> None:
+        """Append the backward operations up to one, with the re-runs that they still need."""
+        while self._at <= last:
+            for missing in self._needs(self._at):
+                self.run_again(missing)
+            self.steps.append(self._at)
+            self._at += 1
+
+    def run_again(self, index: int) -> None:
+        """Append a re-run, after the re-runs that it still needs."""
+        pending = [(index, False)]
+        while pending:
+            op, ready = pending.pop()
+            if ready:
+                self.steps.append(op)
+                self._done.add(op)
+            elif op == index or op not in self._done:
+                pending.append((op, True))
+                pending += [(p, False) for p in reversed(self._needs(op))]
+
+    def _needs(self, index: int) -> list[int]:
+        made = {self._producer[s] for s in self._ops[index].reads if s in self._producer}
+        return sorted(made - self._done)
+
+
+def _without_idle(joint: JointGraph, steps: Sequence[int]) -> list[int]:
+    """Leave out re-runs of which nothing is used."""
+    wanted: set[int] = {s for n in joint.outputs[1] if isinstance(n, Node) for s in joint.storages_of(n)}
+    kept: list[int] = []
+    for index in reversed(steps):
+        op = joint.ops[index]
+        if not op.backward:
+            if wanted.isdisjoint(op.allocates_again):
+                continue
+            wanted.difference_update(op.allocates_again)
+        wanted.update(op.reads)
+        kept.append(index)
+    return kept[::-1]
+
+
+def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, int]:
+    """Positions of what two sequences have in common, in order: of the first to those of the second."""
+    shortest = min(len(known), len(found))
+    start = next((i for i in range(shortest) if known[i] != found[i]), shortest)
+    end = next((i for i in range(shortest - start) if known[-1 - i] != found[-1 - i]), shortest - start)
+    pairs = {i: i for i in range(start)}
+    pairs.update({len(known) - 1 - i: len(found) - 1 - i for i in range(end)})
+    left, right = known[start : len(known) - end], found[start : len(found) - end]
+    if left and right and len(left) + len(right) <= _LONGEST_COMPARISON:
+        matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
+        for block in matcher.get_matching_blocks():
+            pairs.update({start + block.a + i: start + block.b + i for i in range(block.size)})
+    return pairs
+
+
+def among_sizes(record: GraphRecord, graph: GraphModule, inputs: Sequence[Any]) -> GraphRecord:
+    """A record with its positions of inputs and outputs as they are in a graph, where symbolic sizes may lie
+    between; the plan was made for numbers."""
+    outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
+    values = [o.meta.get("example_value") if isinstance(o, Node) else o for o in outputs]
+    if not any(map(fake.is_size, (*inputs, *values))):
+        return record
+    of_input, of_output = _positions(inputs), _positions(values)
+    layouts = [g.model_copy(update={"output": of_output(g.output)}) for g in record.gradient_layouts]
+    places = {
+        "unused_outputs": [of_output(i) for i in record.unused_outputs],
+        "inputs_by_use": [of_input(i) for i in record.inputs_by_use],
+        "gradient_layouts": layouts,
+    }
+    return record.model_copy(update=places)
+
+
+def _positions(values: Sequence[Any]) -> Callable[[int], int]:
+    places = [i for i, value in enumerate(values) if not fake.is_size(value)]
+    # What is beyond the end stays beyond it.
+    return lambda index: places[index] if index < len(places) else len(values) + index
+
+
+def describes(record: GraphRecord, joint: JointGraph) -> bool:
+    """Whether a plan's operations are those of a graph, and all that it re-runs may be re-run."""
+    return (
+        len(joint.ops) == len(record.ops)
+        and all(
+            op.name == known.name and op.backward == (known.phase == "backward")
+            for op, known in zip(joint.ops, record.ops, strict=True)
+        )
+        and all(joint.ops[index].recomputable for index in record.recomputed)
+    )
+
+
+def total_bytes(joint: JointGraph) -> int:
+    """Bytes that all operations of a graph bring into being, together."""
+    return sum(joint.storage_bytes[s] for op in joint.ops for s in op.allocates)
+
+
+def planned_bytes(record: GraphRecord) -> int:
+    """What :func:`total_bytes` was when the plan was made."""
+    return sum(op.bytes for op in record.ops)

@@ -1,0 +1,316 @@
+"""Inputs of other shapes than those that were planned.
+
+A planned module runs any shape by the plan's schedule. What it looks at here is memory: sizes that are
+nowhere larger than planned ones take no more, for others the step is captured again at their sizes and the
+plan's schedule simulated there. Then the user is told the peak, gets another plan, or an error.
+"""
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.capture.captured_step import CapturedStep
+from planner.errors import PlanMismatch, PlanWarning
+from planner.graph.joint_graph import JointGraph
+from planner.planfile.budget import format_bytes
+from planner.planfile.plan import GraphRecord, Plan, TensorRecord
+from planner.planning.make_plan import input_records
+from planner.planning.prepare import Prepared, prepare
+from planner.problem.build import Problem
+from planner.runtime.own_errors import is_meant
+from planner.runtime.remap import adapt
+from planner.training_step.step import Loss, Step
+from solvers.model.schedule import simulate
+
+logger = logging.getLogger(__name__)
+
+OnNewShape = Literal["reapply", "replan", "error"]
+"""What a planned module does with inputs that are larger than planned (for "error": that differ at all)."""
+
+MOST_PREDICTIONS = 8
+"""How often a peak is predicted for one module; each takes about as long as planning without solving."""
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of the tensors among the arguments, by the name of the argument and the path inside it."""
+
+
+def checked(policy: str) -> OnNewShape:
+    """A policy that was given by name.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if policy not in get_args(OnNewShape):
+        raise ValueError(f"on_new_shape is {policy!r}; expected one of {', '.join(get_args(OnNewShape))}")
+    return policy  # type: ignore[return-value]
+
+
+def shape_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Shapes of all tensors among arguments, to look up at every call; 1 or 2 microseconds."""
+    key = [_laid_out(a) if isinstance(a, torch.Tensor) else _nested(a) for a in args]
+    if kwargs:
+        key += [(k, _laid_out(a) if isinstance(a, torch.Tensor) else _nested(a)) for k, a in kwargs.items()]
+    return tuple(key)
+
+
+def _laid_out(tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor.shape
+    return tensor.shape, tensor.stride()
+
+
+def _nested(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return None
+    return tuple(_laid_out(x) for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+
+
+@dataclass
+class Program:
+    """A way to run the module: a plan, and what has been found to fit its memory.
+
+    Attributes:
+        plan: The plan.
+        planned: The shapes that it was made for.
+        run_planned: The compiled forward for these: called with the module, arguments and keyword arguments.
+        run_others: The compiled forward for others.
+        covered: Shapes that are known to run as the user was told; what is nowhere larger than one of
+            them does so too.
+    """
+
+    plan: Plan
+    planned: Shapes
+    run_planned: Callable[..., Any]
+    run_others: Callable[..., Any]
+    covered: list[Shapes]
+
+    def run(self, shapes: Shapes) -> Callable[..., Any]:
+        """The compiled forward for some shapes."""
+        return self.run_planned if shapes == self.planned else self.run_others
+
+
+class NewShapes:
+    """Decides which program runs a shape that has not been seen before, and tells the user.
+
+    Args:
+        model: The module.
+        plan: The plan that was applied.
+        policy: What to do, see :data:`OnNewShape`.
+        compile_: Makes the compiled forwards of a plan, for the planned shape and for others; they may ask
+            whether others have come.
+        loss: As for :func:`planner.plan`; None for the one that the plan was made with.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        policy: OnNewShape,
+        compile_: Callable[[Plan, Callable[[], bool]], tuple[Callable[..., Any], Callable[..., Any]]],
+        loss: Loss | None = None,
+    ) -> None:
+        self._model, self._policy, self._compile = model, policy, compile_
+        self._origin = plan.origin if loss is None else replace(plan.origin, loss=loss)
+        self._parameters = _names(model.forward)
+        self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
+        self._planned_strides = self._strides(plan.model.inputs)
+        self._told_of_strides = False
+        self._others = False
+        self._programs = [self._program(plan, self._planned)]
+        self._predictions = 0
+
+    def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """The compiled forward that runs arguments of a shape that has not been seen before.
+
+        Raises:
+            PlanMismatch: The policy is "error" and the shape is not the planned one.
+            InfeasibleBudget: The policy is "replan" and no plan for this shape fits the budget.
+        """
+        records = input_records(Step(args, kwargs))
+        shapes = dict(self._named((r.path, tuple(r.shape)) for r in records))
+        self._look_at_strides(records)
+        if self._policy == "error" and shapes != self._planned:
+            raise PlanMismatch(
+                f"{self._differences(shapes)}; the plan was applied with on_new_shape='error'. Plan for this "
+                "shape, or apply with 'reapply' or 'replan'"
+            )
+        self._others = self._others or shapes != self._planned
+        for program in self._programs:
+            if any(_covers(known, shapes) for known in program.covered):
+                return program.run(shapes)
+        return self._larger(args, kwargs, shapes).run(shapes)
+
+    def _larger(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Program:
+        first = self._programs[0]
+        what = f"the inputs are larger than those that were planned: {self._differences(shapes)}"
+        if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
+            self._warn(f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more")
+            return first
+        self._predictions += 1
+        try:
+            prepared = self._prepare(args, kwargs)
+            peak_bytes = predicted_peak(first.plan, prepared)
+        except Exception as error:
+            if is_meant(error):
+                raise
+            self._warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
+            first.covered.append(shapes)
+            return first
+        whole = prepared.footprint.whole_step(peak_bytes, prepared.problem.final_bytes)
+        total = whole.total_bytes + self._unknown_optimizer_bytes()
+        budget = first.plan.target.budget_bytes
+        then = first.plan.predicted
+        within = peak_bytes <= then.dynamic_peak_bytes if budget is None else total <= budget
+        if self._policy == "replan" and not within:
+            self._programs.append(self._program(self._replanned(prepared), shapes))
+            return self._programs[-1]
+        first.covered.append(shapes)
+        if self._policy == "reapply" and peak_bytes > then.dynamic_peak_bytes:
+            limit = (
+                ""
+                if budget is None
+                else f", {'within' if within else 'over'} the budget of {format_bytes(budget)}"
+            )
+            self._warn(
+                f"{what}. By the same plan the step is predicted to peak at {format_bytes(total)}{limit}; "
+                f"{peak_bytes:,} bytes of that are its own, where {then.dynamic_peak_bytes:,} were planned. "
+                "Plan for the largest shape, or apply with on_new_shape='replan'"
+            )
+        return first
+
+    def _look_at_strides(self, records: Sequence[TensorRecord]) -> None:
+        known, found = self._planned_strides, self._strides(records)
+        other = [name for name, strides in found.items() if strides and strides != known.get(name)]
+        if other and not self._told_of_strides:
+            self._told_of_strides = True
+            self._warn(
+                f"{other[0]} lies otherwise in memory than planned (strides {found[other[0]]}): copies of it "
+                "are not predicted, and the step may take more. Pass .contiguous(), or plan with one like it"
+            )
+
+    def _strides(self, records: Sequence[TensorRecord]) -> dict[str, Any]:
+        return dict(self._named((r.path, tuple(r.strides or ())) for r in records))
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        origin = self._origin
+        return prepare(
+            self._model,
+            Step(args, kwargs, origin.loss, origin.outputs),
+            optimizer=origin.optimizer,
+            device=origin.device,
+            attention=origin.attention,
+            accumulate=origin.accumulate,
+            inputs=origin.inputs,
+            costs=origin.costs if self._policy == "replan" else "roofline",  # else only bytes are wanted
+            progress=lambda _text, _fraction: None,
+        )
+
+    def _program(self, plan: Plan, shapes: Shapes) -> Program:
+        planned, others = self._compile(plan, lambda: self._others)
+        return Program(plan, shapes, planned, others, [shapes])
+
+    def _replanned(self, prepared: Prepared) -> Plan:
+        from planner.planning.solve import plan_prepared
+
+        plan = self._programs[0].plan
+        budget = plan.target.budget_bytes
+        left = plan.target.budget_text if budget is None else budget - self._unknown_optimizer_bytes()
+        made = plan_prepared(prepared, left, self._origin)
+        logger.info("planned again, for a peak of %s", format_bytes(made.predicted.peak_bytes))
+        return made
+
+    def _unknown_optimizer_bytes(self) -> int:
+        """Optimizer state that the plan counts, where the optimizer itself is not known any more."""
+        resident = self._programs[0].plan.resident
+        return resident.optimizer_bytes if self._origin.optimizer is None else 0
+
+    def _named(self, shapes: Any) -> Iterator[tuple[str, Any]]:
+        """Paths by the names of parameters, whether these were given by position or by name."""
+        for path, shape in shapes:
+            kind, _, rest = path.partition("[")
+            inside, _, deeper = rest.partition("]")
+            if kind == "args" and inside.isdigit() and int(inside) < len(self._parameters):
+                inside = repr(self._parameters[int(inside)])
+            yield f"{inside.strip(chr(39))}{deeper}", shape
+
+    def _differences(self, shapes: Shapes) -> str:
+        texts = [
+            f"{name} is {_text(shape)}"
+            + (f", planned was {_text(self._planned[name])}" if name in self._planned else ", not planned")
+            for name, shape in shapes.items()
+            if self._planned.get(name) != shape
+        ]
+        texts += [f"{name} was planned and is not there" for name in self._planned if name not in shapes]
+        return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+    def _warn(self, text: str) -> None:
+        logger.warning(text)
+        warnings.warn(text, PlanWarning, stacklevel=2)
+
+
+def predicted_peak(plan: Plan, prepared: Prepared) -> int:
+    """Bytes that a step allocates over entry when it runs at other shapes by a plan's schedule.
+
+    Raises:
+        PlanMismatch: The step is made of other graphs than the plan.
+    """
+    captured = prepared.captured
+    joints = [g.joint for g in captured.graphs]
+    there = [joint for joint in joints if joint is not None]
+    if len(there) != len(plan.graphs):
+        raise PlanMismatch(f"it is captured as {len(there)} graphs, the plan has {len(plan.graphs)}")
+    found = iter([_sequence(record, joint) for record, joint in zip(plan.graphs, there, strict=True)])
+    sequences = [next(found) if joint is not None else [] for joint in joints]
+    schedule = schedule_of(prepared.problem, captured, sequences)
+    return simulate(prepared.problem.graph, schedule).peak_bytes
+
+
+def schedule_of(problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """The schedule in which every captured graph's backward runs a sequence of its operations."""
+    rows = {(s.graph, s.instance, s.op): row for row, s in enumerate(problem.sources) if s.graph >= 0}
+    begun: set[tuple[int, int]] = set()
+    schedule: list[int] = []
+    for row, source in enumerate(problem.sources):
+        joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
+        if joint is None or source.op < joint.forward_length:
+            schedule.append(row)
+        elif (source.graph, source.instance) not in begun:
+            begun.add((source.graph, source.instance))
+            for op in sequences[source.graph]:
+                base = rows[source.graph, source.instance, op]
+                schedule.append(base if op >= joint.forward_length else problem.graph.rerun(base))
+    return np.array(schedule, dtype=np.int64)
+
+
+def _sequence(record: GraphRecord, joint: JointGraph) -> Sequence[int]:
+    same = len(joint.ops) == len(record.ops) and all(
+        op.name == known.name for op, known in zip(joint.ops, record.ops, strict=True)
+    )
+    return record.backward if same else adapt(record, joint).backward
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    """The parameters that may be given by position or by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def _covers(known: Mapping[str, tuple[int, ...]], shapes: Shapes) -> bool:
+    return known.keys() >= shapes.keys() and all(
+        len(shape) == len(known[name]) and all(a <= b for a, b in zip(shape, known[name], strict=True))
+        for name, shape in shapes.items()
+    )
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"

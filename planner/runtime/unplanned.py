@@ -1,0 +1,114 @@
+"""Steps that train a planned module without its plan, told of once and in one line.
+
+Nothing of it costs a planned step: hooks on parameters wait for the first one and are gone with it, hooks on
+outputs are put on calls that run without the plan.
+"""
+
+import logging
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from planner._torch import modules
+from planner.errors import PlanWarning
+from planner.training_step.step import differentiable_outputs, find_loss
+
+logger = logging.getLogger(__name__)
+
+COMPILED_BEFORE = (
+    "model.compile() was called before: while it trains, the plan runs in place of what was compiled; in "
+    "evaluation that goes on to run"
+)
+MODES = {True: "training", False: "evaluation"}
+
+
+class Unplanned:
+    """Notices gradients that come of something else than the plan of one module.
+
+    Args:
+        model: The module.
+        training: Whether the plan is for training mode.
+    """
+
+    def __init__(self, model: torch.nn.Module, training: bool) -> None:
+        self._model = weakref.ref(model)
+        self._kind, self._training = type(model).__name__, training
+        self._told_of_mode = False
+        self._handles: list[Any] = []
+
+    def wait(self) -> None:
+        """Say so if parameters get gradients before :meth:`planned_call`."""
+        model = self._model()
+        if model is None or self._handles:
+            return
+        me = weakref.ref(self)
+
+        def arrived(_parameter: torch.Tensor) -> None:
+            found = me()
+            if found is not None:
+                found._never_called()
+
+        self._handles = [
+            p.register_post_accumulate_grad_hook(arrived)
+            for p in model.parameters()
+            if p.requires_grad and p.is_leaf
+        ]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether no planned call has come since :meth:`wait`."""
+        return bool(self._handles)
+
+    def planned_call(self) -> None:
+        """The plan runs, or is taken out: there is nothing to wait for any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _never_called(self) -> None:
+        self.planned_call()
+        if not self._told_of_mode:
+            _warn(
+                f"parameters of the planned {self._kind} got gradients, but its plan has not run: the step "
+                "ran without. Call the module as model(x), not model.forward(x) or a part of it, or plan the "
+                "module that the step calls (self.net); if it was compiled before the plan was applied, call "
+                "torch.compiler.reset()"
+            )
+
+    def called_in_other_mode(self, output: Any) -> None:
+        """A call ran without the plan, as the module is in another mode; say so if it is trained."""
+        if self._told_of_mode:
+            return
+        loss = find_loss(output)
+        for tensor in differentiable_outputs(output) or ([] if loss is None else [loss]):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._trained_in_other_mode)
+
+    def _trained_in_other_mode(self, _gradient: torch.Tensor) -> None:
+        if self._told_of_mode:
+            return
+        self._told_of_mode = True
+        planned, now = MODES[self._training], MODES[not self._training]
+        how = "model.train()" if self._training else "model.eval()"
+        _warn(
+            f"the plan is for {planned} mode and the {self._kind} trains in {now} mode: the step ran without "
+            f"the plan. Call {how} before the step, or plan with training={not self._training}"
+        )
+
+
+def displaced(model: torch.nn.Module, call: object) -> None:
+    """Say so if something else has been installed in place of a plan (``module.compile()`` does)."""
+    installed = modules.installed_call(model)
+    if installed is not None and installed is not call and not isinstance(installed, type(call)):
+        _warn(
+            f"the call of the planned {type(model).__name__} was replaced, as model.compile() does: it "
+            "trains without its plan. Apply the plan after model.compile(), or compile what calls it: "
+            "torch.compile(outer) runs planned parts by their plans"
+        )
+
+
+def _warn(text: str) -> None:
+    logger.warning(text)
+    warnings.warn(text, PlanWarning, stacklevel=2)

@@ -1,0 +1,1 @@
+"""A training step: what it is, how it is copied, run, recorded and put back."""

@@ -1,0 +1,176 @@
+"""Copies of a module and of a step's arguments, on which the step can run without touching the user's."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from planner._torch import fake as fake_
+from planner._torch import fake_values, modules
+from planner._torch.tensors import writes
+from planner._torch.tracing import meta_patches
+from planner.errors import CaptureError
+from planner.training_step.step import Loss, Step, map_tensors, tensors_in
+from planner.training_step.user_lines import line_of
+
+_NESTED = "nested tensors cannot be planned: pad them, or leave what uses them out of the planned module"
+
+
+@dataclass(frozen=True)
+class StepCopy:
+    """A copy of a module and of a step's arguments.
+
+    Attributes:
+        running: A context in which the step runs.
+        reset: Puts back what a pass changed.
+        data: Whether the copy has data.
+    """
+
+    module: torch.nn.Module
+    step: Step
+    running: Callable[[], contextlib.AbstractContextManager[Any]]
+    reset: Callable[[], None]
+    data: bool
+
+
+def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
+    mode = fake_values.KnowingMode(allow_non_fake_inputs=True)
+    replaced: dict[int, torch.Tensor] = {}
+    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_nested:
+            raise CaptureError(_NESTED)
+        if id(tensor) not in replaced:
+            made = fake_values.fake_with_values(tensor, mode)
+            if made is not None:
+                known.append((made, tensor))
+            replaced[id(tensor)] = fake_.fake_like(tensor, mode) if made is None else made
+        return replaced[id(tensor)]
+
+    for part in module.modules():
+        for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
+            if isinstance(value, torch.Tensor):
+                fake(value)
+    copied = _copied(module, step, replaced)
+    args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
+
+    @contextlib.contextmanager
+    def running() -> Iterator[None]:
+        meta_patches.widen_grouped_products()
+        with mode, fake_values.values_count():
+            yield
+
+    def reset() -> None:
+        for made, original in known:
+            fake_values.forget_changes(made, original)
+
+    loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))
+    copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
+    return StepCopy(copied, copied_step, running, reset, data=False)
+
+
+def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
+    copied = _copied(module, step, {})
+    made: dict[int, torch.Tensor] = {}
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
+    pairs = _paired(module, step, copied, (args, kwargs))
+
+    def reset() -> None:
+        with torch.no_grad():
+            for original, mine in pairs:
+                if writes(mine) != versions[id(mine)]:
+                    mine.copy_(original)
+                    versions[id(mine)] = writes(mine)
+
+    versions = {id(mine): writes(mine) for _, mine in pairs}
+    loss = _on_copies(step.loss, pairs)
+    copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
+    return StepCopy(copied, copied_step, contextlib.nullcontext, reset, data=True)
+
+
+def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:
+    try:
+        copied = fake_.deep_copy_with(module, replaced)
+        if step.in_mode(module) is not module.training:
+            copied.train(not module.training)
+    except Exception as error:
+        raise CaptureError(described("copying the module (copy.deepcopy)", error)) from error
+    own = set(module.modules())
+    for part in copied.modules():
+        if part not in own:  # a __deepcopy__ may return the module itself
+            modules.install_call(part, None)  # a plan travels with copies
+    for original, mine in zip(_state(module), _state(copied), strict=True):
+        if mine.grad_fn is not None and original.grad_fn is None:
+            # Scripted modules clone their parameters with history: gradients would go on to the user's.
+            mine.detach_().requires_grad_(original.requires_grad)
+    return copied
+
+
+def _state(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs: Any) -> _Pairs:
+    """The user's tensors, each with its copy."""
+    originals = [*_state(module), *tensors_in((step.args, dict(step.kwargs)))]
+    return list(zip(originals, [*_state(copied), *tensors_in(inputs)], strict=True))
+
+
+def _on_copies(loss: Loss | None, pairs: _Pairs) -> Loss | None:
+    """A loss that uses the copies where it reaches for the user's tensors, as penalties on weights do."""
+    if loss is None:
+        return None
+    copies = {id(original): mine for original, mine in pairs}
+
+    def run(output: Any) -> torch.Tensor:
+        with _Stands(copies):
+            return loss(output)
+
+    return run
+
+
+class _Stands(TorchFunctionMode):
+    """Operations on some tensors are done on others that stand for them."""
+
+    def __init__(self, copies: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = self._copies
+        args, kwargs = map_tensors(lambda t: copies.get(id(t), t), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def lacks_data(module: torch.nn.Module, step: Step) -> bool:
+    tensors = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    return any(t.device.type == "meta" or fake_.is_fake(t) for t in tensors)
+
+
+def described(doing: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    # Dynamo's errors start with their kind and explain themselves further down.
+    explained = [line.strip() for line in lines[1:] if line.strip().startswith("Explanation: ")]
+    text = f"{doing} failed: {type(error).__name__}: {'. '.join(lines[:1] + explained[:1])}"
+    if (line := line_of(error)) is not None:
+        text += f", at {line}"
+    if "SparseTensor" in text:
+        text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
+    if "NestedInt" in text or "nested_int" in text or "jagged" in text:
+        text += f" ({_NESTED})"
+    if "double backward" in text:
+        text += " (the forward differentiates itself: leave that part out of the planned module)"
+    return text

@@ -1,0 +1,243 @@
+"""Reading what users pass as model, example inputs and loss.
+
+All entries read them here: :func:`planner.plan`, ``sweep``, ``auto_checkpoint``, ``verify``, ``max_batch``
+and the builders of the command line. What is none of the forms is an error that says what to write.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
+
+from planner._torch.module_paths import calls_forward_as_given
+from planner.errors import PlannerError
+from planner.training_step.generators import GeneratorStates
+from planner.training_step.step import Loss, Outputs, Step, checked_outputs
+
+Inputs = Sequence[Any] | Mapping[str, Any] | torch.Tensor | DataLoader[Any] | None
+"""Example inputs: a tuple or list of positional arguments, a tensor that is the only one, a mapping of
+keyword arguments (a batch of Hugging Face's is one), or a DataLoader, of which the first batch is taken."""
+
+
+class InputError(PlannerError, TypeError):
+    """A model, example inputs or a loss in a form that cannot be read, or that the model does not take."""
+
+
+def read_step(
+    model: torch.nn.Module,
+    args: Inputs = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    outputs: Outputs = "held",
+    *,
+    of: str,
+) -> Step:
+    """The training step that a user describes.
+
+    Args:
+        model: The module.
+        args, kwargs: Its example inputs, in any form of :data:`Inputs`.
+        loss: Makes the scalar loss of the module's output, or None.
+        outputs: Whether the module's outputs are held while backward runs.
+        of: The function that was called, for messages.
+
+    Raises:
+        InputError: One of them is none of its forms, the model's forward does not take the inputs, or
+            gradients are switched off.
+        OutputsError: ``outputs`` is neither "held" nor "dropped".
+    """
+    check_model(model)
+    _check_gradients_are_on(of)
+    given, named, what = _read(args, of)
+    if kwargs is not None:
+        more = _read_named(kwargs, len(given))
+        if twice := named.keys() & more.keys():
+            raise InputError(f"{min(twice)!r} is given twice, in the mapping of inputs and in kwargs=")
+        named = {**named, **more}
+    step = Step(given, named, check_loss(loss), checked_outputs(outputs))
+    _check_call(model, step, what)
+    return step
+
+
+def read_inputs(inputs: Any, of: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments from inputs in any form, or from a pair of both.
+
+    Args:
+        inputs: In any form of :data:`Inputs`, or a tuple or list and a mapping.
+        of: Where they come from, for messages.
+
+    Raises:
+        InputError: They are none of the forms.
+    """
+    if isinstance(inputs, tuple | list) and len(inputs) == 2:
+        first, second = inputs
+        if isinstance(first, tuple | list) and isinstance(second, Mapping):
+            return tuple(first), _read_named(second, len(first))
+    given, named, _ = _read(inputs, of)
+    return given, named
+
+
+def check_model(model: object) -> torch.nn.Module:
+    """A model, if it is one.
+
+    Raises:
+        InputError: It is no ``nn.Module``.
+    """
+    if isinstance(model, torch.nn.Module):
+        return model
+    if isinstance(model, type):
+        raise InputError(
+            f"the model is the class {model.__name__}: pass an instance, as {model.__name__}(...) makes it"
+        )
+    if callable(model):
+        raise InputError(
+            f"the model is a {_kind(model)}: pass the nn.Module that it runs, whose parameters are trained"
+        )
+    raise InputError(f"the model is a {_kind(model)}: expected an nn.Module")
+
+
+def check_loss(loss: Any) -> Loss | None:
+    """A loss, if it can be called with a model's output.
+
+    Raises:
+        InputError: It is no function, or one that needs more than the output.
+    """
+    if loss is None:
+        return None
+    write = "write loss=lambda output: criterion(output, target)"
+    if isinstance(loss, type):
+        raise InputError(f"loss= is the class {loss.__name__}, expected a function of the output: {write}")
+    if not callable(loss):
+        raise InputError(
+            f"loss= is a {_kind(loss)}: expected a function from the model's output to its scalar loss, as "
+            "in loss=lambda output: output.mean()"
+        )
+    called = loss.forward if isinstance(loss, torch.nn.Module) else loss
+    missing = _does_not_take(called, (object(),), {})
+    if missing:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise InputError(
+            f"loss={name} is called with the model's output alone, and takes {_parameters(called)}: {write}, "
+            "with the target of the example"
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+def _read(inputs: Any, of: str) -> tuple[tuple[Any, ...], dict[str, Any], str]:
+    """Positional arguments, keyword arguments, and what to call them in messages."""
+    if isinstance(inputs, DataLoader):
+        batch = _first_batch(inputs)
+        if isinstance(batch, torch.Tensor | Mapping | tuple | list):
+            given, named, _ = _read(batch, of)
+        else:
+            given, named = (batch,), {}
+        return given, named, "the first batch of the DataLoader"
+    if inputs is None:
+        return (), {}, "the inputs"
+    if isinstance(inputs, torch.Tensor | PackedSequence):
+        return (inputs,), {}, f"a {_kind(inputs)}, which is one argument,"
+    if isinstance(inputs, Mapping):
+        return (), _read_named(inputs, 0), "a mapping, which is keyword arguments,"
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}, "the inputs"
+    raise InputError(
+        f"{of}: the inputs are of type {_kind(inputs)}, expected a tuple of arguments, a tensor for one "
+        "argument, a mapping of keyword arguments, or a DataLoader. For another object as the only argument "
+        "write a tuple: (x,)"
+    )
+
+
+def _read_named(kwargs: Any, positional: int) -> dict[str, Any]:
+    if not isinstance(kwargs, Mapping):
+        before = ", ".join(["x", "y", "z"][: max(positional, 1)])
+        hint = f": several arguments are a tuple, args=({before}, ...)"
+        if type(kwargs).__name__ == "Plan":
+            hint = ": write plan=plan"
+        raise InputError(f"kwargs= is a {_kind(kwargs)}, expected a mapping from names to arguments{hint}")
+    for key in kwargs:
+        if not isinstance(key, str):
+            raise InputError(
+                f"keyword arguments have names, and {key!r} is a {_kind(key)}. To pass a mapping as one "
+                "argument write a tuple: (mapping,)"
+            )
+    return dict(kwargs)
+
+
+def _first_batch(loader: DataLoader[Any]) -> Any:
+    """The first batch of a loader; generators stand afterwards where they stood."""
+    states = GeneratorStates.now()
+    holders = (loader, loader.sampler, loader.batch_sampler)
+    own = {id(g): g for h in holders for g in getattr(h, "__dict__", {}).values() if _is_generator(g)}
+    before = [(generator, generator.get_state()) for generator in own.values()]
+    try:
+        return next(iter(loader))
+    except StopIteration:
+        raise InputError("the DataLoader has no batch; one is needed as the example inputs") from None
+    finally:
+        states.restore()
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+def _check_gradients_are_on(of: str) -> None:
+    if torch.is_inference_mode_enabled():
+        off = "torch.inference_mode()"
+    elif not torch.is_grad_enabled():
+        off = "torch.no_grad() (or torch.set_grad_enabled(False))"
+    else:
+        return
+    raise InputError(f"{of} was called under {off}, where there is no backward to plan: call it outside")
+
+
+def _check_call(model: torch.nn.Module, step: Step, what: str) -> None:
+    """See that a model's forward takes the inputs, where nothing comes between the call and the forward."""
+    if not calls_forward_as_given(model):
+        return
+    problem = _does_not_take(model.forward, step.args, step.kwargs)
+    if not problem:
+        return
+    name = type(model).__name__
+    hint = ""
+    if not step.args and step.kwargs:
+        hint = ". To pass a mapping as one argument write args=(mapping,)"
+    elif len(step.args) > 1:
+        hint = ". What only the loss needs goes there: args=(x,), loss=lambda output: criterion(output, y)"
+    raise InputError(
+        f"{what} cannot be passed to {name}.forward, which takes {_parameters(model.forward)}: {problem}"
+        f"{hint}"
+    )
+
+
+def _does_not_take(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why a call would fail; empty where it would not, or where that cannot be said."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    """The names of a function's parameters, those that may be left out with a question mark."""
+    names = []
+    for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
+        star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        star = "**" if parameter.kind is parameter.VAR_KEYWORD else star
+        may_be_left_out = "?" if parameter.default is not parameter.empty else ""
+        names.append(f"{star}{parameter.name}{may_be_left_out}")
+    return f"({', '.join(names)})"
+
+
+def _kind(value: object) -> str:
+    return "function" if inspect.isroutine(value) else type(value).__name__

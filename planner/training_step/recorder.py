@@ -1,0 +1,289 @@
+"""What a training step allocates and frees, seen from outside by running it.
+
+:class:`StepRecorder` is a dispatch mode. It writes down each operation that runs under it, the
+storages that the operation brings into being, and (by weak references) after which operation each
+storage dies. The step runs on fake tensors, or on real ones. Run over the plain module it gives the
+eager step as the user has it today; run over the compiled module it gives the *glue*: what happens
+between the captured graphs.
+
+What it cannot see: the eight bytes of a Python number that autograd saves (``x / 2.0``).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner._torch import autograd, fake, operators
+from planner._torch.tensors import schema_of, storage_number
+from planner.training_step.call import Call
+
+# Queries that a tensor subclass sees as operations; they allocate nothing.
+_NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
+
+
+@dataclass
+class Storage:
+    """One storage that a step brought into being.
+
+    Attributes:
+        bytes: Its size.
+        died_after: Index of the event after which nothing held it; None while it lives.
+    """
+
+    bytes: int
+    died_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in the step.
+
+    Attributes:
+        call: Index into ``recorder.calls``, or None for the execution of a captured graph.
+        reads: Indices of the recorded storages that it reads, one per tensor argument (resident: -1).
+        allocates: Indices of the storages that it brings into being, in order of the outputs.
+        backward: Whether it ran inside a backward pass.
+        graph: For a captured graph, what ran (:class:`planner.capture.graph_runner.GraphCall`).
+    """
+
+    call: int | None
+    reads: tuple[int, ...]
+    allocates: tuple[int, ...]
+    backward: bool
+    graph: Any = None
+
+
+@dataclass
+class Recording:
+    """Everything that :class:`StepRecorder` saw."""
+
+    events: list[Event] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)  # example outputs of each distinct call
+
+
+class StepRecorder(autograd.InfrastructureMode):
+    """Records one step; see the module's docstring.
+
+    Args:
+        mode: A fake mode, under which examples of the operations' arguments are kept.
+        resident: Tensors that are there before the step: parameters, buffers, inputs.
+        gradients: Gradients that are there before the step, resident as well.
+        foreign: Told, before an operation runs, of those of its arguments that are neither there before the
+            step as far as is known, nor made by it.
+    """
+
+    def __init__(
+        self,
+        mode: Any,
+        resident: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] = (),
+        foreign: Callable[[Any, list[torch.Tensor]], None] = lambda operator, tensors: None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self._mode, self._foreign = mode, foreign
+        self._known: dict[int, int] = {}
+        self._signatures: dict[Any, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._paused = False
+        self._ended = False
+        self._born_under: list[tuple[str, int] | None] = []
+        self._generator_state = torch.get_rng_state
+        # Held, so that their identities stay theirs.
+        self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
+        for storage in self._resident:
+            self._known[storage_number(storage)] = -1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Operators of higher order run what they are made of, which comes here by itself.
+        if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
+            return func(*args, **kwargs)
+        unknown = [t for t in _tensors(args, kwargs) if fake.storage_key(t) not in self._known]
+        if unknown:
+            self._foreign(func, unknown)
+        node = autograd.running_node_number()
+        if node is not None and self._accumulates_in_place(func, args, kwargs, node):
+            out = args[0].add_(args[1])
+            func = torch.ops.aten.add_.Tensor
+        else:
+            out = func(*args, **kwargs)
+        reads = tuple(self.index_of(t) for t in _tensors(args, kwargs))
+        call = self._call(func, args, kwargs, out)
+        self._append(call, reads, _tensors((out,), {}), node)
+        return out
+
+    def __enter__(self) -> "StepRecorder":
+        # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees.
+        torch.get_rng_state = self._save_generator_state
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.get_rng_state = self._generator_state
+        self._ended = True  # what lives now outlives the step
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    # ---- used while a captured graph runs --------------------------------------------------------
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Index of the recorded storage behind a tensor; -1 where it is resident or unknown."""
+        return self._known.get(fake.storage_key(tensor), -1)
+
+    def graph_ran(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Write down that a captured graph ran in one piece."""
+        reads = tuple(self.index_of(t) if isinstance(t, torch.Tensor) else -1 for t in arguments)
+        tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
+        self._append(None, reads, tensors, autograd.running_node_number())
+
+    def pause(self) -> "_Pause":
+        """A context in which operations run unrecorded."""
+        return _Pause(self)
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _append(
+        self,
+        call: int | None,
+        reads: tuple[int, ...],
+        outputs: Sequence[torch.Tensor],
+        node: tuple[str, int] | None,
+    ) -> None:
+        born = []
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            key = storage_number(storage)
+            if key in self._known:
+                continue
+            number = len(self.recording.storages)
+            self.recording.storages.append(Storage(storage.nbytes()))
+            self._born_under.append(node)
+            self._known[key] = number
+            self._references[number] = weakref.ref(storage, self._on_death(key, number))
+            born.append(number)
+        self.recording.events.append(Event(call, reads, tuple(born), node is not None))
+
+    def _on_death(self, key: int, number: int) -> Any:
+        recording, known = self.recording, self._known
+
+        def died(_: Any) -> None:
+            if self._ended:
+                return
+            recording.storages[number].died_after = len(recording.events) - 1
+            if known.get(key) == number:
+                del known[key]
+
+        return died
+
+    def _save_generator_state(self) -> torch.Tensor:
+        state = self._generator_state()
+        if not self._paused:
+            operator = torch.ops.aten.empty.memory_format
+            call = self._call(operator, (list(state.shape),), {"dtype": state.dtype}, state)
+            self._append(call, (), [state], autograd.running_node_number())
+        return state
+
+    def _accumulates_in_place(self, func: Any, args: Any, kwargs: Any, node: object) -> bool:
+        # The engine sums gradients that meet with `old.add_(new)` if it alone holds `old`, but never
+        # for tensor subclasses, so a fake step would count a storage that the real one does not have.
+        # `old` is then older than the node whose output is `new`; a node's own sums are not meant.
+        if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2:
+            return False
+        old, new = args
+        if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
+            return False
+        number = self.index_of(old)
+        return (
+            number >= 0
+            and self._born_under[number] is not None
+            and self._born_under[number] != node
+            and old.dtype == new.dtype
+            and old.numel() * old.element_size() == old.untyped_storage().nbytes()
+            and autograd.exclusively_owned(old)
+        )
+
+    def _call(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        signature = (func, _signature(args), _signature(kwargs))
+        number = self._signatures.get(signature)
+        if number is None:
+            number = self._signatures[signature] = len(self.recording.calls)
+            with self.pause(), self._mode:
+                self.recording.calls.append(Call(func, self._shapes(args), self._shapes(kwargs)))
+                self.recording.outputs.append(self._shapes(out))
+        return number
+
+    def _shapes(self, tree: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, shape_only, tree)
+
+
+class _Pause:
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+        self._before = False
+
+    def __enter__(self) -> None:
+        self._before, self._recorder._paused = self._recorder._paused, True
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder._paused = self._before
+
+
+def shape_only(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides, dtype and device with a storage (and no data) of its own."""
+    if tensor.layout in _SPARSE:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
+    span = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
+    base = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
+    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                found.extend(_parts(tensor))
+    return found
+
+
+_SPARSE = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+}
+"""Sparse tensors that have no storage of their own, but those of the tensors that they are made of."""
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in whose storages a tensor lies."""
+    parts = _SPARSE.get(tensor.layout)
+    if parts is None:
+        return [tensor]
+    if autograd.running_node() is not None:
+        raise NotImplementedError("SparseTensor among the gradients")
+    return [part(tensor.detach()) for part in parts]
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout in _SPARSE:
+            return (tuple(value.shape), value.layout, value.dtype, value.device)
+        storage = value.untyped_storage().nbytes()
+        return (tuple(value.shape), value.stride(), value.dtype, value.device, storage)
+    if isinstance(value, list | tuple):
+        return tuple(_signature(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _signature(v)) for k, v in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return (type(value), value)

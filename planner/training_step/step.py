@@ -1,0 +1,130 @@
+"""One training step, run the same way wherever it runs: on fake tensors, unplanned, or planned."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner._torch.autocast_state import without_autocast
+from planner._torch.tensors import storage_number
+from planner.errors import CaptureError, PlannerError
+
+Loss = Callable[[Any], torch.Tensor]
+Outputs = Literal["held", "dropped"]
+"""Whether the module's outputs live on while backward runs: in ``out = model(x); out.loss.backward()`` they
+do, in ``model(x).loss.backward()`` and in trainers, which hand on the loss alone, they do not."""
+
+
+class OutputsError(PlannerError, ValueError):
+    """Outputs are neither held nor dropped."""
+
+
+def checked_outputs(outputs: str) -> Outputs:
+    """What becomes of the outputs, as it was given by name.
+
+    Raises:
+        OutputsError: There is none of that name.
+    """
+    if outputs not in get_args(Outputs):
+        raise OutputsError(
+            f"outputs={outputs!r}: expected 'held', where the training loop still has the module's outputs "
+            "when backward runs, or 'dropped', where it has only the loss"
+        )
+    return outputs  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of a training step and how its loss is found.
+
+    Attributes:
+        args: Positional arguments of the module.
+        kwargs: Keyword arguments of the module.
+        loss: Makes a scalar of the module's output; None to find it (see :func:`find_loss`).
+        outputs: Whether the module's outputs are held while backward runs.
+        training: Whether it is planned in training mode, or else in evaluation mode; None: as the module is.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+    outputs: Outputs = "held"
+    training: bool | None = None
+
+    def in_mode(self, module: torch.nn.Module) -> bool:
+        """Whether the step is one in training mode, of a module as it is now."""
+        return module.training if self.training is None else self.training
+
+    def run(self, module: torch.nn.Module) -> tuple[Any, torch.Tensor | None]:
+        """Forward and backward.
+
+        Returns:
+            The module's output where it is held, else what of it was differentiated; and the loss (None
+            when the outputs themselves were differentiated, with gradients of ones).
+        """
+        output = module(*self.args, **self.kwargs)
+        loss = self.loss(output) if self.loss is not None else find_loss(output)
+        if loss is not None:
+            if not isinstance(loss, torch.Tensor):
+                raise CaptureError(
+                    f"loss= returned a {type(loss).__name__}, expected a scalar tensor: not loss.item(), and "
+                    "of several results the one to differentiate"
+                )
+            if not loss.requires_grad:
+                raise CaptureError(
+                    "loss= returned a tensor without a gradient: it was detached, or computed under "
+                    "torch.no_grad(), or nothing that it depends on requires a gradient"
+                )
+            if loss.numel() != 1:
+                raise CaptureError(f"the loss must be a scalar, but loss= gave shape {tuple(loss.shape)}")
+            if self.outputs == "dropped":
+                output = loss
+            with without_autocast():
+                loss.backward()
+            return output, loss
+        outputs = differentiable_outputs(output)
+        if not outputs:
+            raise CaptureError(
+                f"nothing to differentiate: the module returned {type(output).__name__} without a tensor "
+                "that requires a gradient; is a parameter trainable, and is the loss among the outputs?"
+            )
+        if self.outputs == "dropped":
+            output = outputs
+        with without_autocast():
+            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        return output, None
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The scalar to differentiate: the output itself, its ``loss`` attribute or entry, or None."""
+    candidate = output
+    if not isinstance(output, torch.Tensor):
+        candidate = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(candidate, torch.Tensor) and candidate.numel() == 1 and candidate.requires_grad:
+        return candidate
+    return None
+
+
+def differentiable_outputs(output: Any) -> list[torch.Tensor]:
+    """Tensors in a module's output that require a gradient, in order."""
+    return [t for t in tensors_in(output) if t.requires_grad]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Tensors anywhere in nested containers, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """A copy of nested containers with ``function`` applied to every tensor."""
+    return pytree.tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def unique_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor of each distinct storage, in order."""
+    seen: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        seen.setdefault(storage_number(tensor.untyped_storage()), tensor)
+    return list(seen.values())

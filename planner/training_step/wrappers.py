@@ -1,0 +1,39 @@
+"""Wrappers around a module that are planned inside, not outside."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from planner._torch.tracing.inside_compile import is_compiled
+from planner.errors import PlanMismatch
+
+if TYPE_CHECKING:
+    pass
+
+
+def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
+    """A data-parallel wrapper has buckets and hooks of its own, and a compiled module is the module inside
+    run otherwise: what is planned is the module inside.
+
+    Raises:
+        PlanMismatch: If ``model`` is such a wrapper.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise PlanMismatch(
+            f"this is a {type(model).__name__}: {doing} the module inside, as model.module or before it is "
+            "wrapped; the wrapper then trains by the plan"
+        )
+    if isinstance(model, FullyShardedDataParallel):
+        raise PlanMismatch(
+            f"this is a FullyShardedDataParallel: {doing} the module inside before it is wrapped, and wrap "
+            "it with use_orig_params=True"
+        )
+    if isinstance(model, FSDPModule):
+        raise PlanMismatch(f"this module is sharded by fully_shard: {doing} it before it is sharded")
+    if is_compiled(model):
+        raise PlanMismatch(
+            f"this is a torch.compile()d module: {doing} the module inside, model._orig_mod, or before it is "
+            "compiled; while it trains it runs by the plan then, and what is around it compiled"
+        )

@@ -1,0 +1,1 @@
+"""Comparing the planned step with the unplanned one, and measuring both."""

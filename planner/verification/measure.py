@@ -1,0 +1,125 @@
+"""What a step really takes: its peak of memory, exact, and its time."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from planner._torch.execution.allocator_events import profiler_is_active, record_cpu_allocations
+from planner.errors import PlannerError
+
+
+class MeasurementError(PlannerError):
+    """Memory cannot be measured here and now."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMeasurement:
+    """Memory that a step allocated, over what there was when it was entered.
+
+    Attributes:
+        peak_bytes: The most at any time.
+        final_bytes: What was still there when it returned, its return value included. Negative where it
+            freed more of what was there before than it left.
+    """
+
+    peak_bytes: int
+    final_bytes: int
+
+
+def measure_peak(step: Callable[[], object], device: torch.device | str) -> MemoryMeasurement:
+    """Runs a step once and measures the memory it allocates.
+
+    On the CPU the figures are exact to the byte and count kernels' scratch: they come from the
+    allocator's own events, as the profiler records them. On CUDA they are the caching allocator's
+    ``max_memory_allocated``, rounded as it rounds.
+
+    Args:
+        step: What to run. What it returns is held until the measurement has ended, and released then.
+            Run it before: first calls fill caches.
+        device: Whose memory: ``"cpu"`` or a CUDA device.
+
+    Raises:
+        MeasurementError: a profiler session is open (on the CPU), or the device is of another type.
+    """
+    device = torch.device(device)
+    gc.collect()  # garbage of earlier steps must not be freed inside this one
+    if device.type == "cuda":
+        return _peak_on_cuda(step, device)
+    if device.type != "cpu":
+        raise MeasurementError(f"memory can be measured on cpu and cuda, not on {device.type!r}")
+    if profiler_is_active():
+        raise MeasurementError("a torch.profiler session is open: close it before memory is measured")
+    recording = record_cpu_allocations(step)
+    running = peak = 0
+    for _, count in recording.allocations:
+        running += count
+        peak = max(peak, running)
+    return MemoryMeasurement(peak, running)
+
+
+def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> MemoryMeasurement:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    held = step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    after = torch.cuda.memory_allocated(device)
+    del held
+    return MemoryMeasurement(peak - before, after - before)
+
+
+def measure_seconds(
+    steps: Sequence[Callable[[], object]], repeats: int = 5, *, device: torch.device | str = "cpu"
+) -> list[float]:
+    """Times steps against each other, interleaved, so that what disturbs one disturbs all.
+
+    Args:
+        steps: What to time. Each is run once before, untimed.
+        repeats: How often each is timed.
+        device: On the CPU the process's own time counts, all threads together, and what other processes
+            do does not; on CUDA it is the wall's, from an idle device to an idle device.
+
+    Returns:
+        The median seconds of each step.
+    """
+    return [statistics.median(taken) for taken in time_steps(steps, repeats, device=device)]
+
+
+def time_steps(
+    steps: Sequence[Callable[[], object]],
+    repeats: int,
+    *,
+    device: torch.device | str = "cpu",
+    before: Callable[[int], object] | None = None,
+) -> list[list[float]]:
+    """Seconds of every run of each step, as :func:`measure_seconds` takes them.
+
+    Args:
+        before: Called with the number of each round, from 0, before it is timed.
+    """
+    device = torch.device(device)
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    seconds: list[list[float]] = [[] for _ in steps]
+    for step in steps:
+        step()
+    for index in range(repeats):
+        if before is not None:
+            before(index)
+        for taken, step in zip(seconds, steps, strict=True):
+            _wait_for(device)
+            start = clock()
+            held = step()
+            _wait_for(device)
+            taken.append(clock() - start)
+            del held
+    return seconds
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,133 @@
+"""What a step leaves, kept on the host, and how far it is from what other steps left."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from planner.training_step.generators import GeneratorStates, OwnGenerators
+from planner.training_step.step import Step, differentiable_outputs, tensors_in
+
+Name = tuple[str, str]
+"""What a tensor is, "loss", "gradient of" or "buffer", and its name."""
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the memory of the host: on a GPU there may be none to spare."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+class Outcome:
+    """What a step leaves: copies, so that the next step cannot change them.
+
+    Attributes:
+        tensors: Losses, gradients and buffers, by what they are; None for a gradient that is not there.
+    """
+
+    def __init__(self, model: torch.nn.Module, step: Step, own_generators: OwnGenerators) -> None:
+        output, loss = step.run(model)
+        losses = [loss] if loss is not None else differentiable_outputs(output)
+        self.tensors: dict[Name, torch.Tensor | None] = {
+            name: None if tensor is None else on_host(tensor) for name, tensor in _left(model, step, losses)
+        }
+        self.rng, self.own_rng = GeneratorStates.now(), own_generators.states()
+
+
+def _left(
+    model: torch.nn.Module, step: Step, losses: Sequence[torch.Tensor]
+) -> Iterator[tuple[Name, torch.Tensor | None]]:
+    for i, loss in enumerate(losses):
+        yield ("loss", str(i)), loss
+    for name, parameter in model.named_parameters():
+        yield ("gradient of", name), parameter.grad
+    for i, tensor in enumerate(tensors_in((step.args, dict(step.kwargs)))):
+        if tensor.requires_grad:
+            yield ("gradient of", f"input {i}"), tensor.grad
+    for name, buffer in model.named_buffers():
+        yield ("buffer", name), buffer
+
+
+class Spread:
+    """How far unplanned steps are from the first of them, tensor by tensor.
+
+    Args:
+        reference: What the first left.
+        allowed: Whether kernels of the device may differ from run to run, as CUDA's, which do some sums in
+            any order. On the CPU they do not, and what differs draws on what cannot be put back.
+    """
+
+    def __init__(self, reference: Outcome, allowed: bool) -> None:
+        self._reference, self._allowed = reference, allowed
+        self._differs: set[Name] = set()
+        self._most: dict[Name, float] = {}
+
+    def add(self, again: Outcome) -> None:
+        """Another unplanned step."""
+        for name, value in self._reference.tensors.items():
+            repeated = again.tensors.get(name)
+            if same(value, repeated, 0.0):
+                continue
+            apart = distance(value, repeated) if self._allowed else math.inf
+            if math.isinf(apart):
+                self._differs.add(name)
+            else:
+                self._most[name] = max(self._most.get(name, 0.0), apart)
+
+    def of(self, name: Name) -> float:
+        """The most that a tensor was from the first step's: 0 where it never was."""
+        return self._most.get(name, 0.0)
+
+    def incomparable(self, name: Name) -> bool:
+        """Whether a tensor differs between unplanned steps as sums in another order do not."""
+        return name in self._differs
+
+
+def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """The most that elements are apart. Infinite where shapes differ, where NaNs and infinities are in other
+    places, and between booleans that differ."""
+    if same(a, b, 0.0):
+        return 0.0
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype or a.dtype is torch.bool:
+        return math.inf
+    a, b = (_wide(t) for t in (a, b))
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()) or not same(a[~finite], b[~finite], 0.0):
+        return math.inf
+    return float((a[finite] - b[finite]).abs().max())
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float) -> bool:
+    """Whether two tensors are equal, NaNs in the same places included, or ten times `tolerance` apart."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if tolerance > 0.0 and a.dtype is not torch.bool:
+        return bool(torch.allclose(_wide(a), _wide(b), rtol=1e-5, atol=10 * tolerance, equal_nan=True))
+    if torch.equal(a, b):
+        return True
+    nan = a.isnan()
+    return bool(nan.any()) and torch.equal(nan, b.isnan()) and torch.equal(a[~nan], b[~nan])
+
+
+def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    """Two tensors that are not the same, in words: without and with the plan."""
+    if a is None or b is None:
+        kinds = ["None" if t is None else "a tensor" for t in (a, b)]
+        return f"{kinds[0]} without the plan, {kinds[1]} with it"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{tuple(a.shape)} {a.dtype} without the plan, {tuple(b.shape)} {b.dtype} with it"
+    a, b = (_wide(t) for t in (a, b))
+    apart = (a - b).abs().nan_to_num(math.inf)
+    apart[(a == b) | (a.isnan() & b.isnan())] = 0.0
+    return f"{int((apart > 0).sum()):,} of {a.numel():,} elements, by at most {float(apart.max()):.3g}"
+
+
+def _wide(tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,278 @@
+"""Does the planned module do what the unplanned one does, in the memory that was promised?"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from planner._torch import modules
+from planner.errors import PlanMismatch
+from planner.interrupts import at_stages, held_interrupts
+from planner.planfile.plan import Plan
+from planner.planning.option_checks import check_options
+from planner.runtime.install import PlannedCall, apply, installed_plan
+from planner.training_step.generators import GeneratorStates, OwnGenerators
+from planner.training_step.inputs import InputError, Inputs, read_step
+from planner.training_step.python_state import remember
+from planner.training_step.step import Loss, Outputs, Step, checked_outputs, tensors_in
+from planner.verification.measure import measure_peak, time_steps
+from planner.verification.outcomes import Outcome, Spread, difference, on_host, same
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`verify` found.
+
+    Attributes:
+        loss_equal, gradients_equal, buffers_equal, rng_equal: The planned step against the unplanned.
+        exact: Whether equality was bit for bit. On CUDA differences are compared with those between
+            two unplanned steps, where PyTorch itself is not deterministic.
+        measured_dynamic_peak_bytes, predicted_dynamic_peak_bytes: Of the planned step, over entry.
+        baseline_measured_dynamic_peak_bytes, baseline_predicted_dynamic_peak_bytes: Of the unplanned.
+        measured_peak_bytes: Planned, with what is resident.
+        budget_bytes: What the plan was made for; None for "min".
+        seconds, baseline_seconds: Median of interleaved steps; process time on CPU.
+        overheads: Extra time of the planned step in each timed pair, relative: how sure `overhead` is.
+        problems: A line for everything that is not as promised; empty if all is.
+    """
+
+    loss_equal: bool
+    gradients_equal: bool
+    buffers_equal: bool
+    rng_equal: bool
+    exact: bool
+    measured_dynamic_peak_bytes: int
+    predicted_dynamic_peak_bytes: int
+    baseline_measured_dynamic_peak_bytes: int
+    baseline_predicted_dynamic_peak_bytes: int
+    measured_peak_bytes: int
+    budget_bytes: int | None
+    seconds: float
+    baseline_seconds: float
+    problems: list[str] = field(default_factory=list)
+    overheads: list[float] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Everything is equal, and the measured peak is within the budget."""
+        return not self.problems
+
+    @property
+    def overhead(self) -> float:
+        """Measured extra time of a planned step, relative: of the medians."""
+        return self.seconds / self.baseline_seconds - 1.0 if self.baseline_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {**asdict(self), "ok": self.ok, "overhead": self.overhead}
+
+
+@held_interrupts()
+def verify(
+    model: torch.nn.Module,
+    args: Inputs = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    loss: Loss | None = None,
+    outputs: Outputs | None = None,
+    repeats: int = 3,
+    progress: Progress | None = None,
+) -> Report:
+    """Run the unplanned and the planned step from the same state and compare everything.
+
+    Args:
+        model: The module, planned or not. It is left as it was: parameters, gradients, buffers,
+            random generators, and whether a plan is installed.
+        args, kwargs: Inputs of the step, in any form that :func:`planner.plan` takes.
+        plan: The plan to verify; None for the one that is installed.
+        loss: As for :func:`planner.plan`.
+        outputs: Whether the measured steps hold the module's outputs while backward runs, as for
+            :func:`planner.plan`; None for what the plan was made for.
+        repeats: Timed steps of each kind; 0 measures no time.
+        progress: Called with a text and a fraction from 0 to 1.
+
+    Raises:
+        InputError: If model, inputs, loss or plan are in no form that can be read.
+        PlanMismatch: If there is no plan, or it is for another model.
+    """
+    report = at_stages(progress)
+    step = read_step(model, args, kwargs, loss, of="verify")
+    check_options(repeats=repeats, progress=progress)
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan= is a {type(plan).__name__}: pass the plan, from a file as Plan.load(path)")
+    plan = plan or installed_plan(model)
+    if plan is None:
+        raise PlanMismatch("verify needs a plan: pass plan=, or apply one to the model")
+    if model.training != plan.model.training:
+        modes = {True: "train", False: "eval"}
+        mode = modes[plan.model.training]
+        raise PlanMismatch(
+            f"the plan is for {mode} mode, the model is in {modes[model.training]} mode: call model.{mode}() "
+            f"first, or plan with training={model.training}"
+        )
+    step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
+    before = _State(model, step)
+    installed = modules.installed_call(model)
+    original = installed.previous if isinstance(installed, PlannedCall) else installed
+    waiting = isinstance(installed, PlannedCall) and installed.unplanned.waiting
+    try:
+        apply(plan, model)
+        planned = modules.installed_call(model)
+        assert isinstance(planned, PlannedCall)
+        planned.retire()
+        sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
+        before.restore()
+        modules.install_call(model, original)
+        report("running the unplanned step", 0.0)
+        step.run(model)
+        before.restore_generators()  # what random numbers decide goes the way that was planned
+        state = _State(model, step, before)  # what a first forward caches is there from now on
+        taken, unplanned = 0, _unplanned_steps(state.device)
+        stages = 5 + unplanned + 2 * (repeats + 1)
+
+        def outcome(call: Callable[..., Any] | None) -> Outcome:
+            nonlocal taken
+            taken += 1
+            side = "unplanned" if call is original else "planned"
+            report(f"comparing: running the {side} step", taken / stages)
+            state.restore()
+            modules.install_call(model, call)
+            return Outcome(model, step, state.own_generators)
+
+        reference = outcome(original)
+        spread = Spread(reference, allowed=state.device.type != "cpu")
+        for _ in range(unplanned - 1):
+            spread.add(outcome(original))
+        outcome(planned)  # a first planned step captures
+        second = outcome(planned)
+
+        def runner(call: Callable[..., Any] | None) -> Callable[[], object]:
+            def run() -> object:
+                modules.install_call(model, call)
+                return step.run(model)
+
+            return run
+
+        peaks = []
+        for index, call in enumerate(sides):
+            done = (3 + unplanned + index) / stages
+            report(f"measuring the peak of the {('unplanned', 'planned')[index]} step", done)
+            state.restore()
+            peaks.append(measure_peak(runner(call), state.device))
+        times: list[list[float]] = [[], []]
+        if repeats:
+            state.restore()
+
+            def tell(index: int) -> None:
+                done = 1 - 2 * (repeats - index) / stages
+                report(f"timing pair {index + 1} of {repeats}", done)
+
+            timed = [_fresh(runner(c), model) for c in sides]
+            times = time_steps(timed, repeats, device=state.device, before=tell)
+    finally:
+        before.restore(gradients=True)
+        modules.install_call(model, installed)
+        if isinstance(installed, PlannedCall):
+            installed.reinstate(waiting=waiting)
+    return _report(plan, reference, spread, second, peaks[1].peak_bytes, peaks[0].peak_bytes, times)
+
+
+class _State:
+    """Everything that a step changes, so that it can be put back."""
+
+    def __init__(self, model: torch.nn.Module, step: Step, earlier: "_State | None" = None) -> None:
+        self._tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+        self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        known: dict[int, torch.Tensor] = {}
+        if earlier is not None:
+            known = {id(t): c for t, c in zip(earlier._tensors, earlier._copies, strict=True)}
+        self._copies: list[torch.Tensor] = [
+            known[id(t)] if id(t) in known and same(t.cpu(), known[id(t)], 0.0) else on_host(t)
+            for t in self._tensors
+        ]
+        self._gradients = [t.grad for t in self._tensors]
+        self._rng = GeneratorStates.now()
+        self.own_generators = OwnGenerators(model, step.args, step.kwargs)
+        self._own_states = self.own_generators.states()
+        self._put_python_back = remember(model)
+
+    def restore(self, *, gradients: bool = False) -> None:
+        """Put values, generators and Python's state back; gradients too, or else drop them."""
+        self._put_python_back()
+        with torch.no_grad():
+            for tensor, copy, gradient in zip(self._tensors, self._copies, self._gradients, strict=True):
+                if not same(tensor.cpu(), copy, 0.0):
+                    tensor.copy_(copy)
+                tensor.grad = gradient if gradients else None
+        self.restore_generators()
+
+    def restore_generators(self) -> None:
+        """Put the random generators back."""
+        self._rng.restore()
+        self.own_generators.restore(self._own_states)
+
+
+_NOT_TWICE = (
+    "; so does that of a second step without the plan: the module draws on what cannot be put back, "
+    "and its steps cannot be compared"
+)
+
+
+def _report(
+    plan: Plan, reference: Outcome, spread: Spread, planned: Outcome, peak: int, baseline_peak: int,
+    times: Sequence[Sequence[float]],
+) -> Report:  # fmt: skip
+    problems: list[str] = []
+    exact = True
+
+    equal = {"loss": True, "gradient of": True, "buffer": True}
+    for name, value in reference.tensors.items():
+        tolerance = spread.of(name)
+        exact = exact and tolerance == 0.0
+        kind, called = name
+        if not same(value, planned.tensors.get(name), tolerance):
+            equal[kind] = False
+            alone = _NOT_TWICE if spread.incomparable(name) else ""
+            problems.append(f"{kind} {called} differs: {difference(value, planned.tensors.get(name))}{alone}")
+    rng_equal = reference.rng.same_as(planned.rng) and reference.own_rng == planned.own_rng
+    if not rng_equal:
+        problems.append("the random generators stand elsewhere after the planned step")
+    measured_total = plan.resident.total + peak
+    if plan.target.budget_bytes is not None and measured_total > plan.target.budget_bytes:
+        over = measured_total - plan.target.budget_bytes
+        problems.append(f"the measured peak of {measured_total:,} bytes is {over:,} over the budget")
+    return Report(
+        loss_equal=equal["loss"],
+        gradients_equal=equal["gradient of"],
+        buffers_equal=equal["buffer"],
+        rng_equal=rng_equal,
+        exact=exact,
+        measured_dynamic_peak_bytes=peak,
+        predicted_dynamic_peak_bytes=plan.predicted.dynamic_peak_bytes,
+        baseline_measured_dynamic_peak_bytes=baseline_peak,
+        baseline_predicted_dynamic_peak_bytes=plan.baseline.dynamic_peak_bytes,
+        measured_peak_bytes=measured_total,
+        budget_bytes=plan.target.budget_bytes,
+        seconds=statistics.median(times[1] or [0.0]),
+        baseline_seconds=statistics.median(times[0] or [0.0]),
+        problems=problems,
+        overheads=[after / before - 1 for before, after in zip(*times, strict=True) if before],
+    )
+
+
+def _unplanned_steps(device: torch.device) -> int:
+    """How many tell what is deterministic: sums that a GPU does in any order often come out alike twice."""
+    return 2 if device.type == "cpu" else 5
+
+
+def _fresh(run: Callable[[], object], model: torch.nn.Module) -> Callable[[], object]:
+    def step() -> object:
+        model.zero_grad(set_to_none=True)
+        return run()
+
+    return step

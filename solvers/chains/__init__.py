@@ -1,0 +1,1 @@
+"""Methods on cuts and chains of blocks."""

@@ -1,0 +1,1 @@
+"""Improving a schedule step by step, by simulation."""

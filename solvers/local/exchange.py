@@ -1,0 +1,326 @@
+"""Exchanges in a finished schedule: give up memory that is cheap to win back for re-runs that are dear.
+
+Elsewhere: a large-neighbourhood step around the incumbent; eviction across the peak; the second
+retention interval of Moccasin (Bartan et al. 2023).
+
+Two kinds of move are read off a schedule, each with its seconds and its bytes at every step:
+
+* *evict*: an instance of a value that is not read for a while is dropped meanwhile, and computed again
+  right before its next read. What that needs is held on until then, or computed again as well.
+* *spare*: a re-run is taken out, and the instance before it lives on instead.
+
+An integer program chooses the moves that together save most seconds with the profile within the budget:
+
+    x[m] in {0, 1}      move m is made.
+    profile(i) + sum of bytes(m, i) x[m] <= budget    for every step i that may become the peak.
+    x[m] + x[m'] <= 1   for moves of the same instance, or when one drops what the other reads.
+
+Minimise the sum of seconds(m) x[m]. The chosen moves are made and simulated: where two of them meet in
+a way that the sum of bytes does not see, the row is corrected and the program solved again. Rounds
+are repeated from the better schedule until none is found. Nothing here knows how the schedule came
+to be, so values that are recomputed twice come out of it where that pays.
+
+Not optimal: a local optimum of one round's moves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from solvers.local.polish import instances_by_start, is_rerun, prune, reads
+from solvers.model.graph import Graph
+from solvers.model.incumbent import Candidate, Search
+from solvers.model.schedule import Lifetimes, lifetimes
+from solvers.programs.milp import Program
+
+MOST_STEPS = 1_500
+"""Longer schedules are left alone: moves and rows are too many."""
+MOST_MOVES = 1_500
+"""The moves that save or cost most seconds a byte beyond this number are left out."""
+MOST_ROWS = 6
+"""An eviction that takes more re-runs than this is left out."""
+ROUNDS = 8
+CORRECTIONS = 6
+"""How often a round's program is corrected and solved again."""
+SECONDS = 2.0
+"""Wall seconds that a program gets at most."""
+GAP = 2e-3
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of a schedule.
+
+    Attributes:
+        seconds: What it adds to the schedule's seconds; negative for what it saves.
+        change: What it adds to the bytes at every step, int64.
+        gone: The step that it takes out; -1 when none.
+        before: The step before which ``rows`` are inserted; -1 when none are.
+        rows: Rows to run again, in order.
+        dropped: ``(instance, from, to)``: dropped behind step ``from``, back before step ``to``.
+        needed: ``(instance, step)``: instances that must be alive at ``step``.
+    """
+
+    seconds: float
+    change: np.ndarray
+    gone: int
+    before: int
+    rows: tuple[int, ...]
+    dropped: tuple[int, int, int]
+    needed: tuple[tuple[int, int], ...]
+
+
+def exchange(search: Search, candidate: Candidate, budget: int) -> Candidate:
+    """Make the moves that pay, round by round; every improvement is offered to ``search``."""
+    for _ in range(ROUNDS):
+        if len(candidate.schedule) > MOST_STEPS or search.out_of_time():
+            break
+        better = _round(search, candidate, budget)
+        if better is None:
+            break
+        candidate = better
+    return candidate
+
+
+def _round(search: Search, candidate: Candidate, budget: int) -> Candidate | None:
+    graph, schedule = search.graph, candidate.schedule
+    moves = find_moves(search, schedule, candidate.timeline.step_bytes, budget)
+    if not any(m.seconds < 0 for m in moves):
+        return None
+    change = np.array([m.change for m in moves])
+    steps = _peaks(candidate.timeline.step_bytes, change, budget)
+    unit = max(1.0, budget / 1e4)
+    scale = 1000.0 / max(graph.base_seconds, 1e-30)
+    program = Program()
+    for m in moves:
+        program.variable(m.seconds * scale, integer=True)
+    for a, b in _conflicts(moves):
+        program.row({a: 1.0, b: 1.0}, high=1.0)
+    first = len(program.row_low)
+    for step in steps.tolist():
+        column = change[:, step]
+        program.row({int(m): float(column[m]) / unit for m in np.flatnonzero(column)})
+    room = (budget - candidate.timeline.step_bytes[steps]) / unit
+    owner = np.zeros(len(schedule) + 1, dtype=np.int64)
+    owner[steps] = 1
+    owner = np.maximum(np.cumsum(owner) - 1, 0)
+    for _ in range(CORRECTIONS):
+        program.row_high[first:] = room.tolist()
+        left = None if search.time_limit is None else search.time_limit - search.elapsed
+        answer = program.solve(
+            time_limit=SECONDS if left is None else min(SECONDS, left),
+            gap=GAP,
+            absolute_gap=1e-3,
+            start=np.zeros(len(moves)),
+        )
+        if answer.values is None or answer.objective >= -1e-6:
+            return None
+        chosen = [m for m, x in zip(moves, answer.values.tolist(), strict=True) if x > 0.5]
+        changed, origin = make(graph, schedule, chosen)
+        tried = search.try_schedule(prune(graph, changed))
+        if tried.peak_bytes <= budget:
+            return tried if tried.seconds < candidate.seconds * (1 - 1e-9) else None
+        whole = search.try_schedule(changed).timeline.step_bytes
+        highest = np.zeros(len(steps))
+        np.maximum.at(highest, owner[origin], whole)
+        predicted = candidate.timeline.step_bytes[steps] + change[answer.values > 0.5][:, steps].sum(axis=0)
+        short = highest > budget
+        room[short] -= np.maximum(1.0, (highest - predicted)[short] / unit)
+        if search.out_of_time():
+            return None
+    return None
+
+
+def find_moves(search: Search, schedule: np.ndarray, profile: np.ndarray, budget: int) -> list[Move]:
+    """All moves of a schedule worth a variable."""
+    graph = search.graph
+    lives = lifetimes(graph, schedule)
+    moves = [*_spares(search, schedule, lives), *_evictions(search, schedule, lives, profile, budget)]
+    moves = [m for m in moves if m.seconds < 0 or (m.change < 0).any()]
+    if len(moves) > MOST_MOVES:
+        top = profile > 0.9 * budget
+        worth = [
+            -m.seconds / (1 + max(0, int(m.change[top].max(initial=0))))
+            if m.seconds < 0
+            else -int(m.change[top].min(initial=0)) / (m.seconds + 1e-12)
+            for m in moves
+        ]
+        saving = np.array([m.seconds < 0 for m in moves])
+        rank = np.empty(len(moves))
+        for kind in (saving, ~saving):
+            order = np.argsort(-np.array(worth)[kind], kind="stable")
+            rank[np.flatnonzero(kind)[order]] = np.arange(len(order))
+        moves = [moves[i] for i in np.sort(np.argsort(rank, kind="stable")[:MOST_MOVES]).tolist()]
+    return moves
+
+
+def _spares(search: Search, schedule: np.ndarray, lives: Lifetimes) -> list[Move]:
+    graph, constraints = search.graph, search.constraints
+    firsts = instances_by_start(lives, len(schedule))
+    found: list[Move] = []
+    for step in np.flatnonzero(is_rerun(graph, schedule)).tolist():
+        used = [n for n in firsts[step] if lives.used[n]]
+        if not used:
+            continue
+        if constraints.recompute is not None and constraints.recompute[lives.value[used]].any():
+            continue
+        change = np.zeros(len(schedule), dtype=np.int64)
+        for n in used:
+            change[lives.end[n - 1] + 1 : step] += graph.bytes[lives.value[n]]
+        seconds = -float(graph.seconds[schedule[step]])
+        found.append(Move(seconds, change, step, -1, (), (used[0], step, step), ()))
+    return found
+
+
+def _evictions(
+    search: Search, schedule: np.ndarray, lives: Lifetimes, profile: np.ndarray, budget: int
+) -> list[Move]:
+    graph, keep = search.graph, search.constraints.keep
+    table = graph.walk_table
+    length = len(schedule)
+    first = np.full(len(graph.ops), length, dtype=np.int64)
+    first[schedule[::-1]] = np.arange(length - 1, -1, -1)
+    following = np.searchsorted(first[: graph.base_length], np.arange(length), side="left")
+    _, read_step, instance = reads(graph, schedule, lives)
+    read_at: list[list[int]] = [[] for _ in lives.start]
+    for step, n in zip(read_step.tolist(), instance.tolist(), strict=True):
+        read_at[n].append(step)
+    held = np.zeros(len(lives.start), dtype=np.int64)
+    values, until = graph.held_table
+    for v, op in zip(values.tolist(), until.tolist(), strict=True):
+        n = int(np.searchsorted(lives.value, v))
+        if n < len(held) and lives.value[n] == v:
+            held[n] = first[op]
+    at_start: list[list[int]] = [[] for _ in graph.values]
+    for n, v in enumerate(lives.value.tolist()):
+        at_start[v].append(n)
+    start, end, value = lives.start.tolist(), lives.end.tolist(), lives.value.tolist()
+
+    def latest(v: int, step: int) -> int:
+        return next(n for n in reversed(at_start[v]) if start[n] < step)
+
+    found: list[Move] = []
+    for n, uses in enumerate(read_at):
+        v = value[n]
+        if graph.recompute_row[v] < 0 or (keep is not None and keep[v]) or not graph.bytes[v]:
+            continue
+        points = sorted({start[n], *uses})
+        for before, after in pairwise(points):
+            if after < graph.forward_length or after - before < 2 or held[n] > before:
+                continue
+            region = graph.ops[int(following[after])].region
+            if region != table.recompute_region[v]:
+                continue
+            for again in (False, True):
+                rows, needed = _closure(graph, v, after, again, latest, end, region)
+                if not rows or (again and len(rows) == 1):
+                    continue
+                change = np.zeros(length, dtype=np.int64)
+                change[before + 1 : after] -= graph.bytes[v]
+                for w in needed:
+                    if end[w] < after:
+                        change[end[w] + 1 : after] += graph.bytes[value[w]]
+                    if graph.on_demand[value[w]] and not lives.used[w]:
+                        change[start[w]] += graph.bytes[value[w]]
+                made = sum(int(graph.bytes[o]) for row in rows for o in table.outputs[row] if o != v)
+                work = max(int(graph.workspace_bytes[row]) for row in rows)
+                live = int(profile[after] - graph.workspace_bytes[schedule[after]])
+                live -= sum(int(graph.bytes[o]) for o in table.outputs[schedule[after]])
+                if live + made + work > budget:
+                    continue
+                seconds = float(graph.seconds[list(rows)].sum())
+                found.append(
+                    Move(
+                        seconds,
+                        change,
+                        -1,
+                        after,
+                        rows,
+                        (n, before, after),
+                        tuple((w, after) for w in needed),
+                    )
+                )
+    return found
+
+
+def _closure(
+    graph: Graph,
+    v: int,
+    step: int,
+    again: bool,
+    latest: Callable[[int, int], int],
+    end: list[int],
+    region: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows that compute ``v`` anew before ``step``, none when that takes too many, and the instances
+    that they read. Inputs that are no longer alive are computed anew too if ``again``."""
+    table = graph.walk_table
+    rows: set[int] = set()
+    needed: dict[int, None] = {}
+    pending = [v]
+    while pending:
+        row = table.recompute_row[pending.pop()]
+        if row in rows:
+            continue
+        rows.add(row)
+        if len(rows) > MOST_ROWS:
+            return (), ()
+        for w in table.inputs[row]:
+            n = latest(w, step)
+            may = table.recompute_region[w] == region and not graph.on_demand[w]
+            if again and may and end[n] < step:
+                pending.append(w)
+            else:
+                needed[n] = None
+    return tuple(sorted(rows, key=table.base_of.__getitem__)), tuple(needed)
+
+
+def _conflicts(moves: list[Move]) -> list[tuple[int, int]]:
+    """Pairs of moves that cannot both be made."""
+    by_instance: dict[int, list[int]] = {}
+    readers: dict[int, list[tuple[int, int]]] = {}
+    for i, m in enumerate(moves):
+        by_instance.setdefault(m.dropped[0], []).append(i)
+        for n, step in m.needed:
+            readers.setdefault(n, []).append((i, step))
+    pairs: set[tuple[int, int]] = set()
+    for n, members in by_instance.items():
+        for a in members:
+            for b in members:
+                if a < b and moves[a].dropped == moves[b].dropped:
+                    pairs.add((a, b))
+        for a in members:
+            _, low, high = moves[a].dropped
+            for b, step in readers.get(n, []):
+                if a != b and moves[a].gone < 0 and low < step <= high:
+                    pairs.add((min(a, b), max(a, b)))
+    return sorted(pairs)
+
+
+def _peaks(profile: np.ndarray, change: np.ndarray, budget: int) -> np.ndarray:
+    """The steps that may exceed the budget, whichever moves are made."""
+    most = profile + np.maximum(change, 0).sum(axis=0)
+    return np.flatnonzero(most > budget)
+
+
+def make(graph: Graph, schedule: np.ndarray, moves: list[Move]) -> tuple[np.ndarray, np.ndarray]:
+    """The schedule with the moves made, and for each of its steps the step of the old one at which,
+    or right before which, it stands."""
+    base_of = graph.walk_table.base_of
+    gone = {m.gone for m in moves if m.gone >= 0}
+    inserted: dict[int, dict[int, None]] = {}
+    for m in moves:
+        if m.before >= 0:
+            inserted.setdefault(m.before, {}).update(dict.fromkeys(m.rows))
+    steps: list[int] = []
+    origin: list[int] = []
+    for step, row in enumerate(schedule.tolist()):
+        again = sorted(inserted.get(step, {}), key=base_of.__getitem__)
+        steps += again
+        origin += [step] * len(again)
+        if step not in gone:
+            steps.append(row)
+            origin.append(step)
+    return np.array(steps, dtype=np.int64), np.array(origin, dtype=np.int64)

@@ -1,0 +1,1 @@
+"""Integer and linear programs, and the bound that they give."""

@@ -1,0 +1,220 @@
+"""Checkmate's integer program: Jain et al., "Checkmate: Breaking the memory wall with optimal tensor
+rematerialization", MLSys 2020 (arXiv 1910.02653), section 4, in the form of this package's model.
+
+Elsewhere: the T x T rematerialisation ILP.
+
+Time is a row of *slots*: the forward operations; then, for every backward operation, one slot for the
+re-run of each forward operation in captured order, and one for the operation itself.
+
+    R[j] in {0, 1}   the re-run of slot j takes place (1 for captured operations).
+    A[v, j] in [0, 1] value v is alive during slot j.
+
+    A[v, j] <= A[v, j-1] + R[j] if slot j computes v anew, else A[v, j] <= A[v, j-1]
+    A[v, j] >= R[j]  for every v that slot j reads or writes
+    sum of bytes(v) A[v, j] + workspace(j) R[j] <= budget   for every slot
+
+Minimise the sum of seconds(j) R[j]. With R integral A may be fractional: alive is what is used. Frees
+need no variables of their own, since A may fall in any slot.
+
+Optimal among schedules that re-run an operation at most once before each backward operation, in
+captured order. The program has (forward x backward) binaries and their product with the values in
+rows: for graphs of up to about two dozen forward operations, as the oracle of the tests.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from solvers.local.polish import prune
+from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.graph import Graph
+from solvers.model.incumbent import Search
+from solvers.model.solution import Progress, Solution, Status
+from solvers.programs.milp import Outcome, Program
+
+NAME = "exact"
+MOST_BINARIES = 4_000
+"""Larger programs are not written: the answer is that of the portfolio's quick solvers then."""
+SECONDS = 1000.0
+
+
+def solve(
+    graph: Graph,
+    budget: int | None,
+    *,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+    constraints: Constraints | None = None,
+) -> Solution:
+    """Solve a small graph to optimality.
+
+    Args:
+        graph: The problem, of up to about two dozen forward operations.
+        budget: Bytes of dynamic peak; None for the least possible, by bisection.
+        time_limit: Wall seconds; 60 where none is given.
+        progress: Told about advances.
+        constraints: Values that are always kept or always recomputed.
+
+    Returns:
+        The optimum, with its own seconds as bound; the best found when time runs out. For graphs
+        that are too large nothing is recomputed.
+    """
+    limit = 60.0 if time_limit is None else time_limit
+    search = Search(NAME, graph, budget, limit, progress, constraints or NO_CONSTRAINTS)
+    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    if search.fits(everything):
+        met = everything.seconds <= graph.base_seconds
+        return search.solution(bound_seconds=graph.base_seconds, optimal=met)
+    if count_slots(graph) - graph.base_length > MOST_BINARIES:
+        return search.solution()
+    slots = find_slots(graph)
+    if budget is not None:
+        proven = answer(search, slots, budget)
+        solution = search.solution()
+        if not solution.feasible:
+            return least_peak(search, slots, solution.peak_bytes)
+        if proven is None:
+            return solution
+        bound = min(max(proven, graph.base_seconds), solution.seconds)
+        met = solution.seconds <= bound * (1 + 1e-6)
+        return replace(solution, bound_seconds=bound, status=Status.OPTIMAL if met else Status.FEASIBLE)
+    return least_peak(search, slots, everything.peak_bytes)
+
+
+def least_peak(search: Search, slots: "list[Slot]", high: int) -> Solution:
+    """Bisect for the least budget that has an answer."""
+    low = 0
+    while high - low > max(1, high // 200) and not search.out_of_time():
+        middle = (low + high) // 2
+        answer(search, slots, middle)
+        assert search.least is not None
+        high = min(high, search.least.peak_bytes)
+        if high > middle:
+            low = middle
+    return search.solution()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in time: row ``row`` of the graph may run (``optional``) or does."""
+
+    row: int
+    optional: bool
+
+
+def find_slots(graph: Graph) -> list[Slot]:
+    """All slots: forward, then before each backward operation the re-runs of its region."""
+    slots = [Slot(i, False) for i in range(graph.forward_length)]
+    again = _again(graph)
+    for t in range(graph.forward_length, graph.base_length):
+        slots += [Slot(graph.rerun(i), True) for i in again if graph.ops[i].region == graph.ops[t].region]
+        slots.append(Slot(t, False))
+    return slots
+
+
+def count_slots(graph: Graph) -> int:
+    """How many slots there are at most, without making them."""
+    return graph.base_length + len(_again(graph)) * (graph.base_length - graph.forward_length)
+
+
+def _again(graph: Graph) -> list[int]:
+    """The forward operations that may be re-run."""
+    return [
+        i
+        for i in range(graph.forward_length)
+        if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)
+    ]
+
+
+def answer(search: Search, slots: list[Slot], budget: int) -> float | None:
+    """Solve the program for one budget and offer its schedule; the proven bound in seconds."""
+    graph = search.graph
+    program = Program()
+    scale = SECONDS / max(graph.base_seconds, 1e-30)
+    unit = max(1.0, budget / 1e3)
+    run = [
+        program.variable(
+            float(graph.seconds[s.row]) * scale + 1e-6 if s.optional else 0.0,
+            low=0.0 if s.optional else 1.0,
+            integer=s.optional,
+        )
+        for s in slots
+    ]
+    memory: list[dict[int, float]] = [{} for _ in slots]
+    for j, s in enumerate(slots):
+        if graph.workspace_bytes[s.row]:
+            memory[j][run[j]] = float(graph.workspace_bytes[s.row]) / unit
+    last_base = {s.row: j for j, s in enumerate(slots) if not s.optional}
+    for v, value in enumerate(graph.values):
+        if graph.producer[v] >= 0:
+            _write_value(
+                graph,
+                search.constraints,
+                program,
+                slots,
+                run,
+                memory,
+                v,
+                value.bytes / unit,
+                last_base,
+            )
+    for terms in memory:
+        program.row(terms, high=budget / unit)
+    left = None if search.time_limit is None else max(0.1, search.time_limit - search.elapsed)
+    result = program.solve(time_limit=left, gap=1e-6)
+    if result.values is None:
+        return None
+    steps = [s.row for j, s in enumerate(slots) if result.values[run[j]] > 0.5]
+    search.try_schedule(prune(graph, np.array(steps, dtype=np.int64)))
+    if result.outcome is Outcome.UNKNOWN or not np.isfinite(result.bound):
+        return None
+    return graph.base_seconds + (result.bound - 1e-6 * len(slots)) / scale
+
+
+def _write_value(
+    graph: Graph,
+    constraints: Constraints,
+    program: Program,
+    slots: list[Slot],
+    run: list[int],
+    memory: list[dict[int, float]],
+    v: int,
+    size: float,
+    last_base: dict[int, int],
+) -> None:
+    """The life of one value: its A variables, their rows, their place in the memory rows."""
+    inputs, outputs = graph.walk_table.inputs, graph.walk_table.outputs
+    begin = last_base[int(graph.producer[v])]
+    touching = [
+        j for j in range(begin, len(slots)) if v in inputs[slots[j].row] or v in outputs[slots[j].row]
+    ]
+    end = touching[-1]
+    until = graph.values[v].held_until
+    held = begin if until is None else max(begin, last_base[until])
+    end = max(end, held)
+    on_demand = graph.values[v].on_demand
+    first_read = next((j for j in touching if j >= graph.forward_length and not slots[j].optional), end)
+    keep = constraints.keep is not None and bool(constraints.keep[v])
+    banned_from = -1
+    if constraints.recompute is not None and constraints.recompute[v] and graph.recompute_row[v] >= 0:
+        own = graph.walk_table.recompute_region[v]
+        banned_from = next(
+            (j for j, s in enumerate(slots) if s.optional and graph.ops[s.row].region == own), -1
+        )
+    previous = -1
+    for j in range(begin, end + 1):
+        forced = not on_demand and (j == begin or j <= held or (keep and j <= first_read))
+        alive = program.variable(low=float(forced))
+        memory[j][alive] = memory[j].get(alive, 0.0) + size
+        row = slots[j].row
+        writes, reads = v in outputs[row], v in inputs[row]
+        if previous >= 0:
+            terms = {alive: 1.0, previous: -1.0}
+            if j == banned_from:
+                terms = {alive: 1.0}
+            if writes:
+                terms[run[j]] = -1.0
+            program.row(terms, high=0.0)
+        if reads or (writes and not (on_demand and j == begin)):
+            program.row({alive: 1.0, run[j]: -1.0}, low=0.0)
+        previous = alive

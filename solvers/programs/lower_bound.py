@@ -1,0 +1,190 @@
+"""A true lower bound on the seconds of any schedule within a budget.
+
+Fix one moment t of the backward phase. Whatever a schedule does, at t it holds the values that
+nothing recomputes and that are still to be read, and some of the others; what it does not hold and
+backward reads later must be re-run after t, with everything that those re-runs read and t does not
+hold. The cheapest choice of what to hold is an integer program: hold[v] and rerun[o] in {0, 1},
+
+    hold[v] + rerun[producer(v)] >= 1           for v that base operations read after t,
+    hold[v] + rerun[producer(v)] >= rerun[o]    for every v that a re-run of o reads,
+    fixed bytes + sum of bytes(v) hold[v] <= budget,
+
+and its optimum bounds every schedule, however often it recomputes, since re-runs after t are counted
+once. With hold integral every rerun is integral by itself; without, the linear program gives a weaker
+bound in little time. It is solved for several moments, the integer program for the best of them only
+and within a time limit: what is proven by then is a bound. An infeasible program proves the budget
+infeasible.
+
+Where all operations before t lead to it and all behind it follow from it, as they do where the loss of
+one output has just been differentiated, the order of the others does not matter: the bound then holds
+for every order in which the step can be computed (:func:`holds_for_every_order`).
+
+Not tight: several moments may together ask for more than each of them alone.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.chains.cut_points import ForwardUses, forward_uses
+from solvers.model.graph import Graph
+from solvers.model.schedule import simulate
+from solvers.programs.milp import Outcome, Program
+
+SECONDS = 1000.0
+MOST_VARIABLES, MOST_INTEGER = 60_000, 15_000
+"""Larger programs are not solved, larger ones not as integer programs: they take minutes, whatever the time
+limit."""
+INTEGER_SECONDS = 2.0
+"""Wall seconds that the integer program gets."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """``seconds`` that no schedule within the budget undercuts; inf when there is no such schedule.
+    ``moment`` is the base operation that proves it, -1 when that is the captured order itself."""
+
+    seconds: float
+    moment: int
+
+
+def lower_bound(
+    graph: Graph,
+    budget: int,
+    *,
+    moments: int = 4,
+    time_limit: float | None = None,
+    integer_seconds: float = INTEGER_SECONDS,
+) -> Bound:
+    """The best bound over up to ``moments`` moments, the highest points of the captured order.
+
+    Args:
+        graph: The problem.
+        budget: Bytes of dynamic peak.
+        moments: How many moments to try.
+        time_limit: Wall seconds for everything.
+        integer_seconds: Wall seconds, of these, for the integer program; 0 leaves it out.
+
+    Returns:
+        A bound that holds for every schedule, however often it recomputes.
+    """
+    begin = time.perf_counter()
+
+    def left() -> float | None:
+        return None if time_limit is None else time_limit - (time.perf_counter() - begin)
+
+    best = Bound(graph.base_seconds, -1)
+    profile = simulate(graph, graph.base_schedule).step_bytes
+    if not len(profile) or profile.max() <= budget:
+        return best
+    uses = forward_uses(graph)
+    for moment in highest(profile, graph.forward_length, moments):
+        remaining = left()
+        if remaining is not None and remaining <= 0:
+            return best
+        seconds = bound_at(graph, uses, budget, moment, remaining)
+        if seconds > best.seconds:
+            best = Bound(seconds, moment)
+        if np.isinf(seconds):
+            return best
+    remaining = left()
+    most = integer_seconds if remaining is None else min(integer_seconds, remaining)
+    return tightened(graph, budget, best, most, uses)
+
+
+def tightened(
+    graph: Graph, budget: int, bound: Bound, seconds: float, uses: ForwardUses | None = None
+) -> Bound:
+    """The better of a bound and what the integer program of its moment proves in so many wall seconds."""
+    if bound.moment < 0 or seconds <= 0 or np.isinf(bound.seconds):
+        return bound
+    proven = bound_at(graph, uses or forward_uses(graph), budget, bound.moment, seconds, integer=True)
+    return Bound(max(bound.seconds, proven), bound.moment)
+
+
+def holds_for_every_order(graph: Graph, moment: int) -> bool:
+    """Whether what base operation ``moment`` proves is true however the operations are ordered: every
+    earlier one must come before it and every later one behind it, because of what they read."""
+    wanted = set(graph.ops[moment].inputs)
+    for op in reversed(graph.ops[:moment]):
+        if wanted.isdisjoint(op.outputs):
+            return False
+        wanted.update(op.inputs)
+    made = set(graph.ops[moment].outputs)
+    for op in graph.ops[moment + 1 : graph.base_length]:
+        if made.isdisjoint(op.inputs):
+            return False
+        made.update(op.outputs)
+    return True
+
+
+def highest(profile: np.ndarray, forward_length: int, count: int) -> list[int]:
+    """The highest backward moments of the profile, apart from each other."""
+    backward = np.arange(forward_length, len(profile))
+    apart = max(1, len(backward) // (4 * count))
+    chosen: list[int] = []
+    for moment in backward[np.argsort(-profile[backward], kind="stable")].tolist():
+        if all(abs(moment - other) >= apart for other in chosen):
+            chosen.append(moment)
+            if len(chosen) == count:
+                break
+    return chosen
+
+
+def bound_at(
+    graph: Graph,
+    uses: ForwardUses,
+    budget: int,
+    moment: int,
+    time_limit: float | None,
+    *,
+    integer: bool = False,
+) -> float:
+    """The bound that one moment proves, in seconds of the whole step."""
+    op = graph.ops[moment]
+    held = np.zeros(len(graph.values), dtype=bool)
+    held[list(op.inputs)] = True
+    values, until = graph.held_table
+    held[values[(graph.producer[values] <= moment) & (until >= moment)]] = True
+    computed = (graph.producer >= 0) & (graph.producer < moment)
+    later = computed & (uses.last_any > moment)
+    fixed_values = held | (later & (graph.recompute_row < 0))
+    fixed = int(graph.bytes[fixed_values].sum()) + int(graph.workspace_bytes[moment])
+    fixed += sum(int(graph.bytes[v]) for v in op.outputs if not held[v] and not graph.on_demand[v])
+    program = Program()
+    scale = SECONDS / max(graph.base_seconds, 1e-30)
+    unit = max(1.0, budget / 1e4)
+    rerun = [
+        program.variable(float(graph.seconds[graph.rerun(i)]) * scale, high=1.0 if _may(graph, i) else 0.0)
+        for i in range(graph.forward_length)
+    ]
+    hold: dict[int, int] = {}
+    memory: dict[int, float] = {}
+    for v in np.flatnonzero(computed & ~fixed_values & (graph.producer < graph.forward_length)).tolist():
+        hold[v] = program.variable(integer=integer)
+        memory[hold[v]] = float(graph.bytes[v]) / unit
+        if later[v]:
+            program.row({hold[v]: 1.0, rerun[int(graph.producer[v])]: 1.0}, low=1.0)
+    for i in range(graph.forward_length):
+        if not _may(graph, i):
+            continue
+        for v in graph.walk_table.inputs[graph.rerun(i)]:
+            if v in hold:
+                terms = {hold[v]: 1.0, rerun[i]: -1.0}
+                if graph.recompute_row[v] >= 0:
+                    terms[rerun[int(graph.producer[v])]] = 1.0
+                program.row(terms, low=0.0)
+    program.row(memory, high=(budget - fixed) / unit)
+    if len(program.cost) > (MOST_INTEGER if integer else MOST_VARIABLES):
+        return graph.base_seconds
+    answer = program.solve(relax=not integer, time_limit=time_limit, absolute_gap=1e-5)
+    if answer.outcome is Outcome.INFEASIBLE:
+        return float("inf")
+    if not np.isfinite(answer.bound):
+        return graph.base_seconds
+    return graph.base_seconds + max(0.0, answer.bound * (1 - 1e-7) / scale)
+
+
+def _may(graph: Graph, op: int) -> bool:
+    return any(graph.recompute_row[v] >= 0 for v in graph.ops[op].outputs)

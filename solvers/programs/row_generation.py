@@ -1,0 +1,338 @@
+"""The single-recompute program with memory rows only where they bind.
+
+Elsewhere: row generation, cutting planes; compare :mod:`solvers.programs.ilp`, whose program has a row for
+every moment and therefore walls to bound its size.
+
+The schedules are those of :mod:`solvers.programs.ilp` without walls. Written is a row for each of a few
+*moments* M only, to begin with the highest point of the captured order, and re-run variables r[o, m]
+only for the moments of M at which a result of o may be alive: they are exact for M, whatever
+happens in between. Every answer is simulated; where its profile exceeds the budget the highest points
+become moments, or their rows are corrected, and the program is solved again. In chains and
+transformers a handful of moments is enough. Moments found for one budget are where another one begins.
+
+Not optimal: nothing is recomputed twice, corrections are greedy, gaps are those of ``ilp``.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from solvers.chains.cut_points import ForwardUses, forward_uses, pinned_values
+from solvers.local.polish import polish
+from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.graph import Graph
+from solvers.model.incumbent import Candidate, Search
+from solvers.model.schedule import simulate
+from solvers.programs.milp import Outcome, Program
+from solvers.programs.single_recompute import (
+    SECONDS,
+    SingleRecompute,
+    find_readers,
+    fixed_bytes,
+    last_forward_use,
+)
+
+ROUNDS = 20
+"""How often the program is solved at most."""
+NEW_MOMENTS = 8
+"""Moments that one simulation adds at most."""
+REACH = (0.05, 0.2, 1.0)
+"""How far re-runs that are caused by a moment are followed back, as fractions of the forward phase: as
+far as simulation asks for."""
+SLIGHTLY = 1.02
+"""Answers above the budget by less than this factor are brought down by corrections."""
+APART = 60
+"""New moments of one simulation are this fraction of the step apart."""
+ROUNDED = 1e-6
+"""A rounded point this close to the relaxed program, as a fraction of the step, is as good as solved."""
+MOST_INTEGER = 8_000
+"""Programs of more variables are rounded only."""
+MOST_VARIABLES = 60_000
+"""Larger programs are left alone."""
+GAPS = (0.005, 0.001, 0.0001)
+"""Relative gaps of the recomputed seconds at which the program counts as solved, while moments are looked
+for, then, and at last with all values free; a twentieth, as a fraction of the step, is enough as well."""
+HOPEFUL, HOPELESS = 3, 1.5
+"""After so many rounds an answer still above the budget by this factor is given up."""
+
+
+@dataclass
+class LazyRows:
+    """What budgets of one graph share: uses, pinned values, and the program that all begin with."""
+
+    graph: Graph
+    constraints: Constraints = NO_CONSTRAINTS
+
+    def __post_init__(self) -> None:
+        self.uses: ForwardUses = forward_uses(self.graph)
+        self.pinned: np.ndarray = pinned_values(self.graph, self.uses)
+        profile = simulate(self.graph, self.graph.base_schedule).step_bytes
+        self.first: tuple[int, ...] = (int(profile.argmax()),) if len(profile) else ()
+        self._written: dict[tuple[tuple[int, ...], float, bool], SingleRecompute] = {}
+
+    def kept(self, small: bool) -> np.ndarray:
+        """The values that are kept whatever happens, those too small to matter not among them if the
+        program decides about ``small`` values as well."""
+        return self.graph.recompute_row < 0 if small else self.pinned
+
+    def program(self, moments: tuple[int, ...], reach: float, small: bool = False) -> SingleRecompute:
+        """The program with rows for these moments."""
+        key = moments, reach, small
+        if key not in self._written:
+            pinned = self.kept(small)
+            causes = find_causes(self.graph, self.uses, pinned, self.constraints, moments, reach)
+            program = write(self.graph, self.uses, causes, moments)
+            if moments != self.first:
+                return program
+            self._written[key] = program
+        return self._written[key]
+
+
+def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, seconds: float = np.inf) -> bool:
+    """Offer ``search`` the program's answers to a budget, the programs taking at most ``seconds`` process
+    seconds in all. True when the program was solved to its gap and its answer fits."""
+    graph = search.graph
+    lazy = lazy or LazyRows(graph, search.constraints)
+    end = search.process_elapsed + seconds
+    moments, correction, level, rounds, stage = lazy.first, dict[int, float](), 0, 0, 0
+    for n in range(ROUNDS):
+        left = search.wall(end - search.process_elapsed)
+        small = stage == len(GAPS) - 1
+        model = lazy.program(moments, REACH[level] * graph.forward_length, small)
+        if search.out_of_time() or left <= 0 or len(model.program.cost) > MOST_VARIABLES:
+            return stage > 1
+        model.correction[:] = [correction.get(m, 0.0) for m in moments]
+        model.set_budget(budget)
+        relaxed = model.program.solve(relax=True, time_limit=None if np.isinf(left) else left)
+        values = relaxed.values
+        if values is None:
+            return stage > 1
+        candidate = round_off(search, model, values, lazy.kept(small), budget)
+        search.tell("rows", (n + 1) / ROUNDS)
+        least = graph.base_seconds * (1 + relaxed.objective / SECONDS + ROUNDED)
+        if search.fastest is not None and search.fastest.seconds <= least:
+            if small:
+                return True
+            stage = len(GAPS) - 1
+            continue
+        left = search.wall(end - search.process_elapsed)
+        solved = False
+        if len(values) <= MOST_INTEGER and left > 0:
+            best = model.program.solve(
+                time_limit=None if np.isinf(left) else left / 2,
+                gap=GAPS[stage],
+                absolute_gap=GAPS[stage] * SECONDS / 20,
+                start=model.start(search.fastest),
+                presolve=stage > 0,
+            )
+            if best.outcome is Outcome.INFEASIBLE:
+                return stage > 1
+            if best.values is not None:
+                values, solved = best.values, best.outcome is Outcome.OPTIMAL
+                candidate = search.try_kept(chosen(model, values, lazy.kept(small), 0.5))
+        if candidate.peak_bytes <= budget:
+            if small or not solved:
+                return solved or stage > 1
+            reached = (best.objective - max(best.bound, relaxed.objective)) / SECONDS
+            stage += 1
+            while stage < len(GAPS) - 1 and reached <= GAPS[stage] / 20:
+                stage += 1
+            continue
+        if n >= HOPEFUL and candidate.peak_bytes > HOPELESS * budget:
+            return stage > 1
+        highest = profile_by_base(graph, candidate.schedule, candidate.timeline.step_bytes)
+        over = highest_over(highest, budget, moments)
+        rounds += 1
+        near = candidate.peak_bytes <= budget * SLIGHTLY
+        if level + 1 < len(REACH) and not near and (not over or rounds == 2):
+            level, rounds = level + 1, 0
+        elif not over or near:
+            excess = highest[model.moments] - model.use(values)
+            for moment, most, more in zip(moments, highest[model.moments], excess, strict=True):
+                if most > budget:
+                    correction[moment] = max(correction.get(moment, 0.0) + 1, float(more))
+        moments = tuple(sorted({*moments, *over}))
+    return stage > 1
+
+
+def chosen(model: SingleRecompute, values: np.ndarray, pinned: np.ndarray, least: float) -> np.ndarray:
+    """What a point of the program keeps: what it keeps to a share of ``least``, and what is pinned."""
+    kept = pinned | (model.keep < 0)
+    decided = model.keep >= 0
+    kept[decided] = values[model.keep[decided]] >= least
+    return kept
+
+
+def round_off(
+    search: Search, model: SingleRecompute, values: np.ndarray, pinned: np.ndarray, budget: int
+) -> Candidate:
+    """Judge roundings of a fractional point: the most of it that fits, found by bisection, polished; the
+    nearest rounding when none fits."""
+    nearest = search.try_kept(chosen(model, values, pinned, 0.5))
+    decided = np.flatnonzero(model.keep >= 0)
+    shares = values[model.keep[decided]].round(3)
+    order = decided[np.argsort(-shares, kind="stable")]
+    low, high, best = int((shares == 1).sum()), int((shares > 0).sum()), None
+    while low <= high and not search.out_of_time():
+        middle = (low + high) // 2
+        kept = pinned | (model.keep < 0)
+        kept[order[:middle]] = True
+        candidate = search.try_kept(kept)
+        if candidate.peak_bytes <= budget:
+            best, low = candidate, middle + 1
+        else:
+            high = middle - 1
+    return nearest if best is None else polish(search, best, budget)
+
+
+def profile_by_base(graph: Graph, schedule: np.ndarray, step_bytes: np.ndarray) -> np.ndarray:
+    """For each base operation the highest simulated bytes at it and at re-runs right before it."""
+    first = np.full(len(graph.ops), len(schedule), dtype=np.int64)
+    first[schedule[::-1]] = np.arange(len(schedule) - 1, -1, -1)
+    following = np.searchsorted(first[: graph.base_length], np.arange(len(schedule)), side="left")
+    highest = np.zeros(graph.base_length)
+    np.maximum.at(highest, np.minimum(following, graph.base_length - 1), step_bytes)
+    return highest
+
+
+def highest_over(profile: np.ndarray, budget: int, moments: tuple[int, ...]) -> list[int]:
+    """The highest points above the budget, apart from each other and none of the moments."""
+    apart = max(1, len(profile) // APART)
+    chosen: list[int] = []
+    over = np.setdiff1d(np.flatnonzero(profile > budget), np.array(moments))
+    for moment in over[np.argsort(-profile[over], kind="stable")].tolist():
+        if all(abs(moment - other) >= apart for other in chosen):
+            chosen.append(moment)
+            if len(chosen) == NEW_MOMENTS:
+                break
+    return chosen
+
+
+@dataclass(frozen=True)
+class Causes:
+    """When re-runs may be caused, by moment; ``graph.base_length`` stands for after all moments.
+
+    Attributes:
+        free: Values about which the program decides, bool.
+        times: For each forward operation the moments that matter, ascending; empty for one that
+            never needs to be re-run.
+        direct: For each value the moment by which backward has read it; -1 when it never does.
+        readers: For each value the forward operations whose re-run reads it.
+        end: For each value the last backward operation at which a kept instance may be alive.
+    """
+
+    free: np.ndarray
+    times: list[list[int]]
+    direct: np.ndarray
+    readers: list[list[int]]
+    end: np.ndarray
+
+
+def find_causes(
+    graph: Graph,
+    uses: ForwardUses,
+    pinned: np.ndarray,
+    constraints: Constraints,
+    moments: tuple[int, ...],
+    reach: float,
+) -> Causes:
+    """By which of the moments every operation may have been re-run, by chains of re-runs that span at
+    most ``reach`` forward operations."""
+    decided = (graph.recompute_row >= 0) & ~constraints.apply(pinned.copy())
+    readers = find_readers(graph, decided)
+    direct = np.full(len(graph.values), -1, dtype=np.int64)
+    end = uses.last_backward.copy()
+    times: list[list[int]] = [[] for _ in range(graph.forward_length)]
+    root: list[dict[int, int]] = [{} for _ in range(graph.forward_length)]
+    latest = np.full(graph.forward_length, -1, dtype=np.int64)
+    free = np.zeros(len(graph.values), dtype=bool)
+    ticks = [*moments, graph.base_length]
+    alive = last_reads(graph, uses, decided)
+    for i in reversed(range(graph.forward_length)):
+        own: dict[int, int] = {}
+        outputs = [v for v in graph.walk_table.outputs[i] if decided[v]]
+        for v in outputs:
+            read = int(uses.first_backward[v])
+            again = [r for r in readers[v] if times[r]]
+            if read >= 0:
+                direct[v] = ticks[bisect_left(ticks, read)]
+                own[int(direct[v])] = i
+                latest[i] = max(latest[i], read)
+            else:
+                latest[i] = max([int(latest[i]), *(int(latest[r]) for r in again)])
+            for r in again:
+                for t, origin in root[r].items():
+                    if read < 0 or t < direct[v]:
+                        own[t] = max(own.get(t, -1), origin)
+            end[v] = max([int(end[v]), *(int(latest[r]) for r in again)])
+            free[v] = read >= 0 or bool(again)
+        near = {t: origin for t, origin in own.items() if t <= alive[i] and origin - i <= reach}
+        if len(near) < len(own):
+            near[graph.base_length] = max(own.values())
+        root[i], times[i] = near, sorted(near)
+    return Causes(free, times, direct, readers, end)
+
+
+def last_reads(graph: Graph, uses: ForwardUses, decided: np.ndarray) -> list[int]:
+    """For each forward operation the last backward operation that reads a decided value of it, or of
+    what its re-run may need to be re-run in turn: later moments need no account of their own."""
+    last = [-1] * graph.forward_length
+    for i in range(graph.forward_length):
+        read = [int(uses.last_backward[v]) for v in graph.walk_table.outputs[i] if decided[v]]
+        needed = [
+            last[int(graph.producer[v])]
+            for v in graph.walk_table.inputs[graph.rerun(i)]
+            if decided[v] and graph.producer[v] < i
+        ]
+        last[i] = max([-1, *read, *needed])
+    return last
+
+
+def write(graph: Graph, uses: ForwardUses, causes: Causes, moments: tuple[int, ...]) -> SingleRecompute:
+    """Write the program with a memory row for each of the moments."""
+    program = Program()
+    scale = SECONDS / max(graph.base_seconds, 1e-30)
+    unit = max(1.0, float(graph.bytes.sum()) / 1e4)
+    free = np.flatnonzero(causes.free)
+    keep = np.full(len(graph.values), -1, dtype=np.int64)
+    for v in free.tolist():
+        keep[v] = program.variable(integer=True)
+    rerun: list[list[int]] = []
+    for i, times in enumerate(causes.times):
+        cost = float(graph.seconds[graph.rerun(i)]) * scale
+        rerun.append([program.variable(cost if k == len(times) - 1 else 0.0) for k in range(len(times))])
+        for earlier, later in pairwise(rerun[-1]):
+            program.row({later: 1.0, earlier: -1.0}, low=0.0)
+    for v in free.tolist():
+        i, direct = int(graph.producer[v]), int(causes.direct[v])
+        times = causes.times[i]
+        if direct >= 0:
+            program.row({rerun[i][bisect_left(times, direct)]: 1.0, int(keep[v]): 1.0}, low=1.0)
+        for reader in causes.readers[v]:
+            for time, variable in zip(causes.times[reader], rerun[reader], strict=True):
+                if 0 <= direct <= time:
+                    break
+                own = rerun[i][bisect_left(times, time)]
+                program.row({own: 1.0, int(keep[v]): 1.0, variable: -1.0}, low=0.0)
+    model = SingleRecompute(
+        program,
+        keep,
+        np.array(moments, dtype=np.int64),
+        len(program.row_low),
+        fixed_bytes(graph, uses, causes.free, causes.end)[list(moments)],
+        np.zeros(len(moments)),
+        unit,
+    )
+    last_use = last_forward_use(graph)
+    made = [(i, v) for v in free.tolist() if causes.times[i := int(graph.producer[v])]]
+    for moment in moments:
+        alive = free[(last_use[free] < moment) & (moment <= causes.end[free])]
+        row = {int(keep[v]): float(graph.bytes[v]) / unit for v in alive.tolist()}
+        for i, v in made:
+            if causes.times[i][0] <= moment <= uses.last_backward[v]:
+                variable = rerun[i][bisect_right(causes.times[i], moment) - 1]
+                row[variable] = row.get(variable, 0.0) + float(graph.bytes[v]) / unit
+        program.row(row)
+    return model

@@ -1,0 +1,73 @@
+"""The rules by which the folders of planner/ and solvers/ depend on each other, and on PyTorch."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+from planner._torch import compat
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTSIDE = sorted(p for p in (ROOT / "planner").rglob("*.py") if "_torch" not in p.relative_to(ROOT).parts)
+PRIVATE = {
+    "_backward_hooks", "_cdata", "_forward_hooks", "_is_view", "_nnz", "_schema", "_sequence_nr", "_use_count",
+    "_compiled_call_impl", "_call_impl",
+}  # fmt: skip
+"""Attributes that PyTorch's objects have, and that it does not document."""
+MOST_FILES, MOST_LINES = 15, 400
+
+
+def test_the_folders_depend_on_each_other_as_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
+    assert code == 0, capsys.readouterr().out
+
+
+def _private(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*(node.module or "").split("."), *(a.name for a in node.names)]
+            yield from (f"line {node.lineno}: {n}" for n in names if n.startswith("_"))
+        elif isinstance(node, ast.Import):
+            paths = [a.name for a in node.names if a.name.startswith("torch.")]
+            yield from (f"line {node.lineno}: {p}" for p in paths if "._" in p)
+        elif isinstance(node, ast.Attribute) and _is_private(node):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def _is_private(node: ast.Attribute) -> bool:
+    if node.attr.startswith("__"):
+        return False
+    path = ast.unparse(node)
+    of_torch = path.startswith("torch.") and any(part.startswith("_") for part in path.split("."))
+    aten = path.startswith("torch.ops.")  # names of operators, which many private ones are among
+    return (of_torch and not aten) or node.attr in PRIVATE
+
+
+def test_private_names_of_pytorch_are_in_one_place() -> None:
+    found = {}
+    for path in OUTSIDE:
+        names = list(_private(ast.parse(path.read_text())))
+        if names:
+            found[str(path.relative_to(ROOT))] = names
+    assert not found
+
+
+def test_every_private_name_that_not_all_versions_have_is_there_as_the_table_says() -> None:
+    version = compat.version()
+    for row in compat.TABLE:
+        there = compat.private(row.name) is not None
+        if row.argument is not None:
+            there = compat.takes_argument(row.name, row.argument)
+        assert there == (version >= row.since), row
+
+
+@pytest.mark.parametrize("package", ["planner", "solvers"])
+def test_no_file_is_long_and_no_folder_crowded(package: str) -> None:
+    files = list((ROOT / package).rglob("*.py"))
+    long = [str(p.relative_to(ROOT)) for p in files if len(p.read_text().splitlines()) > MOST_LINES]
+    folders = {p.parent for p in files}
+    crowded = [str(f.relative_to(ROOT)) for f in folders if len(list(f.glob("*.py"))) > MOST_FILES]
+    assert not long
+    assert not crowded
