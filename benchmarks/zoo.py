@@ -25,10 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
+from planner.errors import PlanWarning
 from planner.planning.make_plan import make_plan
 from planner.planning.prepare import prepare
 from planner.planning.solve import room_bytes
-from planner.runtime.install import PlanWarning
 from planner.training_step.step import Step
 from solvers.registry import SOLVERS
 from tests import zoo

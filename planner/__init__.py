@@ -20,6 +20,7 @@ from planner.errors import (
     PlannerError,
     PlanWarning,
 )
+from planner.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from planner.api import auto_checkpoint, plan, sweep
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from planner.runtime.install import remove
     from planner.verification.verify import verify
 
-__version__ = "0.1.0"
 
 # Looked up on first use, so that `import planner` loads neither torch nor a solver.
 _HOMES = {

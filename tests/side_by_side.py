@@ -13,9 +13,9 @@ import torch.nn as nn
 from torch.utils import _pytree as pytree
 
 import planner
+from planner.errors import PlanWarning
 from planner.planfile.plan import Plan
-from planner.runtime import install
-from planner.runtime.install import PlanWarning
+from planner.runtime import backend
 
 Loop = Callable[[Any], Any]
 
@@ -60,7 +60,7 @@ class Runs:
 @contextmanager
 def counting_runs() -> Iterator[Runs]:
     """Count the executions of planned graphs that are compiled from now on."""
-    runs, original = Runs(), install.compile_graph
+    runs, original = Runs(), backend.compile_graph
 
     def compile_graph(module: Any, name: str, **options: Any) -> Any:
         function = original(module, name, **options)
@@ -72,11 +72,11 @@ def counting_runs() -> Iterator[Runs]:
 
         return run
 
-    install.compile_graph = compile_graph  # type: ignore[assignment]
+    backend.compile_graph = compile_graph  # type: ignore[assignment]
     try:
         yield runs
     finally:
-        install.compile_graph = original
+        backend.compile_graph = original
 
 
 @contextmanager

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Graph, portfolio, simulate
+from solvers import Graph, portfolio, recompute, simulate
 from solvers.chains.cut_points import forward_uses
-from solvers.model import just_in_time
 from solvers.programs.lower_bound import bound_at, holds_for_every_order, lower_bound
 from tests.graphs import Forward, chain, graphs, training_graph, transformer
 
@@ -18,7 +17,7 @@ from tests.graphs import Forward, chain, graphs, training_graph, transformer
 @given(graphs(most=20), st.integers(0, 2**20))
 def test_no_schedule_is_below_the_bound(graph: Graph, seed: int) -> None:
     kept = np.random.default_rng(seed).random(len(graph.values)) < 0.6
-    timeline = simulate(graph, just_in_time(graph, kept))
+    timeline = simulate(graph, recompute(graph, kept))
     assert lower_bound(graph, timeline.peak_bytes).seconds <= timeline.seconds + 1e-6
 
 

@@ -12,8 +12,8 @@ from planner._torch import compat
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = sorted(p for p in (ROOT / "planner").rglob("*.py") if "_torch" not in p.relative_to(ROOT).parts)
 PRIVATE = {
-    "_backward_hooks", "_cdata", "_forward_hooks", "_is_view", "_nnz", "_schema", "_sequence_nr", "_use_count",
-    "_compiled_call_impl", "_call_impl",
+    "_backward_hooks", "_cdata", "_forward_hooks", "_is_view", "_nnz", "_schema", "_sequence_nr",
+    "_use_count", "_compiled_call_impl", "_call_impl",
 }  # fmt: skip
 """Attributes that PyTorch's objects have, and that it does not document."""
 MOST_FILES, MOST_LINES = 15, 400

@@ -4,10 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Graph, check, simulate
+from solvers import Graph, check, recompute, simulate
 from solvers.local.exchange import exchange
 from solvers.local.polish import delay, is_rerun, polish, prune
-from solvers.model import just_in_time
 from solvers.model.incumbent import Search
 from solvers.programs import ilp
 from tests.graphs import chain, graphs, random_dag
@@ -17,7 +16,7 @@ from tests.graphs import chain, graphs, random_dag
 @given(graphs(), st.integers(0, 2**20), st.floats(1.0, 1.5))
 def test_polish_keeps_the_budget_and_is_never_slower(graph: Graph, seed: int, slack: float) -> None:
     kept = np.random.default_rng(seed).random(len(graph.values)) < 0.5
-    schedule = just_in_time(graph, kept)
+    schedule = recompute(graph, kept)
     budget = int(slack * simulate(graph, schedule).peak_bytes)
     search = Search("test", graph, budget)
     before = search.try_schedule(schedule)
@@ -57,7 +56,7 @@ def test_useless_reruns_are_pruned() -> None:
 @given(graphs(), st.integers(0, 2**20), st.floats(1.0, 1.3))
 def test_exchange_keeps_the_budget_and_is_never_slower(graph: Graph, seed: int, slack: float) -> None:
     kept = np.random.default_rng(seed).random(len(graph.values)) < 0.7
-    schedule = just_in_time(graph, kept)
+    schedule = recompute(graph, kept)
     budget = int(slack * simulate(graph, schedule).peak_bytes)
     search = Search("test", graph, budget, 5)
     before = search.try_schedule(schedule)

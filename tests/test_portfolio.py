@@ -80,7 +80,7 @@ def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest
     graph = transformer(4)
     budget = simulate(graph, graph.base_schedule).peak_bytes // 2
     found = portfolio.solve(graph, budget, time_limit=2)
-    monkeypatch.setattr(portfolio.lazy_rows, "improve", slow)
+    monkeypatch.setattr(portfolio.row_generation, "improve", slow)
     monkeypatch.setattr(portfolio.lower_sets, "improve", lambda *_: None)
     again = portfolio.solve(graph, budget, time_limit=2)
     assert again.feasible

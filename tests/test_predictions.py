@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.runtime import install
+from planner.runtime import backend
 from planner.runtime.remap import Adapted
 
 
@@ -102,7 +102,7 @@ def test_predicted_is_measured(build: type[nn.Module], monkeypatch: pytest.Monke
     def adapt(*_: Any) -> Adapted:
         raise AssertionError("the planned step is traced into other operations than when it was planned")
 
-    monkeypatch.setattr(install, "adapt", adapt)
+    monkeypatch.setattr(backend, "adapt", adapt)
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes

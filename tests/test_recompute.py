@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers import Graph, check, simulate
-from solvers.model import just_in_time
+from solvers import Graph, check, recompute, simulate
 from tests.graphs import chain, graphs
 
 
 @given(graphs(), st.randoms(use_true_random=False))
 def test_schedules_are_valid_and_rerun_each_operation_at_most_once(graph: Graph, rng: random.Random) -> None:
     kept = np.array([rng.random() < 0.5 for _ in graph.values])
-    schedule = just_in_time(graph, kept)
+    schedule = recompute(graph, kept)
     check(graph, schedule)
     base = graph.base_of[schedule]
     assert np.bincount(base, minlength=graph.base_length).max() <= 2
@@ -23,7 +22,7 @@ def test_schedules_are_valid_and_rerun_each_operation_at_most_once(graph: Graph,
 
 @given(graphs())
 def test_keeping_everything_changes_nothing(graph: Graph) -> None:
-    schedule = just_in_time(graph, np.ones(len(graph.values), dtype=bool))
+    schedule = recompute(graph, np.ones(len(graph.values), dtype=bool))
     np.testing.assert_array_equal(schedule, graph.base_schedule)
 
 
@@ -32,8 +31,8 @@ def test_kept_values_cost_nothing_to_read(graph: Graph, rng: random.Random) -> N
     kept = np.array([rng.random() < 0.5 for _ in graph.values])
     more = kept | np.array([rng.random() < 0.3 for _ in graph.values])
     assert (
-        simulate(graph, just_in_time(graph, more)).seconds
-        <= simulate(graph, just_in_time(graph, kept)).seconds + 1e-9
+        simulate(graph, recompute(graph, more)).seconds
+        <= simulate(graph, recompute(graph, kept)).seconds + 1e-9
     )
 
 
@@ -41,17 +40,15 @@ def test_kept_values_cost_nothing_to_read(graph: Graph, rng: random.Random) -> N
 def test_what_is_forgotten_is_recomputed_again(graph: Graph) -> None:
     nothing = np.zeros(len(graph.values), dtype=bool)
     table = graph.walk_table
-    schedule = just_in_time(
-        graph, nothing, forget=lambda rows: [v for row in rows for v in table.outputs[row]]
-    )
+    schedule = recompute(graph, nothing, forget=lambda rows: [v for row in rows for v in table.outputs[row]])
     check(graph, schedule)
-    assert len(schedule) >= len(just_in_time(graph, nothing))
+    assert len(schedule) >= len(recompute(graph, nothing))
 
 
 def test_constant_memory_on_a_chain() -> None:
     graph = chain(50)
     table = graph.walk_table
-    schedule = just_in_time(
+    schedule = recompute(
         graph,
         np.zeros(50 * 2 - 1, dtype=bool),
         forget=lambda rows: [v for row in rows for v in table.outputs[row]],
@@ -62,4 +59,4 @@ def test_constant_memory_on_a_chain() -> None:
 def test_a_long_chain_needs_no_recursion() -> None:
     graph = chain(30_000)
     kept = np.zeros(len(graph.values), dtype=bool)
-    assert len(just_in_time(graph, kept)) == pytest.approx(3 * 30_000, abs=5)
+    assert len(recompute(graph, kept)) == pytest.approx(3 * 30_000, abs=5)

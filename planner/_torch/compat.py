@@ -2,7 +2,7 @@
 
 The product is developed with torch 2.13. A name that came later than the oldest version it runs on stands
 here, with the version it came in and what is done without it; :func:`private` gives it, or None. Everything
-else that is private is imported where it is used, in the other ``planner/_torch*.py``.
+else that is private is imported where it is used, in the other files of ``planner/_torch/``.
 """
 
 import inspect

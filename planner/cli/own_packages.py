@@ -9,7 +9,7 @@ import sys
 from planner.errors import PlannerError
 
 _NAMES = ("planner", "solvers")
-_HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class ShadowedError(PlannerError, ImportError):

@@ -151,7 +151,7 @@ def interrupted() -> None:
 def leave_out_working_directory() -> None:
     """Take away the working directory that `python -m` puts first on the path: a folder or file of the user's
     may have the name of a package that is needed here. It comes back when the user's code is imported."""
-    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if sys.path and not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()) and os.getcwd() != home:
         del sys.path[0]
 

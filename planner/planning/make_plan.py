@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-import planner
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.planfile.budget import Budget
@@ -28,6 +27,7 @@ from planner.planfile.plan import (
 from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
 from planner.problem.build import Problem
 from planner.training_step.step import Step
+from planner.version import __version__
 from solvers.model.schedule import alive_at, lifetimes, simulate
 from solvers.model.solution import Solution
 
@@ -62,7 +62,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         )
     return Plan(
         created_with={
-            "planner": planner.__version__,
+            "planner": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-import planner
 import solvers
 
-_NOT_THE_USERS = tuple(f"{Path(p.__file__ or '').parent}/" for p in (torch, planner, solvers))
+_OURS = Path(__file__).parent.parent
+_NOT_THE_USERS = (f"{_OURS}/", *(f"{Path(p.__file__ or '').parent}/" for p in (torch, solvers)))
 _IN_TEXT = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>\S[^\n]*)?')
 
 
