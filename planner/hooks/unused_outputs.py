@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from planner._torch.tensors import is_view
+from planner._torch.versions import set_version, version_of
 from planner.errors import PlanMismatch
 from planner.hooks.protocol import GraphHook
 
@@ -28,13 +30,24 @@ class UnusedOutputs(GraphHook):
             return results
         replaced = list(results)
         for index in self._outputs:
-            replaced[index] = _Unused.apply(anchor, replaced[index])  # type: ignore[no-untyped-call]
+            replaced[index] = _guarded(anchor, replaced[index])
         return replaced
+
+
+def _guarded(anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    version = version_of(output)
+    guarded: torch.Tensor = _Unused.apply(anchor, output)  # type: ignore[no-untyped-call]
+    if version is not None:
+        set_version(output, version)  # nothing was written
+    return guarded
 
 
 class _Unused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        # As if it were written to in place: a view, which it would be otherwise, could not be by the user.
+        if not is_view(output):
+            ctx.mark_dirty(output)
         return output
 
     @staticmethod
