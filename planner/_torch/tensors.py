@@ -13,6 +13,10 @@ EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 """What ends one."""
 
 
+SPARSE_PARTS = (torch.Tensor._indices, torch.Tensor._values)
+"""What take indices and values out of a sparse tensor, be it coalesced or not."""
+
+
 def storage_number(storage: torch.UntypedStorage) -> int:
     """Identity of a storage while it lives."""
     number: int = storage._cdata

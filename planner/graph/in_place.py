@@ -7,6 +7,7 @@ same, on a copy that lies in memory as ``a`` does. :mod:`planner._torch.joint.in
 tracing.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ class OnCopy:
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
+
+    def __repr__(self) -> str:
+        # torch.fx writes it into the code of a graph where it is an argument, as of a draw that runs again.
+        return "on_copy_" + re.sub(r"\W", "_", str(self._operator))
 
     def __call__(self, written: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(written, torch.Tensor):

@@ -4,8 +4,8 @@ import platform
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from planner._torch import pytree
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.planfile.budget import Budget

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from planner._torch import dynamo, modules, torchscript
+from planner._torch import dynamo, modules
+from planner._torch.tracing import torchscript
 from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.inside_compile import RUNS_A_PLAN, holds_dtensors, not_compiled
 from planner.capture.capture import run_forward

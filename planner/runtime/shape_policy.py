@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from planner._torch import pytree
 from planner.capture.captured_step import CapturedStep
 from planner.errors import PlanMismatch, PlanWarning
 from planner.graph.joint_graph import JointGraph

@@ -7,7 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
+
+from planner._torch import pytree
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from planner._torch import autograd, fake, operators
-from planner._torch.tensors import schema_of, storage_number
+from planner._torch import autograd, fake, operators, pytree
+from planner._torch.tensors import SPARSE_PARTS, schema_of, storage_number
 from planner.training_step.call import Call
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
@@ -253,7 +252,7 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 _SPARSE = {
-    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_coo: SPARSE_PARTS,
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
     torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
     torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),

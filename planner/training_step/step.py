@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch.utils import _pytree as pytree
 
+from planner._torch import pytree
 from planner._torch.autocast_state import without_autocast
 from planner._torch.tensors import storage_number
 from planner.errors import CaptureError, PlannerError
