@@ -131,6 +131,7 @@ def test_operations_know_their_module() -> None:
     assert all(not m or m.split(".")[0] in dict(model.named_children()) for m in modules)
 
 
+@pytest.mark.heavy
 def test_a_model_on_the_meta_device_is_captured() -> None:
     model, args, kwargs = small_gpt()
     expected = capture(model, Step(args, kwargs))
@@ -141,6 +142,7 @@ def test_a_model_on_the_meta_device_is_captured() -> None:
     assert captured.graphs[0].joint.fingerprint == expected.graphs[0].joint.fingerprint
 
 
+@pytest.mark.heavy
 def test_structure_does_not_depend_on_the_batch_but_the_fingerprint_does() -> None:
     two = [capture(m, Step(a)) for m, a, _ in (small_gpt(2), small_gpt(6))]
     assert two[0].graphs[0].structure == two[1].graphs[0].structure
@@ -166,6 +168,7 @@ class Failing(nn.Module):
         raise ValueError(f"no such luck with {x.shape}")
 
 
+@pytest.mark.heavy
 def test_a_forward_whose_hook_counts_is_captured_and_the_count_is_as_before() -> None:
     model, args, kwargs = small_resnet()
     calls: list[int] = []

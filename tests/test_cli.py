@@ -367,6 +367,7 @@ def _process(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
         (["--version"], 0, ""),
     ],
 )
+@pytest.mark.heavy
 def test_exit_codes_of_the_process(builders: Path, arguments: list[str], code: int, key_words: str) -> None:
     process = _process(*arguments, cwd=builders)
     assert process.returncode == code, process.stderr
@@ -395,6 +396,7 @@ def test_a_plan_from_the_command_line_verifies(builders: Path) -> None:
     assert json.loads(verified.stdout)["gradients_equal"] is True
 
 
+@pytest.mark.heavy
 def test_a_budget_that_nothing_fits_exits_with_3(builders: Path) -> None:
     process = _process("plan", "builders:build", "--budget", "1KiB", "-o", "plan.json", cwd=builders)
     assert process.returncode == 3, process.stderr

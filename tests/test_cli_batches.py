@@ -35,6 +35,7 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.heavy
 def test_the_largest_batch_and_its_plan(builders: Path) -> None:
     arguments = [
         "max-batch",
@@ -55,6 +56,7 @@ def test_the_largest_batch_and_its_plan(builders: Path) -> None:
     assert Plan.load("p.json").model.inputs[0].shape == [told["batch"], 64]
 
 
+@pytest.mark.heavy
 def test_a_table_for_people() -> None:
     arguments = ["max-batch", "batches.py:build", "-b", "1MiB", "--solver", "sqrt_n", "--max-overhead", "20%"]
     result = CliRunner().invoke(app, arguments)

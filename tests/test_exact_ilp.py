@@ -56,6 +56,7 @@ def test_no_solver_is_below_the_optimum(name: str, graph: Graph, fraction: float
         assert solution.seconds >= exact.seconds - 1e-6
 
 
+@pytest.mark.heavy
 def test_auto_agrees_with_exact_on_small_graphs() -> None:
     agree = total = 0
     for seed in range(40):

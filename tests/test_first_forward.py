@@ -69,6 +69,7 @@ def _built(part: Callable[[], nn.Module]) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("part", [Part, Cached])
+@pytest.mark.heavy
 def test_the_plan_is_followed_from_the_second_step_on(part: Callable[[], nn.Module]) -> None:
     model, args = _built(part)
     plan = plan_of(model, args)
@@ -107,6 +108,7 @@ def test_a_call_without_gradients_before_makes_the_first_step_follow_the_plan() 
     assert (runs.captures, runs.backward) == (1, 1)
 
 
+@pytest.mark.heavy
 def test_a_forward_that_always_goes_another_way_is_captured_anew_only_once() -> None:
     class Turns(Layers):
         broken = False

@@ -61,6 +61,7 @@ def test_three_steps_of_adamw_with_two_micro_batches(name: str, budget: str) -> 
     assert measured <= plan.target.budget_bytes
 
 
+@pytest.mark.heavy
 def test_where_the_optimizer_takes_most_its_step_is_the_peak() -> None:
     model, args, _ = small_gpt(batch=1)
     args = (args[0][:, :2], args[1][:, :2])
@@ -84,6 +85,7 @@ def test_a_step_leaves_gradients_and_its_output(build_small: Callable[[], Built]
         assert whole.optimizer_step_bytes == plan.resident.total + left
 
 
+@pytest.mark.heavy
 def test_a_budget_below_the_optimizers_own_step_is_infeasible() -> None:
     model, args, _ = small_gpt(batch=1)
     args = (args[0][:, :2], args[1][:, :2])

@@ -105,6 +105,7 @@ def test_results_survive_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "Not finished" in next(tmp_path.glob("*.md")).read_text()
 
 
+@pytest.mark.heavy
 def test_every_budget_is_compared_and_random_states_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ def test_every_budget_is_compared_and_random_states_count(
 
 
 @pytest.mark.parametrize("part", ["measure_peak", "measure_seconds"])
+@pytest.mark.heavy
 def test_out_of_memory_is_a_row(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, calls = getattr(gpu, part), []
 
@@ -145,6 +147,7 @@ def test_out_of_memory_is_a_row(part: str, tmp_path: Path, monkeypatch: pytest.M
     assert "OutOfMemoryError" in next(tmp_path.glob("*.md")).read_text()
 
 
+@pytest.mark.heavy
 def test_a_comparison_that_runs_out_of_memory_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +161,7 @@ def test_a_comparison_that_runs_out_of_memory_says_so(
     assert row["problem"] == "not compared: OutOfMemoryError: CUDA out of memory"
 
 
+@pytest.mark.heavy
 def test_rows_of_other_precisions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_patched(tmp_path, monkeypatch, "--budgets")
     for _ in range(2):

@@ -14,6 +14,7 @@ GRAPHS = {"transformer": transformer(4), "unet": unet(4), "chain": chain(40), "d
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("fraction", [0.8, 0.6, 0.45])
+@pytest.mark.heavy
 def test_never_slower_than_sqrt_n_and_never_below_the_bound(name: str, fraction: float) -> None:
     graph = GRAPHS[name]
     budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)

@@ -149,6 +149,7 @@ def _written(*writes: Write) -> tuple[nn.Module, torch.Tensor]:
     return model, x
 
 
+@pytest.mark.heavy
 def test_writes_into_a_stretch_of_a_result() -> None:
     model, x = _written(*WRITES)
     report = planner.verify(model, (x,), plan=plan_of(model, (x,)), repeats=0)
@@ -156,6 +157,7 @@ def test_writes_into_a_stretch_of_a_result() -> None:
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_such_writes_at_sizes_that_vary() -> None:
     model, x = _written(_chunk, _through_views, _drawn_into_a_view)
     _alike(model, x, torch.randn(17, 8), torch.randn(13, 8))

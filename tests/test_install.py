@@ -85,6 +85,7 @@ def test_a_compiled_call_of_the_users_comes_back() -> None:
     assert planner.remove(model)._compiled_call_impl is theirs
 
 
+@pytest.mark.heavy
 def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, _ = _planned()
     compiled: list[int] = []
@@ -101,6 +102,7 @@ def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.Mo
     assert compiled
 
 
+@pytest.mark.heavy
 def test_copies_and_pickles_train_by_the_plan() -> None:
     model, args, plan = _planned(layers)
     expected = _gradients(model, args)
@@ -128,6 +130,7 @@ def test_copies_and_pickles_train_by_the_plan() -> None:
     _assert_equal(_gradients(model, args), expected)
 
 
+@pytest.mark.heavy
 def test_copies_of_what_is_not_planned_are_not_either() -> None:
     model, args, plan = _planned(layers)
     shallow = copy.copy(model)
@@ -157,6 +160,7 @@ def test_planning_what_is_planned_gives_the_same_plan() -> None:
     assert again.baseline.dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_hooks_on_the_outside_run() -> None:
     model, args, _ = _planned()
     seen: list[str] = []
@@ -276,6 +280,7 @@ def test_a_path_that_was_not_planned_is_right_and_said() -> None:
     _assert_equal(found, _gradients(planner.remove(model), args))
 
 
+@pytest.mark.heavy
 def test_two_graphs_run_by_their_plans() -> None:
     model, args, plan = _planned(broken)
     assert plan.rung == "several-graphs"
@@ -319,6 +324,7 @@ def test_a_graph_without_anything_to_differentiate_is_no_surprise() -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.heavy
 def test_a_module_called_twice_in_one_step() -> None:
     model, args, kwargs = small_gpt()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
@@ -355,6 +361,7 @@ def test_retain_graph_and_gradients_of_inputs() -> None:
     assert torch.equal(x.grad, 2 * expected)
 
 
+@pytest.mark.heavy
 def test_frozen_and_tied_parameters() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -377,6 +384,7 @@ def test_frozen_and_tied_parameters() -> None:
     assert model.layers[0].weight.grad is None
 
 
+@pytest.mark.heavy
 def test_autocast_is_honoured_in_recomputation() -> None:
     model, args, kwargs = small_gpt()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -389,6 +397,7 @@ def test_autocast_is_honoured_in_recomputation() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("probability", [0.1, 0.039, 0.5])
+@pytest.mark.heavy
 def test_dropout_rounds_as_in_eager(probability: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(probability), nn.Tanh()) for _ in range(3)]
@@ -434,6 +443,7 @@ def test_interpolation_is_computed_as_in_eager(mode: str) -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.heavy
 def test_buffers_that_the_forward_updates_are_not_read_again() -> None:
     torch.manual_seed(0)
     norm = torch.nn.utils.parametrizations.spectral_norm

@@ -31,6 +31,7 @@ def planned(built: Built, budget: str = "min") -> planner.Plan:
 # ---- the rungs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_one_graph_says_nothing_about_breaks() -> None:
     plan = planned(small_gpt())
     assert plan.rung == "one-graph"
@@ -62,6 +63,7 @@ class LoopWithBreaks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.heavy
 def test_breaks_inside_a_loop_leave_graphs_that_are_planned() -> None:
     torch.manual_seed(0)
     plan = planned((LoopWithBreaks().train(), (torch.randn(64, 32),), {}))
@@ -245,6 +247,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("full", [True, False])
+@pytest.mark.heavy
 def test_a_mask_decides_without_a_run(full: bool) -> None:
     torch.manual_seed(0)
     mask = torch.ones(64, dtype=torch.bool)

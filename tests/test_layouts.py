@@ -51,6 +51,7 @@ class Patches(nn.Module):
 
 
 @pytest.mark.parametrize(("solver", "budget"), [("none", "500%"), ("sqrt_n", "min")])
+@pytest.mark.heavy
 def test_copies_of_transposed_results_are_predicted(solver: str, budget: str) -> None:
     torch.manual_seed(0)
     model, x = Patches().train(), torch.randn(32, 24, 16)

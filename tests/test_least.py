@@ -57,6 +57,7 @@ def test_min_takes_what_the_error_says_of_a_transformer() -> None:
     assert error.value.minimum_bytes == plan.whole_step.total_bytes
 
 
+@pytest.mark.heavy
 def test_a_sweep_ends_at_the_least() -> None:
     model, args, kwargs = layers()
     least_plan = planner.plan(model, args, kwargs, budget="min", time_limit=60)
@@ -70,6 +71,7 @@ def test_a_sweep_ends_at_the_least() -> None:
 
 @settings(deadline=None, max_examples=8)
 @given(graphs(most=14))
+@pytest.mark.heavy
 def test_nothing_is_below_the_least(graph: Graph) -> None:
     lowest = portfolio.solve(graph, None, time_limit=20)
     check(graph, lowest.schedule)
@@ -95,6 +97,7 @@ def test_the_least_within_a_time_takes_no_longer(graph: Graph, share: float, sol
     assert found.peak_bytes <= simulate(graph, graph.base_schedule).peak_bytes
 
 
+@pytest.mark.heavy
 def test_more_time_takes_less_memory() -> None:
     graph = transformer(3)
     peaks = [

@@ -155,6 +155,7 @@ def test_a_region_of_autocast_that_is_in_no_graph_is_around_those_that_it_is_aro
     assert "aten._to_copy.default" in {op.name for graph in plan.graphs for op in graph.ops}
 
 
+@pytest.mark.heavy
 def test_weights_that_are_used_twice_under_autocast() -> None:
     model, args, _ = layers(Shared)
 

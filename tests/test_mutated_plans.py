@@ -224,6 +224,7 @@ def _apply_a_changed_plan(data: st.DataObject) -> None:
 
 @settings(_STEPS, max_examples=6)
 @given(data=st.data())
+@pytest.mark.heavy
 def test_a_changed_schedule_trains_as_eager_or_is_refused(data: st.DataObject) -> None:
     _apply_a_changed_plan(data)
 

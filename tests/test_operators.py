@@ -225,6 +225,7 @@ class OneImage(nn.Module):
         return x.mean(dim=1).exp().sum()
 
 
+@pytest.mark.heavy
 def test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan() -> None:
     torch.manual_seed(0)
     model, x = OneImage().train(), torch.randn(1, 48, 7, 7)

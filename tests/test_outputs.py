@@ -122,6 +122,7 @@ def test_verify_can_measure_the_other_way() -> None:
     assert report.measured_dynamic_peak_bytes < report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_a_loss_outside_of_the_module_drops_what_it_does_not_save() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 2000))
@@ -144,6 +145,7 @@ def test_what_is_differentiated_is_held_in_any_case() -> None:
     assert [o.shape for o in output] == [(2, 8)]
 
 
+@pytest.mark.heavy
 def test_sweep_and_the_largest_batch_drop_outputs_too() -> None:
     model, _, kwargs = tagger()
     (plan,) = planner.sweep(model, kwargs=kwargs, budgets=["90%"], outputs="dropped", time_limit=1)

@@ -36,6 +36,7 @@ def test_a_large_random_graph_has_an_answer_within_its_time() -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(graphs(most=20), st.floats(0.1, 0.9))
+@pytest.mark.heavy
 def test_the_least_peak_reported_can_be_had(graph: Graph, fraction: float) -> None:
     budget = int(fraction * simulate(graph, graph.base_schedule).peak_bytes)
     solution = portfolio.solve(graph, budget, time_limit=5)

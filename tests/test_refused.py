@@ -240,6 +240,7 @@ class PartlyTheSame(Layers):
         return self.run(self.inside(self.run(x))).square().mean()
 
 
+@pytest.mark.heavy
 def test_a_part_that_cannot_be_traced_is_left_out_as_the_error_says() -> None:
     _CALLS.clear()
     model, args, _ = layers(PartlyTheSame)

@@ -14,6 +14,7 @@ HEAVY = [pytest.param(name, marks=pytest.mark.heavy) for name in ("auto", "ilp",
 
 
 @pytest.mark.parametrize("solver", ["sqrt_n", "checkpoint_all", *HEAVY])
+@pytest.mark.heavy
 def test_what_is_to_be_kept_is_never_recomputed(solver: str) -> None:
     model, args, kwargs = small_gpt()
     keep = ["blocks.1", "aten.native_layer_norm"]

@@ -248,6 +248,7 @@ def test_replan_keeps_the_budget_or_says_that_it_cannot() -> None:
     _assert_same_step(model, twin, *larger)
 
 
+@pytest.mark.heavy
 def test_error_refuses_before_anything_is_computed() -> None:
     model, args, _ = small_gpt(4)
     twin = copy.deepcopy(model)
@@ -267,6 +268,7 @@ def test_error_refuses_before_anything_is_computed() -> None:
     assert isinstance(model(*small_gpt(3)[1]), torch.Tensor)
 
 
+@pytest.mark.heavy
 def test_policies_are_told_apart() -> None:
     model, args, _ = small_gpt(2)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")

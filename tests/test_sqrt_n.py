@@ -63,6 +63,7 @@ def test_chain_grows_as_the_square_root() -> None:
     assert peaks[1] / peaks[0] == pytest.approx(2, abs=0.4)
 
 
+@pytest.mark.heavy
 def test_recursive_form_grows_as_the_logarithm() -> None:
     # Without a time limit nothing depends on the machine.
     least = [solve(chain(n, 1), 1).peak_bytes for n in (400, 1200, 3600)]

@@ -23,6 +23,7 @@ def test_a_sweep_is_monotone_and_each_plan_is_right() -> None:
         assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_budgets_of_ones_own_and_those_that_cannot_be_met() -> None:
     model, args, kwargs = broken()
     plans = planner.sweep(model, args, kwargs, budgets=["90%", "5%", "min"], time_limit=30)

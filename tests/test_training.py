@@ -43,6 +43,7 @@ def test_two_steps_give_the_same_weights_and_buffers(builder: Callable[[], Built
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.heavy
 def test_batch_norm_statistics_are_updated_once() -> None:
     model, args, kwargs = small_resnet()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
@@ -69,6 +70,7 @@ def test_gradients_accumulate() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "copies"), [("AdamW", 2), (torch.optim.SGD, 0), ("rmsprop", 1), (torch.optim.Adam, 2)]
 )
+@pytest.mark.heavy
 def test_optimizer_state_counts_as_resident(optimizer: Any, copies: int) -> None:
     model, args, kwargs = small_gpt()
     plan = planner.plan(model, args, kwargs, budget="500%", optimizer=optimizer, solver="none")

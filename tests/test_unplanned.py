@@ -135,6 +135,7 @@ def test_calling_forward_itself(plan: Plan) -> None:
     assert "not model.forward(x)" in text
 
 
+@pytest.mark.heavy
 def test_nothing_is_said_where_there_is_nothing_to_say(plan: Plan) -> None:
     model, args = _built()
     plan.apply(model)

@@ -168,6 +168,7 @@ def test_uses_before_and_after_a_break_add_up_as_without_a_plan(
     assert any(g.inputs_by_use for g in plan.graphs)
 
 
+@pytest.mark.heavy
 def test_uses_add_up_as_without_a_plan_where_sizes_are_symbols() -> None:
     torch.manual_seed(0)
     model = AnyRows()
@@ -198,6 +199,7 @@ def test_uses_in_the_loss_add_up_as_without_a_plan() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.heavy
 def test_gradients_lie_in_memory_as_without_a_plan() -> None:
     torch.manual_seed(0)
     plan, _ = _exactly(_turned(), "min")

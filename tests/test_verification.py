@@ -50,6 +50,7 @@ def test_a_right_plan_is_ok_and_everything_is_left_as_it_was() -> None:
     assert (np.random.get_state()[1] == generators[2]).all()
 
 
+@pytest.mark.heavy
 def test_a_dropout_mask_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs = small_gpt()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
@@ -66,6 +67,7 @@ def test_a_dropout_mask_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert any("differs" in p for p in report.problems)
 
 
+@pytest.mark.heavy
 def test_a_batch_norm_that_updates_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs = small_resnet()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
@@ -89,6 +91,7 @@ def test_a_batch_norm_that_updates_twice_is_found(monkeypatch: pytest.MonkeyPatc
     assert report.gradients_equal
 
 
+@pytest.mark.heavy
 def test_a_peak_over_the_budget_is_found() -> None:
     model, args, kwargs = small_gpt()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
@@ -100,6 +103,7 @@ def test_a_peak_over_the_budget_is_found() -> None:
     assert "over the budget" in report.problems[0]
 
 
+@pytest.mark.heavy
 def test_there_must_be_a_plan_for_this_mode() -> None:
     model, args, kwargs = small_gpt()
     with pytest.raises(planner.PlanMismatch, match="needs a plan"):
@@ -109,6 +113,7 @@ def test_there_must_be_a_plan_for_this_mode() -> None:
         planner.verify(model.eval(), args, kwargs, plan=plan)
 
 
+@pytest.mark.heavy
 def test_the_report_is_plain_data() -> None:
     import json
 
@@ -188,6 +193,7 @@ class SeedsItself(Layers):
         return super().forward(x)
 
 
+@pytest.mark.heavy
 def test_steps_that_are_never_the_same_are_told_from_a_wrong_plan() -> None:
     model, args, _ = layers(SeedsItself)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")

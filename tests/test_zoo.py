@@ -9,14 +9,14 @@ import pytest
 import planner
 from tests import zoo
 
-FAST = ("nn_vae", "nn_graph_attention", "nn_radiance_field", "nn_logging")
+FAST = ("nn_vae",)
 HEAVY = (
     "hf_bert", "hf_t5", "hf_electra", "hf_mamba", "hf_llama", "hf_qwen2", "hf_qwen2_moe",
     "hf_vit", "hf_swin", "hf_wav2vec2", "peft_lora_llama", "timm_vit", "timm_resnet18", "diffusers_unet",
     "nn_selective_scan", "nn_capacity_experts", "nn_gan_pair", "nn_detector", "nn_wavenet",
     "nn_spatial_transformer", "nn_seq2seq_attention", "nn_molecules", "nn_neighbour_graph", "nn_recommender",
     "nn_layer_drop", "nn_masked_loss", "nn_packed_sequence", "nn_transformer", "hf_segformer_segmentation",
-    "hf_llava",
+    "hf_llava", "nn_graph_attention", "nn_radiance_field", "nn_logging",
 )  # fmt: skip
 _LIBRARIES = {"hf": "transformers", "peft": "peft", "timm": "timm", "diffusers": "diffusers", "nn": "torch"}
 
