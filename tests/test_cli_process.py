@@ -158,10 +158,10 @@ def _on_a_terminal(columns: int, cwd: Path, *arguments: str) -> tuple[str, int]:
 def test_the_end_runs_what_was_registered_for_it(tmp_path: Path) -> None:
     script = (
         "import atexit, sys, threading, time\n"
-        "from planner import cli_process\n"
+        "from planner.cli import process\n"
         "atexit.register(print, 'registered')\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
-        "cli_process.run(lambda: sys.exit(3))\n"
+        "process.run(lambda: sys.exit(3))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -13,6 +13,14 @@ import torch
 from torch._C._dynamo.guards import dict_version
 
 _WITH_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, staticmethod, classmethod, property)
+_NOT_IN_A_FORWARD = frozenset({
+    "__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__str__", "__dir__",
+    "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__",
+    "state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict",
+    "save", "load", "compile", "manual_seed", "seed",
+})  # fmt: skip
+"""What makes, copies, stores or prints objects. Dynamo itself exchanges ``Module.__init__`` and
+``Module.__setstate__`` when it first compiles."""
 _SHARED = (torch.Tensor, torch, torch.nn.functional)
 """What every forward looks functions up in."""
 
@@ -72,4 +80,8 @@ class _Owner:
 
 
 def _functions(names: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in names.items() if isinstance(value, _WITH_CODE)}
+    return {
+        name: value
+        for name, value in names.items()
+        if isinstance(value, _WITH_CODE) and name not in _NOT_IN_A_FORWARD
+    }
