@@ -31,6 +31,7 @@ class ReadAgain(GraphHook):
     def emitted(self, joint: JointGraph, backward: Sequence[int]) -> Halves:
         """The graphs of a schedule, see :func:`planner.lowering.partition.emit`."""
         joint.to_copy = to_copy(joint, self._example_inputs)
+        self._example_inputs = ()  # or the first batch would be held for good
         halves = emit(joint, backward, copying=self._plan.target.inputs == "overwritten")
         positions = map(aot_metadata.input_position, halves.read_again)
         count = len(self._graph.graph.find_nodes(op="placeholder"))
