@@ -1,9 +1,10 @@
 """The least peak: a bound below which no schedule is, and the least that a solver reaches, with or without
 a limit of its time.
 
-:func:`least` asks any solver: for nothing, which tells the least peak that it finds, and then for that
-peak, which tells the fastest schedule of it. With a limit of seconds the budget is bisected between the
-two ends: more memory never takes a good solver more time.
+:func:`least` asks any solver: for nothing, which tells the least peak that it finds (a solver that then
+finds nothing is asked by bisection), and then for that peak, which tells the fastest schedule of it. With a
+limit of seconds the budget is bisected between the two ends: more memory never takes a good solver more
+time.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,18 +75,22 @@ def least(
         The schedule; infeasible where all that the solver finds take longer than ``most_seconds``.
     """
     limit = 60.0 if time_limit is None else time_limit
+    unplanned = simulate(graph, graph.base_schedule).peak_bytes
 
-    def attempt(budget: int, seconds: float, _known: Sequence[np.ndarray] = ()) -> Solution:
+    def attempt(budget: int | None, seconds: float, _known: Sequence[np.ndarray] = ()) -> Solution:
         return solve(graph, budget, time_limit=seconds, progress=progress, constraints=constraints)
 
     begin = perf_counter()
     found = attempt(0, limit / 2)
+    if found.peak_bytes >= unplanned:  # a solver whose answers fit the budget or are none
+        found = attempt(None, limit / 8)
+        found = bisect(attempt, floor_bytes(graph) - 1, found, float("inf"), limit / 8)
     found = replace(found, status=Status.FEASIBLE, bound_seconds=None)
     faster = attempt(found.peak_bytes, max(0.0, limit - (perf_counter() - begin)))
     if faster.feasible and faster.peak_bytes <= found.peak_bytes:
         found = faster
     if found.seconds > most_seconds:
-        high = attempt(simulate(graph, graph.base_schedule).peak_bytes, limit / 4)
+        high = attempt(unplanned, limit / 4)
         if not high.feasible or high.seconds > most_seconds:
             return high.infeasible()
         found = bisect(attempt, found.peak_bytes, high, most_seconds, limit / 2)

@@ -118,9 +118,15 @@ def _product_in_a_view(y: torch.Tensor) -> torch.Tensor:
     return held.sigmoid()
 
 
+def _looks_elsewhere(y: torch.Tensor) -> torch.Tensor:
+    a, b, c = y.unsafe_chunk(3, 1)
+    a = (a + 1).transpose_(0, 1).unsqueeze_(0).squeeze_(0).t_()
+    return a * (b + 1).swapaxes_(0, 1).as_strided_(b.shape, (1, len(b))) * c
+
+
 WRITES = (
     _chunk, _split, _split_with_sizes, _transposed, _product, _moved, _through_views, _other_type, _dropped,
-    _lists, _drawn_into_a_view, _drawn_into_a_stretch, _product_in_a_view,
+    _lists, _drawn_into_a_view, _drawn_into_a_stretch, _product_in_a_view, _looks_elsewhere,
 )  # fmt: skip
 
 

@@ -41,12 +41,13 @@ class Adapted:
 def adapt(record: GraphRecord, joint: JointGraph) -> Adapted:
     """Follow the decisions of a plan's graph on another graph.
 
-    Where the two have nothing in common, layers may differ in their numbers alone.
+    Layers may differ in their numbers alone: modules are matched without them where that follows more.
     """
     adapted = _adapt(record, joint, lambda module: module)
-    if record.recomputed and not adapted.followed:
-        return _adapt(record, joint, lambda module: re.sub(r"\d+", "#", module))
-    return adapted
+    if adapted.followed == adapted.planned:
+        return adapted
+    by_kind = _adapt(record, joint, lambda module: re.sub(r"\d+", "#", module))
+    return by_kind if by_kind.followed > adapted.followed else adapted
 
 
 def _adapt(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) -> Adapted:

@@ -56,6 +56,8 @@ def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
     """What an operator writes to in place, where another layout of the result may be seen."""
     if not isinstance(func, OpOverload) or not args or not func._schema.name.endswith("_"):
         return ()
+    if torch.Tag.inplace_view in func.tags:
+        return ()  # `transpose_`, `squeeze_`: nothing is written, the tensor looks elsewhere from then on
     first = func._schema.arguments[0].alias_info
     if first is None or not first.is_write:
         return ()
