@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test test-all lint format schema picture zoo breaks bench clean
+.PHONY: help venv packages demo test test-all lint format schema picture zoo mutations bench clean
 
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -74,8 +74,8 @@ picture: venv  ## Draw the picture of the README from the demo's plan.
 zoo: venv packages  ## Plan, run and compare every model of the zoo; writes docs/zoo.md. Takes an hour; goes on where it stopped.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --results $(OUT)/zoo.jsonl --out docs/zoo.md
 
-breaks: venv  ## Switch off what keeps each promise: do the tests notice? Writes docs/results/breaks.md; a quarter of an hour.
-	$(BIN)/python benchmarks/breaks.py --out docs/results/breaks.md
+mutations: venv  ## Disable each safeguard in a copy: a test must fail. Writes docs/results/mutations.md; a quarter of an hour.
+	$(BIN)/python benchmarks/mutate.py --out docs/results/mutations.md
 
 bench: venv  ## Run the benchmarks, one after the other.
 	for script in simulate capture host_time; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done

@@ -84,7 +84,7 @@ class Bench:
                     model, inputs = CASES[name].build(self.small)
                 case = _CaseRun(self, name, precision, model.train(), inputs)
             except Exception as error:
-                self.add(Row(name, precision, "unplanned", problem=_told(error)))
+                self.add(Row(name, precision, "unplanned", problem=_shortened(error)))
             for i, way in enumerate(ways if case is not None else ()):
                 assert case is not None
                 if time.monotonic() > self.deadline:
@@ -95,7 +95,7 @@ class Bench:
                 try:
                     self.add(case.row(way))
                 except Exception as error:
-                    self.add(Row(name, precision, way, problem=_told(error)))
+                    self.add(Row(name, precision, way, problem=_shortened(error)))
                 case.clear()
             del case
         self.changed(self, "")
@@ -201,7 +201,7 @@ class _CaseRun:
             with self._autocast():
                 report = planner.verify(self.model, args, kwargs, plan=plan, repeats=0)
         except Exception as error:
-            problems = [row.problem, f"not compared: {_told(error)}"]
+            problems = [row.problem, f"not compared: {_shortened(error)}"]
             return replace(row, problem="; ".join(filter(None, problems)))
         right = is_right(report)
         told = "" if right else "; ".join(report.problems[:3])
@@ -227,7 +227,7 @@ class _CaseRun:
             row = replace(row, measured_bytes=measure_peak(step, device).peak_bytes)
             row = replace(row, seconds=measure_seconds([cleared], self.bench.repeats, device=device)[0])
         except Exception as error:
-            return replace(row, problem=_told(error))
+            return replace(row, problem=_shortened(error))
         before = None if self.unplanned is None else self.unplanned.seconds
         if before is None or row.seconds is None:
             return row
@@ -239,7 +239,7 @@ def is_right(report: Report) -> bool:
     return report.loss_equal and report.gradients_equal and report.buffers_equal and report.rng_equal
 
 
-def _told(error: Exception) -> str:
+def _shortened(error: Exception) -> str:
     lines = f"{type(error).__name__}: {error}".splitlines()
     return lines[0][:300]
 

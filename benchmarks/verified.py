@@ -66,7 +66,7 @@ def markdown(found: list[dict[str, object]]) -> str:
         "",
         "Made by `python benchmarks/verified.py --out docs/results/verified.md`. Every solver's plan is",
         "run for a step and compared, bit for bit, with the unplanned step (loss, gradients, buffers,",
-        "generators); its dynamic peak is measured by the allocator's events. Solvers that are deaf to the",
+        "generators); its dynamic peak is measured by the allocator's events. Solvers that ignore the",
         "budget, or cannot meet it, are run all the same and say no under *fits*.",
         "",
         "| model | budget | solver | fits | right | predicted bytes | measured bytes | overhead |",

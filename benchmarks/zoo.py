@@ -69,7 +69,7 @@ def _measure(name: str, budgets: list[str], solver: str, seconds: float, row: di
             row["budgets"][text] = {"infeasible_bytes": prepared.resident.total + solution.peak_bytes}
             continue
         plan = make_plan(prepared, solution, budget)
-        row["rung"], row["graphs"] = plan.rung, len(plan.graphs)
+        row["coverage"], row["graphs"] = plan.coverage, len(plan.graphs)
         row["operations"] = sum(len(g.ops) for g in plan.graphs)
         row["notes"] = list(plan.notes)
         report = planner.verify(model, args, kwargs, plan=plan, loss=zoo.scalar_loss, repeats=0)
@@ -167,8 +167,9 @@ _INTRODUCTION = """\
 Made by `make zoo`. Real architectures at toy width with random weights, each planned for its budgets, run,
 and compared bit for bit with the unplanned step (loss, gradients, buffers, random generators); the peak is
 measured by the allocator's own events. KiB over what is there when the step begins; *unplanned* and *planned*
-are predictions, *eager* and *measured* what was measured. *captured* is the rung: one graph, several graphs
-that are planned as one step, or graphs with operations between them that run as written (`partly-captured`).\
+are predictions, *eager* and *measured* what was measured. *captured* is the coverage: one graph, several
+graphs that are planned as one step, or graphs with operations between them that run as written
+(`partly-captured`).\
 """.splitlines()
 
 
@@ -179,15 +180,17 @@ def markdown(rows: dict[str, dict[str, Any]], made: int) -> str:
     cells = [b for row in kept for b in row.get("budgets", {}).values() if "ok" in b]
     exact = sum(abs(b["measured_bytes"] - b["predicted_bytes"]) <= 0.01 * b["predicted_bytes"] for b in cells)
     under = max((b["measured_bytes"] / b["predicted_bytes"] - 1 for b in cells), default=0.0)
-    rungs = [row.get("rung", "none") for row in kept]
-    planned = sum(rung != "none" for rung in rungs)
-    by_rung = ", ".join(f"{rungs.count(r)} {r}" for r in ("one-graph", "several-graphs", "partly-captured"))
+    coverages = [row.get("coverage", "none") for row in kept]
+    planned = sum(coverage != "none" for coverage in coverages)
+    by_coverage = ", ".join(
+        f"{coverages.count(r)} {r}" for r in ("one-graph", "several-graphs", "partly-captured")
+    )
     different = sum(not all(b["equal"].values()) for b in cells)
     lines = [
         *_INTRODUCTION,
         "",
         f"- {len(kept)} models of {made}; {planned} planned operation by operation "
-        f"({planned / max(len(kept), 1):.1%}): {by_rung}",
+        f"({planned / max(len(kept), 1):.1%}): {by_coverage}",
         "- " + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)),
         f"- {len(cells)} plans run: {different} differ from the unplanned step, "
         f"{sum(over_budget(b) for b in cells)} over budget, {exact} within 1 % of the prediction "
@@ -223,7 +226,7 @@ def _table_rows(row: dict[str, Any]) -> list[str]:
         return f"{count / 1024:,.1f}"
 
     before = row.get("unplanned")
-    first = [row["model"], row.get("rung", ""), row.get("graphs", ""), row.get("operations", "")]
+    first = [row["model"], row.get("coverage", ""), row.get("graphs", ""), row.get("operations", "")]
     first += [row["capture_seconds"], *([kib(before[k]) for k in before] if before else ["", ""])]
     rows = []
     for text, result in row["budgets"].items():

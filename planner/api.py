@@ -138,7 +138,7 @@ def plan(
         prepared,
         budget,
         replace(
-            prepared.origin,
+            prepared.options,
             solver=solver,
             time_limit=time_limit,
             keep=keep,

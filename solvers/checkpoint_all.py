@@ -6,7 +6,7 @@ A block is what stands at one index of a module list (``encoder.layer.3``). What
 block is kept, and so is everything outside of blocks; the inside is recomputed, that of the last
 block too. Without such module paths blocks lie between articulation points of the forward graph.
 
-Not optimal, and deaf to the budget: the habit that all others are compared with.
+Not optimal, and it ignores the budget: the common practice that all others are compared with.
 """
 
 import re

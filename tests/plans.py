@@ -3,7 +3,7 @@
 from planner.planfile.plan import (
     Footprint,
     GraphRecord,
-    Holder,
+    LiveModule,
     ModelRecord,
     OpRecord,
     Plan,
@@ -50,7 +50,7 @@ def layered_plan(layers: int = 6, kept_layers: int = 2, budget_text: str = "60%"
     budget_bytes = None if budget_text == "min" else max(planned) + resident.total + MIB
     return Plan(
         created_with={"planner": "0.1.0", "torch": "2.13.0"},
-        rung="one-graph",
+        coverage="one-graph",
         model=ModelRecord(
             class_name="zoo.GPT",
             training=True,
@@ -95,7 +95,7 @@ def layered_plan(layers: int = 6, kept_layers: int = 2, budget_text: str = "60%"
         ],
         timeline=Timeline.downsample(planned, forward_length),
         baseline_timeline=Timeline.downsample(baseline, forward_length),
-        peak_holders=[Holder(module=f"model.layers.{n}", bytes=(n + 1) * MIB) for n in range(layers)],
+        peak_holders=[LiveModule(module=f"model.layers.{n}", bytes=(n + 1) * MIB) for n in range(layers)],
         notes=[],
     )
 

@@ -38,7 +38,7 @@ class Broken(nn.Module):
         return self.second(x).square().mean()
 
 
-def broken() -> Built:
+def graph_break_model() -> Built:
     torch.manual_seed(0)
     return Broken().train(), (torch.randn(64, 32),), {}
 
@@ -69,7 +69,7 @@ class BrokenLayers(nn.Module):
         return x.square().mean()
 
 
-def broken_layers() -> Built:
+def layers_with_graph_breaks() -> Built:
     torch.manual_seed(0)
     return BrokenLayers().train(), (torch.randn(64, 32),), {}
 

@@ -5,17 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import breaks, frontier, scaling
-from benchmarks.broken.record import Break, Change, StaleBreakError
+from benchmarks import frontier, mutate, scaling
 from benchmarks.frontiers import peers, report
 from benchmarks.models import MODELS, build
+from benchmarks.mutations.record import Change, Mutation, StaleMutationError
 from planner.capture.capture import capture
 from planner.costs.devices import find_device
 from planner.problem.build import build_problem
 from planner.training_step.step import Step
 from solvers.model.schedule import check, simulate
 from tests import graphs
-from tests.small import broken
+from tests.small import graph_break_model
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_goal_that_is_proven_impossible_says_so() -> None:
 
 
 def test_partitions_of_several_graphs_make_one_schedule() -> None:
-    module, args, kwargs = broken()
+    module, args, kwargs = graph_break_model()
     captured = capture(module, Step(args, kwargs))
     assert len(captured.graphs) == 2
     problem = build_problem(captured, find_device("cpu"), None)
@@ -198,34 +198,34 @@ def test_frontiers_of_all_models_in_small(
     assert len(result["verdict"]["compared"]) > 1
 
 
-def test_every_break_fits_the_code_and_names_tests_that_there_are() -> None:
-    names = [one.name for one in breaks.BREAKS]
+def test_every_mutation_fits_the_code_and_names_tests_that_there_are() -> None:
+    names = [one.name for one in mutate.MUTATIONS]
     assert len(set(names)) == len(names)
-    for one in breaks.BREAKS:
+    for one in mutate.MUTATIONS:
         assert one.tests
-        for path, text in one.broken_files(breaks.ROOT).items():
+        for path, text in one.mutated_files(mutate.ROOT).items():
             assert text != path.read_text()
         for test in one.tests:
             file, _, function = test.partition("::")
-            text = (breaks.ROOT / file).read_text()
+            text = (mutate.ROOT / file).read_text()
             assert f"\ndef {function.partition('[')[0]}(" in text, f"{one.name}: there is no {test}"
 
 
-def test_a_break_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_mutation_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("a = 1\nb = 1\n")
 
-    def broken(*changes: tuple[str, str]) -> dict[Path, str]:
+    def mutated(*changes: tuple[str, str]) -> dict[Path, str]:
         made = tuple(Change("code.py", old, new) for old, new in changes)
-        return Break("name", "", "", made, ("test.py::test",)).broken_files(tmp_path)
+        return Mutation("name", "", "", made, ("test.py::test",)).mutated_files(tmp_path)
 
-    assert broken(("a = 1", "a = 2"), ("b = 1", "b = 3")) == {tmp_path / "code.py": "a = 2\nb = 3\n"}
+    assert mutated(("a = 1", "a = 2"), ("b = 1", "b = 3")) == {tmp_path / "code.py": "a = 2\nb = 3\n"}
     for text, words in (("= 1", "2 times"), ("c = 1", "0 times")):
-        with pytest.raises(StaleBreakError, match=f"name: .* {words}, expected once"):
-            broken((text, "= 2"))
-    with pytest.raises(StaleBreakError, match="no Python"):
-        broken(("a = 1", "a ="))
-    with pytest.raises(StaleBreakError, match="no break 'x'"):
-        breaks.chosen("x")
+        with pytest.raises(StaleMutationError, match=f"name: .* {words}, expected once"):
+            mutated((text, "= 2"))
+    with pytest.raises(StaleMutationError, match="no longer Python"):
+        mutated(("a = 1", "a ="))
+    with pytest.raises(StaleMutationError, match="no mutation 'x'"):
+        mutate.chosen("x")
 
 
 @pytest.mark.parametrize(
@@ -243,14 +243,14 @@ def test_a_break_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     ],
     ids=["fails", "passes", "cannot be imported", "takes too long"],
 )
-def test_a_break_is_noticed_only_where_a_test_fails(
+def test_a_mutation_is_noticed_only_where_a_test_fails(
     tmp_path: Path, code: str, noticed: bool, why: str
 ) -> None:
     (tmp_path / "test_code.py").write_text(code)
     seconds = 1.5 if "sleep" in code else 60
-    outcome = breaks.run_tests(tmp_path, tmp_path / "cache", ["test_code.py::test"], seconds)
-    row = breaks.judge(Break("name", "promise", "what", (), ("test_code.py::test",)), outcome)
+    outcome = mutate.run_tests(tmp_path, tmp_path / "cache", ["test_code.py::test"], seconds)
+    row = mutate.judge(Mutation("name", "promise", "what", (), ("test_code.py::test",)), outcome)
     assert row.noticed is noticed
     assert why in row.why
     assert row.test == ("test_code.py::test" if noticed else "")
-    assert ("`test_code::test`" if noticed else f"**none**: {row.why}") in breaks._shown(row)
+    assert ("`test_code::test`" if noticed else f"**none**: {row.why}") in mutate._shown(row)

@@ -19,14 +19,14 @@ from planner.training_step.step import Step
 from solvers.model.schedule import check, simulate
 from tests.small import (
     Built,
-    broken,
     classifier,
+    graph_break_model,
     logits_loss,
     small_gpt,
     small_resnet,
 )
 
-BUILDERS = [small_gpt, small_resnet, broken]
+BUILDERS = [small_gpt, small_resnet, graph_break_model]
 
 
 def _measured_peak(model: nn.Module, step: Step) -> int:
@@ -104,7 +104,7 @@ def test_no_memory_is_allocated_while_capturing() -> None:
 
 
 def test_graph_breaks_give_several_graphs_that_are_one_problem() -> None:
-    model, args, kwargs = broken()
+    model, args, kwargs = graph_break_model()
     captured = capture(model, Step(args, kwargs))
     assert len([g for g in captured.graphs if g.joint is not None]) == 2
     problem = build_problem(captured, find_device("cpu"), None)

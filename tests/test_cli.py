@@ -308,12 +308,12 @@ def test_show(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "re-run" in result.stdout
     assert (tmp_path / "plan.svg").exists()
-    assert json.loads(_run("show", str(path), "--json").stdout)["rung"] == "one-graph"
+    assert json.loads(_run("show", str(path), "--json").stdout)["coverage"] == "one-graph"
 
 
 def test_show_of_what_is_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(layered_plan().dumps().replace('"schema_version": 1', '"schema_version": 99'))
+    path.write_text(layered_plan().dumps().replace('"schema_version": 2', '"schema_version": 99'))
     _refused(_run("show", str(path)), "schema_version", "99")
     _refused(_run("show", str(tmp_path / "missing.json")), "missing.json", "cannot be read")
 

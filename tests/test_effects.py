@@ -42,7 +42,7 @@ def test_factorisations_that_check_themselves_are_planned() -> None:
     model = Factors(torch.linalg.cholesky, torch.Tensor.inverse, _inverse_of_factor, _sampled)
     args = (torch.randn(64, 16), torch.full((4,), 3.0))
     plan = assert_trains_alike(model, args, steps(args), expected_runs=2)
-    assert plan.rung == "one-graph"
+    assert plan.coverage == "one-graph"
 
 
 def test_a_matrix_without_a_factor_is_eagers_error() -> None:

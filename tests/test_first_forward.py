@@ -84,7 +84,7 @@ def test_the_plan_is_followed_from_the_second_step_on(part: Callable[[], nn.Modu
         return loss
 
     with counting_runs() as runs:
-        with pytest.warns(PlanWarning, match=r"first forwards.*captured anew.*torch.no_grad"):
+        with pytest.warns(PlanWarning, match=r"first forwards.*captured again.*torch.no_grad"):
             ours = left_by(fresh, step)
         assert_same(ours, left_by(twin, step))
         with no_plan_warnings():

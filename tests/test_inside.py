@@ -374,7 +374,7 @@ def test_a_cache_that_the_first_forward_fills() -> None:
     plan = plan_of(model, args)
     assert not model.cache
     plan.apply(model)
-    with pytest.warns(PlanWarning, match="as first forwards do .* the next is captured anew"):
+    with pytest.warns(PlanWarning, match="as first forwards do .* the next is captured again"):
         ours = left_by(model, steps(args))
     assert_same(ours, left_by(twin, steps(args)))
     # From the second step on it is what was planned.

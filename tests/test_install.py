@@ -14,7 +14,14 @@ from planner.planfile.plan import Plan
 from planner.runtime.install import PlannedCall, installed_plan
 from planner.verification.measure import measure_peak
 from tests.side_by_side import layers
-from tests.small import both_loss, broken, broken_layers, classifier, logits_loss, small_gpt
+from tests.small import (
+    both_loss,
+    classifier,
+    graph_break_model,
+    layers_with_graph_breaks,
+    logits_loss,
+    small_gpt,
+)
 
 
 def _planned(builder=small_gpt, budget="min", **options) -> tuple[nn.Module, tuple, Plan]:  # type: ignore[no-untyped-def]
@@ -282,8 +289,8 @@ def test_a_path_that_was_not_planned_is_right_and_said() -> None:
 
 @pytest.mark.heavy
 def test_two_graphs_run_by_their_plans() -> None:
-    model, args, plan = _planned(broken)
-    assert plan.rung == "several-graphs"
+    model, args, plan = _planned(graph_break_model)
+    assert plan.coverage == "several-graphs"
     report = planner.verify(model, args, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
@@ -291,9 +298,9 @@ def test_two_graphs_run_by_their_plans() -> None:
 
 @pytest.mark.heavy
 def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
-    model, args, kwargs = broken_layers()
+    model, args, kwargs = layers_with_graph_breaks()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
-    assert plan.rung == "several-graphs"
+    assert plan.coverage == "several-graphs"
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
@@ -317,7 +324,7 @@ def test_a_graph_without_anything_to_differentiate_is_no_surprise() -> None:
     torch.manual_seed(0)
     model, args = Masked(), (torch.randn(8, 16),)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")
-    assert plan.rung == "one-graph"
+    assert plan.coverage == "one-graph"
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         report = planner.verify(model, args, plan=plan, repeats=0)

@@ -15,7 +15,7 @@ from solvers.least import floor_bytes, least
 from solvers.model.graph import Graph
 from solvers.model.schedule import check, simulate
 from tests.graphs import chain, graphs, transformer
-from tests.small import broken, small_gpt
+from tests.small import graph_break_model, small_gpt
 from tests.zoo import Built
 
 
@@ -29,7 +29,7 @@ def layers() -> Built:
     ("build", "solver"),
     [
         (layers, "auto"),
-        pytest.param(broken, "auto", marks=pytest.mark.heavy),
+        pytest.param(graph_break_model, "auto", marks=pytest.mark.heavy),
         pytest.param(layers, "sqrt_n", marks=pytest.mark.heavy),
     ],
 )

@@ -333,7 +333,7 @@ def test_an_intermediate_loss_across_a_graph_break() -> None:
         return [early, late]
 
     plan = assert_trains_alike(model, args, loop, expected_runs=5, loss=sum)
-    assert plan.rung == "several-graphs"
+    assert plan.coverage == "several-graphs"
 
 
 @pytest.mark.heavy

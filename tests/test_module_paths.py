@@ -10,7 +10,7 @@ import planner
 from planner.planfile.plan import Plan
 from planner.report.modules import module_rows
 from tests import zoo
-from tests.small import broken_layers
+from tests.small import layers_with_graph_breaks
 
 
 def _paths(plan: Plan) -> set[str]:
@@ -44,7 +44,7 @@ def test_layers_of_a_submodule_that_is_captured_by_itself() -> None:
 
 
 def test_what_a_layer_does_itself_between_graph_breaks_is_the_layers() -> None:
-    model, args, _ = broken_layers()
+    model, args, _ = layers_with_graph_breaks()
     plan = _plan(model, *args)
     paths = _paths(plan)
     assert paths <= set(dict(model.named_modules()))

@@ -190,7 +190,7 @@ def _change_schedule(data: st.DataObject, document: dict[str, Any]) -> dict[str,
             case "unused":
                 graph["unused_outputs"] = data.draw(st.lists(st.integers(0, 5), max_size=4))
             case "by use":
-                graph["inputs_by_use"] = data.draw(st.lists(st.integers(0, 45), max_size=6))
+                graph["per_use_inputs"] = data.draw(st.lists(st.integers(0, 45), max_size=6))
             case "name":
                 operations[operation]["name"] = operations[position % len(operations)]["name"]
             case _:
@@ -251,7 +251,7 @@ def _trained(document: dict[str, Any], told: str | None) -> list[torch.Tensor | 
 )
 def test_gradients_by_use_of_any_inputs_are_those_of_eager(by_use: list[int], told: str | None) -> None:
     document = copy.deepcopy(_plan_document())
-    document["graphs"][0]["inputs_by_use"] = by_use
+    document["graphs"][0]["per_use_inputs"] = by_use
     for ours, theirs in zip(_trained(document, told), _after_a_step(_net()), strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def _trains(use: Use) -> Plan:
 
 @pytest.mark.parametrize("use", [_number, _attribute])
 def test_numbers_that_numpy_computes_are_constants(use: Use) -> None:
-    assert _trains(use).rung == "one-graph"
+    assert _trains(use).coverage == "one-graph"
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_verify_does_with_outputs_what_the_plan_does(outputs: Any, tmp_path: Pat
     model, _, kwargs = tagger()
     planner.plan(model, kwargs=kwargs, budget="90%", outputs=outputs, time_limit=1).save(tmp_path / "plan")
     plan = planner.Plan.load(tmp_path / "plan")
-    assert plan.origin.outputs == outputs
+    assert plan.options.outputs == outputs
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         report = planner.verify(model, kwargs=kwargs, plan=plan, repeats=0)
@@ -160,7 +160,7 @@ def test_sweep_and_the_largest_batch_drop_outputs_too() -> None:
         for outputs in ("held", "dropped")
     ]
     assert found[0].batch < found[1].batch
-    assert found[1].plan.origin.outputs == "dropped"
+    assert found[1].plan.options.outputs == "dropped"
 
 
 def test_neither_held_nor_dropped() -> None:

@@ -208,8 +208,8 @@ def test_files_and_copies_of_a_plan_remember(plans: dict[str, Plan], tmp_path: P
     path = tmp_path / "plan.json"
     plans["overwritten"].save(path)
     for plan in (Plan.load(path), pickle.loads(pickle.dumps(plans["overwritten"]))):
-        assert plan.origin.inputs == plan.target.inputs == "overwritten"
-    assert plans["overwritten"].origin.loss is squares
+        assert plan.options.inputs == plan.target.inputs == "overwritten"
+    assert plans["overwritten"].options.loss is squares
 
 
 def test_another_shape_is_planned_with_copies_too(plans: dict[str, Plan]) -> None:

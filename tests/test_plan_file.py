@@ -91,10 +91,10 @@ def test_plans_meet_the_published_schema() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "key_words"),
     [
-        ("schema_version", 2, ["schema_version", "2", "reads 1"]),
-        ("schema_version", "1", ["schema_version"]),
+        ("schema_version", 1, ["schema_version", "1", "reads 2"]),
+        ("schema_version", "2", ["schema_version"]),
         ("schema_version", True, ["schema_version"]),
-        ("rung", "half-a-graph", ["rung", "one-graph"]),
+        ("coverage", "half-a-graph", ["coverage", "one-graph"]),
         ("graphs", [], ["graphs"]),
         ("graphs.0.backward.17", 9000, ["graphs[0].backward[17]", "9000", "100"]),
         ("graphs.0.backward.17", -1, ["graphs[0].backward[17]"]),
@@ -159,7 +159,7 @@ def test_a_cut_short_file_is_refused(tmp_path: Path, share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["null", "[]", "3", '"plan"', "{}", "[" * 10**5, "\x00", '{"schema_version": 1}']
+    "text", ["null", "[]", "3", '"plan"', "{}", "[" * 10**5, "\x00", '{"schema_version": 2}']
 )
 def test_other_json_is_refused(text: str) -> None:
     assert _loaded_or_refused(text) is None
@@ -181,7 +181,7 @@ def test_reading_a_file_runs_no_code(tmp_path: Path) -> None:
         assert _loaded_or_refused(pickle.dumps(_Writes(made), protocol)) is None
     code = f"__import__('os').mkdir({str(made)!r})"
     assert _loaded_or_refused(code) is None
-    for path in ("graphs.0.ops.3.name", "graphs.0.structure", "model.class_name", "rung"):
+    for path in ("graphs.0.ops.3.name", "graphs.0.structure", "model.class_name", "coverage"):
         _loaded_or_refused(_changed(path, code))
     assert not made.exists()
 
@@ -213,9 +213,9 @@ _ANYTHING = st.recursive(
 def test_any_change_of_structure_is_a_plan_or_refused(way: list[int], value: object, remove: bool) -> None:
     document = copy.deepcopy(DOCUMENT)
     parent: Any = document
-    for depth, turn in enumerate(way, 1):
+    for depth, pick in enumerate(way, 1):
         keys = list(parent) if isinstance(parent, dict) else range(len(parent))
-        key = keys[turn % len(keys)]
+        key = keys[pick % len(keys)]
         child = parent[key]
         if depth == len(way) or not isinstance(child, dict | list) or not child:
             break
@@ -315,4 +315,4 @@ def test_a_thinned_timeline_keeps_its_peak(length: int, forward_share: float, se
 
 def test_plans_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        PLAN.rung = "several-graphs"  # type: ignore[misc]
+        PLAN.coverage = "several-graphs"  # type: ignore[misc]

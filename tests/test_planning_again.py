@@ -12,14 +12,14 @@ import planner
 from planner.planfile.json_layout import laid_out
 from planner.planfile.plan import Plan
 from tests.plans import layered_plan
-from tests.small import broken_layers
+from tests.small import layers_with_graph_breaks
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_same_step_gives_the_same_file() -> None:
     def text() -> str:
-        model, args, kwargs = broken_layers()
+        model, args, kwargs = layers_with_graph_breaks()
         plan = planner.plan(model, args, kwargs, budget="min", optimizer="adamw", solver="sqrt_n")
         return plan.dumps()
 
@@ -31,8 +31,8 @@ def test_the_same_step_gives_the_same_file() -> None:
 
 _SCRIPT = """
 import sys, planner
-from tests.small import broken_layers
-model, args, kwargs = broken_layers()
+from tests.small import layers_with_graph_breaks
+model, args, kwargs = layers_with_graph_breaks()
 planner.plan(model, args, kwargs, budget="min", solver="auto").save(sys.argv[1])
 """
 

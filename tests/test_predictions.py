@@ -8,7 +8,7 @@ import torch.nn as nn
 
 import planner
 from planner.runtime import backend
-from planner.runtime.remap import Adapted
+from planner.runtime.remap import Remapped
 
 
 class Relative(nn.Module):
@@ -99,10 +99,10 @@ def test_predicted_is_measured(build: type[nn.Module], monkeypatch: pytest.Monke
     x = _inputs(model)
     plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
 
-    def adapt(*_: Any) -> Adapted:
+    def remap_schedule(*_: Any) -> Remapped:
         raise AssertionError("the planned step is traced into other operations than when it was planned")
 
-    monkeypatch.setattr(backend, "adapt", adapt)
+    monkeypatch.setattr(backend, "remap_schedule", remap_schedule)
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes

@@ -13,10 +13,10 @@ GRAPH = PLAN.graphs[0]
 
 OTHER: dict[str, Any] = {
     "structure": "6" * 64,
-    "turn": 1,
-    "turns": 2,
+    "occurrence": 1,
+    "occurrences": 2,
     "unused_outputs": [1],
-    "inputs_by_use": [0],
+    "per_use_inputs": [0],
     "gradient_layouts": [GradientLayout(output=0, dimensions=[1, 0])],
     "backward": [index for index in GRAPH.backward if index >= GRAPH.forward_length],
     "ops": [op.model_copy(update={"name": "aten.relu.default"}) for op in GRAPH.ops],
@@ -54,7 +54,7 @@ def test_what_else_decides_counts_too() -> None:
     other_shapes = PLAN.model_copy(update={"model": PLAN.model.model_copy(update={"inputs": larger})})
     richer = PLAN.model_copy(update={"target": PLAN.target.model_copy(update={"budget_bytes": 2**40})})
     assert decisions_digest(evaluated) != decisions_digest(PLAN)
-    assert decisions_digest(PLAN.model_copy(update={"rung": "several-graphs"})) != decisions_digest(PLAN)
+    assert decisions_digest(PLAN.model_copy(update={"coverage": "several-graphs"})) != decisions_digest(PLAN)
     assert len({decisions_digest(PLAN, policy) for policy in ("reapply", "replan", "error")}) == 3
     assert decisions_digest(other_shapes) == decisions_digest(PLAN)
     for policy in ("replan", "error"):

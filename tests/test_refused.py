@@ -45,7 +45,7 @@ def test_marks_for_the_compiler_are_passed_over() -> None:
     model, args, _ = layers(partial(MarksItsCache, 2))
     twin = copy.deepcopy(model)
     plan = plan_of(model, args)
-    assert plan.rung == "one-graph"
+    assert plan.coverage == "one-graph"
     plan.apply(model)
     with counting_runs() as runs, no_plan_warnings():
         ours = left_by(model, steps(args))
@@ -105,7 +105,7 @@ def test_a_checkpoint_in_which_buffers_change_runs_as_written(kind: str) -> None
     model, args, _ = layers(partial(ChecksSomeParts, kind))
     twin = copy.deepcopy(model)
     plan = plan_of(model, args)
-    assert plan.rung == "partly-captured"
+    assert plan.coverage == "partly-captured"
     assert any(re.search(r"checkpoint\(self\.inside.*: a checkpoint with effects", n) for n in plan.notes)
     plan.apply(model)
     with counting_runs() as runs, no_plan_warnings():
@@ -116,7 +116,7 @@ def test_a_checkpoint_in_which_buffers_change_runs_as_written(kind: str) -> None
 
 def test_a_checkpoint_that_changes_nothing_is_seen_through() -> None:
     model, args, _ = layers(partial(ChecksSomeParts, "none"))
-    assert plan_of(model, args).rung == "one-graph"
+    assert plan_of(model, args).coverage == "one-graph"
 
 
 # ---- TorchScript --------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class SparseBetween(Layers):
 def test_sparse_matrices_between_graphs_run_as_written() -> None:
     model, args, _ = layers(SparseBetween)
     plan = assert_trains_alike(model, args, steps(args), expected_runs=4)
-    assert plan.rung == "partly-captured"
+    assert plan.coverage == "partly-captured"
 
 
 class Nested(nn.Module):
@@ -222,7 +222,7 @@ _CALLS: list[int] = []
 
 
 class NeverTheSame(Layers):
-    """Takes one more turn at every call, whoever calls it."""
+    """Loops once more at every call, whoever calls it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _CALLS.append(0)
@@ -251,5 +251,5 @@ def test_a_part_that_cannot_be_traced_is_left_out_as_the_error_says() -> None:
     inside = model.inside
     inside.forward = torch.compiler.disable(inside.forward)  # type: ignore[union-attr, method-assign, operator]
     plan = plan_of(model, args)
-    assert plan.rung == "partly-captured"
+    assert plan.coverage == "partly-captured"
     assert any("self.inside" in note for note in plan.notes)

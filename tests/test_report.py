@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import planner
-from planner.planfile.plan import Holder, Plan
+from planner.planfile.plan import LiveModule, Plan
 from planner.report import figure
 from planner.report.frontier import render_frontier
 from planner.report.modules import module_rows
@@ -116,7 +116,7 @@ def test_names_cannot_move_the_cursor_or_colour_the_text() -> None:
     plan = layered_plan()
     nasty = "\x1b[2J[red]layer[/red]\n"
     model = plan.model.model_copy(update={"class_name": nasty})
-    holders = [Holder(module=nasty, bytes=5)]
+    holders = [LiveModule(module=nasty, bytes=5)]
     text = _text(render(plan.model_copy(update={"model": model, "peak_holders": holders, "notes": [nasty]})))
     assert "\x1b" not in text
     assert text.count("[red]layer[/red]") == 3
@@ -144,7 +144,7 @@ def test_the_same_plan_draws_the_same_file(tmp_path: Path) -> None:
 
 def test_odd_names_are_drawn(tmp_path: Path) -> None:
     plan = layered_plan(budget_text="min").model_copy(
-        update={"peak_holders": [Holder(module=f"$\\frac{n}$", bytes=5) for n in range(20)]}
+        update={"peak_holders": [LiveModule(module=f"$\\frac{n}$", bytes=5) for n in range(20)]}
     )
     figure.save(plan, tmp_path / "plan.png")
 

@@ -14,7 +14,7 @@ from planner._torch import dynamo
 from planner.errors import PlanWarning
 from planner.runtime.backend import PlanBackend
 from planner.verification.measure import measure_peak
-from tests.small import broken_layers, classifier, logits_loss, small_gpt, small_resnet
+from tests.small import classifier, layers_with_graph_breaks, logits_loss, small_gpt, small_resnet
 from tests.zoo import GPT
 
 
@@ -127,7 +127,7 @@ def test_batches_and_image_sizes_vary_too(captures: list[int]) -> None:
 
 @pytest.mark.heavy
 def test_graphs_around_graph_breaks_take_other_batches_by_their_own_plans(captures: list[int]) -> None:
-    model, args, _ = broken_layers()
+    model, args, _ = layers_with_graph_breaks()
     twin = copy.deepcopy(model)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")
     plan.apply(model)

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 import planner
-from tests.small import broken, small_gpt
+from tests.small import graph_break_model, small_gpt
 
 
 @pytest.mark.heavy
@@ -25,7 +25,7 @@ def test_a_sweep_is_monotone_and_each_plan_is_right() -> None:
 
 @pytest.mark.heavy
 def test_budgets_of_ones_own_and_those_that_cannot_be_met() -> None:
-    model, args, kwargs = broken()
+    model, args, kwargs = graph_break_model()
     plans = planner.sweep(model, args, kwargs, budgets=["90%", "5%", "min"], time_limit=30)
     assert [p.target.budget_text for p in plans] == ["90%", "min"]
     with pytest.raises(planner.InfeasibleBudget):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import planner
-from tests.small import Built, broken, small_gpt, small_resnet
+from tests.small import Built, graph_break_model, small_gpt, small_resnet
 
 
 def _train(
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("builder", [small_gpt, small_resnet, broken])
+@pytest.mark.parametrize("builder", [small_gpt, small_resnet, graph_break_model])
 def test_two_steps_give_the_same_weights_and_buffers(builder: Callable[[], Built], optimizer: str) -> None:
     model, args, kwargs = builder()
     twin = copy.deepcopy(model)

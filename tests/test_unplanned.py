@@ -36,7 +36,7 @@ def plan() -> Plan:
     return plan_of(model, args)
 
 
-def _told(act: Callable[[], Any]) -> list[str]:
+def _warnings_of(act: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PlanWarning)
         act()
@@ -84,13 +84,13 @@ def test_a_step_in_another_mode_than_planned_is_told_once(plan: Plan, trained_be
     if trained_before:
         model(*args).backward()
     model.eval()
-    assert _told(lambda: model(*args)) == []  # may be an evaluation
+    assert _warnings_of(lambda: model(*args)) == []  # may be an evaluation
 
     def steps() -> None:
         for _ in range(2):
             model(*args).backward()
 
-    (text,) = _told(steps)
+    (text,) = _warnings_of(steps)
     assert "trains in evaluation mode" in text
     assert "model.train()" in text
 
@@ -123,7 +123,7 @@ class Lit(nn.Module):
 def test_a_planned_module_of_which_only_a_part_is_called() -> None:
     model, args, _ = layers(Lit)
     plan_of(model, args).apply(model)
-    (text,) = _told(lambda: [model.training_step(*args).backward() for _ in range(2)])  # type: ignore[operator]
+    (text,) = _warnings_of(lambda: [model.training_step(*args).backward() for _ in range(2)])  # type: ignore[operator]
     assert "its plan has not run" in text
     assert "self.net" in text
 
@@ -131,7 +131,7 @@ def test_a_planned_module_of_which_only_a_part_is_called() -> None:
 def test_calling_forward_itself(plan: Plan) -> None:
     model, args = _built()
     plan.apply(model)
-    (text,) = _told(lambda: [model.forward(*args).backward() for _ in range(2)])
+    (text,) = _warnings_of(lambda: [model.forward(*args).backward() for _ in range(2)])
     assert "not model.forward(x)" in text
 
 
@@ -223,7 +223,7 @@ def test_a_planned_part_of_a_planned_module_runs_by_the_outer_plan(part_plan: Pl
     model, args, _ = layers(Outer)
     part_plan.apply(model.part)  # type: ignore[arg-type]
     made = plan_of(model, args)
-    assert made.rung == "one-graph"
+    assert made.coverage == "one-graph"
     made.apply(model)
     with counting_runs() as runs, no_plan_warnings():
         model(*args).backward()
@@ -242,7 +242,7 @@ def test_compiling_in_one_graph_says_what_to_do(part_plan: Plan) -> None:
 def test_compiling_in_place_after_planning_is_told(plan: Plan) -> None:
     model, _ = _built()
     plan.apply(model)
-    (text,) = _told(lambda: _compiled_in_place(model))
+    (text,) = _warnings_of(lambda: _compiled_in_place(model))
     assert "trains without its plan" in text
     assert "after model.compile()" in text
     assert installed_plan(model) is None
@@ -251,7 +251,7 @@ def test_compiling_in_place_after_planning_is_told(plan: Plan) -> None:
 def test_planning_after_compiling_in_place_is_told_and_runs_the_plan(plan: Plan) -> None:
     model, args = _built()
     compiled = _compiled_in_place(model)._compiled_call_impl
-    (text,) = _told(lambda: plan.apply(model))
+    (text,) = _warnings_of(lambda: plan.apply(model))
     assert "model.compile() was called before" in text
     with counting_runs() as runs, no_plan_warnings():
         model(*args).backward()
@@ -308,8 +308,8 @@ def test_what_takes_more_than_predicted_is_told_once(
         model(x)
         model(x).backward()  # what is let go of does not wait
 
-    assert _told(as_planned) == []
-    texts = [text for text in _told(lambda: [step(model, x) for _ in range(2)]) if what in text]
+    assert _warnings_of(as_planned) == []
+    texts = [text for text in _warnings_of(lambda: [step(model, x) for _ in range(2)]) if what in text]
     assert len(texts) == 1
     assert remedy in texts[0]
 
@@ -320,7 +320,7 @@ def test_an_input_that_lies_as_planned_is_not_told_of() -> None:
     made = plan_of(model, (transposed,))
     assert made.model.inputs[0].strides == [1, 64]
     made.apply(model)
-    assert _told(lambda: model(transposed).backward()) == []
+    assert _warnings_of(lambda: model(transposed).backward()) == []
 
 
 @pytest.fixture
@@ -338,7 +338,7 @@ def test_fsdp_of_a_planned_module(plan: Plan, original: bool, one_process: None)
     plan.apply(model)
     wrapped = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
     with counting_runs() as runs:
-        texts = _told(lambda: [wrapped(*args).backward() for _ in range(2)])
+        texts = _warnings_of(lambda: [wrapped(*args).backward() for _ in range(2)])
     assert runs.backward == (2 if original else 0)
     assert [("use_orig_params=True" in text) for text in texts] == ([] if original else [True])
     for act in (lambda: plan_of(wrapped, args), lambda: plan.apply(wrapped)):
@@ -350,7 +350,7 @@ def test_sharded_parameters_are_told_of(plan: Plan, one_process: None) -> None:
     model, args = _built()
     plan.apply(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    assert any("DTensors" in text for text in _told(lambda: model(*args).backward()))
+    assert any("DTensors" in text for text in _warnings_of(lambda: model(*args).backward()))
     for act in (lambda: plan_of(model, args), lambda: plan.apply(model)):
         with pytest.raises(PlanMismatch, match="before it is sharded"):
             act()

@@ -171,7 +171,7 @@ def torch_points(
     copies = {i: _copy(g.joint) for i, g in enumerate(captured.graphs) if g.joint is not None}
     points: list[Point] = []
     with _each_cut_once():
-        # Knapsacks take turns, so that a time limit leaves every one of them some ratios.
+        # The knapsacks share the time, so that a time limit leaves every one of them some ratios.
         for ratio in _spread(ratios):
             for knapsack in knapsacks:
                 if time_limit is not None and time.perf_counter() - started > time_limit:

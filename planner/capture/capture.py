@@ -3,8 +3,8 @@
 Three passes over a copy of the module; nothing of the user's is touched:
 
 1. *eager*: the step as it is, recorded operation by operation: the baseline.
-2. *probe*: Dynamo turns the forward into graphs; which of their outputs get a gradient is noted.
-3. *compiled*: AOTAutograd turns each into a joint graph of forward and backward. The step runs once
+2. *probe*: Dynamo makes the forward into graphs; which of their outputs get a gradient is noted.
+3. *compiled*: AOTAutograd makes of each a joint graph of forward and backward. The step runs once
    more with the graphs in place (as single events), which records the glue around them: losses and
    other code outside the graphs, graph breaks, gradients that are materialised or accumulated.
 
@@ -26,11 +26,15 @@ from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing import graph_breaks
 from planner.capture.captured_step import CapturedGraph, CapturedStep, CudaKernels
-from planner.capture.external_accumulation import hand_out_by_use, reordered_views, sums_between_graphs
+from planner.capture.external_accumulation import (
+    ask_for_per_use_gradients,
+    reordered_views,
+    sums_between_graphs,
+)
 from planner.capture.graph_runner import GraphRunner, collector, notes_on
 from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, PlanWarning
-from planner.hooks.autocast_cast_cache import AGAIN
+from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.training_step.copies import StepCopy, described, lacks_data, with_data, without_data
 from planner.training_step.generators import GeneratorStates, OwnGenerators
 from planner.training_step.intact import Belongings
@@ -173,7 +177,7 @@ class _Capture:
                     len(alike.get(r.index, ())),
                     r.unused_outputs,
                     r.joint if r.index in ran else None,
-                    inputs_by_use=tuple(sorted(r.by_use - r.left)),
+                    per_use_inputs=tuple(sorted(r.by_use - r.left)),
                     gradient_layouts=r.gradients.layouts,
                 )
                 for r in runners
@@ -195,7 +199,7 @@ class _Capture:
 
     def _compiled_pass(self, target: torch.nn.Module, runners: list[GraphRunner]) -> tuple[Recording, int]:
         """Trace the graphs and record the step with them, until it takes the same way twice; then once more
-        if some must hand out gradients use by use. Returns what :meth:`_record` does."""
+        if some must return per-use (unsummed) gradients. Returns what :meth:`_record` does."""
         module = self.copied.module
         waiting, put_back, attempts, asked = list(runners), remember(module), 1, False
         while True:
@@ -210,7 +214,7 @@ class _Capture:
             if waiting:  # some code first ran now: a forward may go another way the second time
                 attempts += 1
             elif not asked:
-                waiting, asked = hand_out_by_use(recording, runners), True
+                waiting, asked = ask_for_per_use_gradients(recording, runners), True
                 put_back()
             if not waiting:
                 return recording, forward_events
@@ -235,7 +239,7 @@ class _Capture:
                 "the last bits. planner.verify() tells"
             )
         if any(r.casts.again for r in runners):
-            self._warn(AGAIN)
+            self._warn(SHARED_WEIGHT_WARNING)
 
     def _warn_of_cpu_kernels(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
         """Say so where a GPU would run another kernel than the one that is planned."""
@@ -302,7 +306,7 @@ def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Bound(torch.nn.Module):
-    """The compiled call of a module, in the clothes of a module."""
+    """The compiled call of a module, as an ``nn.Module``."""
 
     def __init__(self, compiled: Callable[..., Any], module: torch.nn.Module) -> None:
         super().__init__()

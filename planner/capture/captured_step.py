@@ -16,21 +16,21 @@ class CapturedGraph:
 
     Attributes:
         structure: Digest of the graph without shapes: what a plan recognises it by.
-        turn: How many graphs of that structure the step runs for the first time before it.
-        turns: How many graphs of that structure it runs.
+        occurrence: How many graphs of that structure the step runs for the first time before it.
+        occurrences: How many graphs of that structure it runs.
         unused_outputs: Outputs that no gradient reached although they could have one.
         joint: Forward and backward; None where there is nothing to differentiate.
-        inputs_by_use: Inputs whose gradients it hands out use by use, see :mod:`planner.graph.trace`.
+        per_use_inputs: Inputs whose gradients it returns per use (unsummed), see :mod:`planner.graph.trace`.
         gradient_layouts: Of outputs whose gradients lie otherwise in memory than they do, by position: the
             gradients' dimensions, those of the largest steps first.
     """
 
     structure: str
-    turn: int
-    turns: int
+    occurrence: int
+    occurrences: int
     unused_outputs: tuple[int, ...]
     joint: JointGraph | None = None
-    inputs_by_use: tuple[int, ...] = ()
+    per_use_inputs: tuple[int, ...] = ()
     gradient_layouts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 

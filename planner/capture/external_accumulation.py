@@ -39,8 +39,8 @@ def sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) ->
     return found
 
 
-def hand_out_by_use(recording: Recording, runners: Sequence[GraphRunner]) -> list[GraphRunner]:
-    """Ask graphs for gradients use by use where others are added before them; returns those graphs."""
+def ask_for_per_use_gradients(recording: Recording, runners: Sequence[GraphRunner]) -> list[GraphRunner]:
+    """Ask graphs for per-use gradients where others are added before them; returns those graphs."""
     asked: dict[int, set[int]] = {}
     for graph, position in sums_between_graphs(recording, runners):
         asked.setdefault(graph, set()).add(position)

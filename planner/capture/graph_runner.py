@@ -21,13 +21,13 @@ from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.fresh_results import fresh_results
 from planner.graph.accumulation import is_sum
-from planner.graph.autocast_casts import Surroundings, share_casts
+from planner.graph.autocast_casts import AutocastContext, share_casts
 from planner.graph.dynamo_graph import detach_outputs, structure_of
 from planner.graph.joint_graph import JointGraph, read_joint
 from planner.graph.overwritten import to_copy
-from planner.graph.tangent_layouts import Arrivals
+from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import compile_by_use
-from planner.hooks.autocast_cast_cache import KeptCasts
+from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.protocol import CompiledGraph, TracedGraph
 from planner.lowering.codegen import compile_graph
 from planner.lowering.partition import Halves, emit, no_recomputation
@@ -63,7 +63,7 @@ class GraphRunner:
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
         joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
-        by_use: Positions of the inputs whose gradients are to be handed out use by use, see
+        by_use: Positions of the inputs whose gradients are to be per use (unsummed), see
             :mod:`planner.graph.trace`.
         left: Of those, once it is traced, the ones for which that could not be done.
         gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
@@ -87,7 +87,7 @@ class GraphRunner:
         self._cuda, self._data = cuda, data
         self.by_use: frozenset[int] = frozenset()
         self.left: frozenset[int] = frozenset()
-        self.gradients = Arrivals()
+        self.gradients = TangentLayouts()
         self.structure = structure_of(graph)
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
@@ -98,9 +98,9 @@ class GraphRunner:
         self._halves: Halves | None = None
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
-        self._around, self._autocast = Surroundings.here(), autocast_state()
-        self._kept_casts: dict[int, torch.dtype] = {}
-        self.casts = KeptCasts()
+        self._around, self._autocast = AutocastContext.here(), autocast_state()
+        self._cached_casts: dict[int, torch.dtype] = {}
+        self.casts = AutocastCastCache()
 
     @property
     def unused_outputs(self) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ class GraphRunner:
         self.gradients.layouts = {i: d for i, d in self.gradients.layouts.items() if i not in compiled.relaid}
 
     def _prepare(self, joint: GraphModule) -> None:
-        self._kept_casts = share_casts(joint, self.graph, self.example_inputs, self._around)
+        self._cached_casts = share_casts(joint, self.graph, self.example_inputs, self._around)
 
     def _inputs_as_captured(self) -> list[Any]:
         # A buffer of results that the step fills in place needs gradients once it has been run.
@@ -174,7 +174,7 @@ class GraphRunner:
 
     def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
         inputs = len(self.example_inputs)
-        self.casts.on_traced(TracedGraph(joint, forward_outputs, inputs, self.by_use, self._kept_casts))
+        self.casts.on_traced(TracedGraph(joint, forward_outputs, inputs, self.by_use, self._cached_casts))
         self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
         self.joint.to_copy = to_copy(self.joint, self.example_inputs)
         if self._data:

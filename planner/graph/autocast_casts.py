@@ -20,13 +20,13 @@ from planner._torch.tensors import ENTER_AUTOCAST, EXIT_AUTOCAST, is_view
 
 aten = torch.ops.aten
 
-_BEYOND = 0
+_CALLER_REGION = 0
 """The region that a forward is called in."""
 _EXPLICIT = {"to", "type", "type_as", "half", "bfloat16", "float", "_to_copy"}
 
 
 def share_casts(
-    joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], around: "Surroundings"
+    joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], around: "AutocastContext"
 ) -> dict[int, torch.dtype]:
     """Change a joint graph, in place, so that every region of autocast casts a parameter once.
 
@@ -47,21 +47,21 @@ def share_casts(
         source = node.args[0]
         if list(node.kwargs) != ["dtype"] or not isinstance(source, Node) or not _is_kept(source, inputs):
             continue
-        origin = aot_metadata.origin(node)
-        if origin in regions and not _is_explicit(node):
-            groups.setdefault((source, node.kwargs["dtype"], regions[origin]), []).append(node)
+        source_name = aot_metadata.source_node_name(node)
+        if source_name in regions and not _is_explicit(node):
+            groups.setdefault((source, node.kwargs["dtype"], regions[source_name]), []).append(node)
     for casts in groups.values():
         _share(joint, casts)
     joint.recompile()
     kept: dict[int, torch.dtype] = {}
     for source, dtype, region in groups:
         position = aot_metadata.input_position(source)
-        if region == _BEYOND and position is not None:
+        if region == _CALLER_REGION and position is not None:
             kept[position] = dtype
     return kept
 
 
-class Surroundings(NamedTuple):
+class AutocastContext(NamedTuple):
     """What a forward is called in.
 
     Attributes:
@@ -74,7 +74,7 @@ class Surroundings(NamedTuple):
     keeps: bool
 
     @classmethod
-    def here(cls) -> "Surroundings":
+    def here(cls) -> "AutocastContext":
         """Those of this moment."""
         torch.autocast_increment_nesting()
         return cls(torch.autocast_decrement_nesting() > 0, torch.is_autocast_cache_enabled())
@@ -98,9 +98,9 @@ def _empty_parameter(device: torch.device) -> torch.Tensor:
     return torch.empty((0, 0), device=device, requires_grad=True)
 
 
-def _regions(graph: GraphModule, around: Surroundings) -> dict[str, int]:
+def _regions(graph: GraphModule, around: AutocastContext) -> dict[str, int]:
     """The outermost region of autocast that keeps the casts of each node of a forward, by name."""
-    found, region = {}, _BEYOND
+    found, region = {}, _CALLER_REGION
     depth, keeps = int(around.inside), [around.keeps]
     for node in graph.graph.nodes:
         if node.target is ENTER_AUTOCAST:

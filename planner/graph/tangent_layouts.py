@@ -11,7 +11,7 @@ from planner._torch.joint import aot_metadata
 from planner.graph.joint_graph import JointGraph
 
 
-class Arrivals:
+class TangentLayouts:
     """Watches the gradients of one graph's outputs.
 
     Attributes:

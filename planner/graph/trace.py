@@ -1,4 +1,4 @@
-"""Gradients that a graph hands out use by use, so that they are added up in eager's order.
+"""Per-use (unsummed) gradients of a graph, so that they are added up in eager's order.
 
 Without a plan, the autograd engine adds the gradients of a tensor's uses one by one, the last use first:
 ``(later + use2) + use1``. A compiled graph hands out ``use2 + use1`` in one piece, and if something arrived
@@ -30,7 +30,7 @@ class CompiledByUse:
 
     Attributes:
         call: What runs it, with the inputs of the graph.
-        left: Positions of the inputs whose gradients should be handed out use by use, and could not be.
+        left: Positions of the inputs whose gradients should be per use (unsummed), and could not be.
         relaid: Positions of the outputs whose gradients should lie in memory as ``layouts`` says, and were
             traced otherwise.
     """
@@ -51,7 +51,7 @@ def compile_by_use(
     backward_compiler: Callable[[GraphModule], aot.BoxedFunction],
     layouts: Mapping[int, Sequence[int]],
 ) -> CompiledByUse:
-    """Like :func:`planner._torch.joint.aot.compile_joint`, but some gradients are handed out use by use.
+    """Like :func:`planner._torch.joint.aot.compile_joint`, but some gradients are per use (unsummed).
 
     Args:
         graph: The forward.
@@ -105,7 +105,7 @@ def _counted(
     try:
         copies, outputs = aot.run_without_data(graph, inputs)
     except Exception as error:  # whatever operators raise on tensors without data
-        logger.info("gradients are not handed out use by use: %s", error)
+        logger.info("no per-use gradients: %s", error)
         return {}, set(wanted)
     edges = _edges(outputs)
     counts = {

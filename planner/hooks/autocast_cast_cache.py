@@ -28,18 +28,18 @@ from planner.hooks.protocol import GraphHook, TracedGraph
 aten = torch.ops.aten
 
 
-AGAIN = (
+SHARED_WEIGHT_WARNING = (
     "weights are used again inside one region of autocast, by a second call of the model or by another part "
     "of it, and each time more than once, or not only where they are cast: their gradients may differ in the "
     "last bits from those without a plan. Make both calls one, of a larger batch, or each in its own region"
 )
 
 
-class KeptCasts(GraphHook):
+class AutocastCastCache(GraphHook):
     """The casts of one graph that would be kept for others, if it ran without a plan.
 
     Args:
-        warn: Told :data:`AGAIN`, once, if it happens.
+        warn: Told :data:`SHARED_WEIGHT_WARNING`, once, if it happens.
 
     Attributes:
         again: Whether gradients met that cannot be made to meet as without a plan.
@@ -53,7 +53,7 @@ class KeptCasts(GraphHook):
         self._taken: Callable[[Any], tuple[Any, ...]] = tuple
 
     def on_traced(self, traced: TracedGraph) -> None:
-        joint, kept = traced.joint, traced.kept_casts
+        joint, kept = traced.joint, traced.cached_casts
         places = aot_metadata.gradient_places(joint)
         flat: Sequence[Any] = joint.graph.output_node().args[0]  # type: ignore[assignment]
         gradients = {i: flat[places[i]] for i in kept if i in places and flat[places[i]] is not None}
@@ -82,7 +82,7 @@ class KeptCasts(GraphHook):
         if region.add(_Call(node, self._alone, parameters)) and not self.again:
             self.again = True
             if self._warn is not None:
-                self._warn(AGAIN)
+                self._warn(SHARED_WEIGHT_WARNING)
 
 
 def unplanned_call(parameters: Sequence[torch.Tensor]) -> bool:

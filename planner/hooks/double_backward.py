@@ -20,7 +20,7 @@ from planner.graph.joint_graph import JointGraph
 from planner.hooks.protocol import GraphHook
 
 
-class SecondOrder(GraphHook):
+class DoubleBackward(GraphHook):
     """What happens when the gradients of one planned graph are to be differentiable.
 
     Args:
@@ -33,7 +33,7 @@ class SecondOrder(GraphHook):
 
     def __init__(self, graph: GraphModule, obstacle: str | None, warn: Callable[[str], None]) -> None:
         self._graph, self._obstacle, self._warn = graph, obstacle, warn
-        self._told = False
+        self._warned = False
         self._outputs: dict[int, int] = {}
 
     def on_joint(self, module: GraphModule, joint: JointGraph) -> None:
@@ -77,8 +77,8 @@ class SecondOrder(GraphHook):
         if self._obstacle or versions != _versions(kept):
             obstacle = self._obstacle or "its inputs or parameters have been changed since"
             return tuple(g if g is None else _once(g, obstacle) for g in found)
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             self._warn(
                 "gradients are to be differentiable (create_graph=True): the forward runs again without the "
                 "plan, and the step may exceed the budget"

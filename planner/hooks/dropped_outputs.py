@@ -26,26 +26,26 @@ class DroppedOutputs(GraphHook):
     """
 
     def __init__(self, outputs: Sequence[int], plan: Plan, warn: Callable[[str], None]) -> None:
-        dropped = plan.model.outputs == "dropped" and plan.rung == "one-graph"
+        dropped = plan.model.outputs == "dropped" and plan.coverage == "one-graph"
         self._outputs = outputs if dropped else ()
         self._warn = warn
-        self._told = False
+        self._warned = False
 
     def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
-        if node is not None and self._outputs and not self._told:
+        if node is not None and self._outputs and not self._warned:
             tensors = [results[i] for i in self._outputs if isinstance(results[i], torch.Tensor)]
             unused = [weakref.ref(tensor) for tensor in tensors]
             node.register_prehook(lambda _: self._look(unused))
         return results
 
     def _look(self, unused: Sequence[weakref.ref[torch.Tensor]]) -> None:
-        if self._told or all(reference() is None for reference in unused):
+        if self._warned or all(reference() is None for reference in unused):
             return
         gc.collect()  # what only garbage of the first capture holds is not held
         alive = [tensor for tensor in (reference() for reference in unused) if tensor is not None]
         if not alive:
             return
-        self._told = True
+        self._warned = True
         held = sum(int(t.untyped_storage().nbytes()) for t in unique_storages(alive))
         self._warn(
             f"the plan was made with outputs='dropped', but {len(alive)} outputs of the model are still held "

@@ -21,7 +21,7 @@ from planner.graph.accumulation import is_sum
 from planner.hooks.protocol import GraphHook, TracedGraph
 
 
-class Meetings(GraphHook):
+class ExternalAccumulationCheck(GraphHook):
     """Watches the gradients of one planned graph's inputs that are added up inside it.
 
     Args:
@@ -30,7 +30,7 @@ class Meetings(GraphHook):
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._told = False
+        self._warned = False
         self._places: dict[int, int] = {}
         self._handed_out: dict[int, int] = {}
         self._handles: dict[int, Any] = {}
@@ -59,7 +59,7 @@ class Meetings(GraphHook):
         return run
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        if not self._told and torch.is_grad_enabled():
+        if not self._warned and torch.is_grad_enabled():
             for position in self._places:
                 self._watch(position, args[position])
 
@@ -71,7 +71,7 @@ class Meetings(GraphHook):
         def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
             handle.remove()
             gradient = gradients[edge.output_nr]
-            if self._told or gradient is None or torch.is_grad_enabled():
+            if self._warned or gradient is None or torch.is_grad_enabled():
                 return
             if gradient.layout is not torch.strided or gradient.data_ptr() != self._handed_out.get(position):
                 self._tell(gradient)
@@ -83,7 +83,7 @@ class Meetings(GraphHook):
             self._handles[position] = handle
 
     def _tell(self, gradient: torch.Tensor) -> None:
-        self._told = True
+        self._warned = True
         self._warn(
             f"a weight or input of shape {tuple(gradient.shape)} that the planned module uses several times "
             "has gradients from outside too, which the plan has not seen (a regulariser, a second call): "

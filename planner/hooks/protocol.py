@@ -24,14 +24,14 @@ class TracedGraph:
         forward_outputs: How many of its outputs the forward has.
         inputs: How many inputs Dynamo's graph has.
         per_use_inputs: Positions of the inputs whose gradients are handed out unsummed, one for each use.
-        kept_casts: Inputs of which autocast keeps casts beyond the graph, by position, and what these are.
+        cached_casts: Inputs of which autocast keeps casts beyond the graph, by position, and what these are.
     """
 
     joint: GraphModule
     forward_outputs: int
     inputs: int
     per_use_inputs: frozenset[int]
-    kept_casts: dict[int, torch.dtype]
+    cached_casts: dict[int, torch.dtype]
 
 
 class GraphHook:

@@ -10,7 +10,7 @@ from planner.graph.tangent_layouts import has_steps, memory_steps
 from planner.hooks.protocol import GraphHook, TracedGraph
 
 
-class Expected(GraphHook):
+class TangentLayoutCheck(GraphHook):
     """Looks at the gradients that a planned graph gets, whether they lie in memory as planned.
 
     Args:
@@ -20,7 +20,7 @@ class Expected(GraphHook):
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._expected: Mapping[int, tuple[int, ...]] = {}
-        self._told = False
+        self._warned = False
 
     def on_traced(self, traced: TracedGraph) -> None:
         gradients = aot_metadata.gradients_of_nodes(traced.joint, traced.forward_outputs)
@@ -28,7 +28,7 @@ class Expected(GraphHook):
         self.watches = bool(self._expected)
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        if not self._told:
+        if not self._warned:
             node.register_prehook(self._look)
 
     def _look(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -37,9 +37,9 @@ class Expected(GraphHook):
             if gradient is None or gradient.stride() == strides or not has_steps(gradient):
                 continue
             steps = memory_steps(gradient)
-            if self._told or 0 in steps or steps == memory_steps(gradient, strides):
+            if self._warned or 0 in steps or steps == memory_steps(gradient, strides):
                 continue
-            self._told = True
+            self._warned = True
             self._warn(
                 f"a gradient of shape {tuple(gradient.shape)} lies otherwise in memory than in the planned "
                 "step: it is copied, and gradients may differ in the last bits from those without a plan. "

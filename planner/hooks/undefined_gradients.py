@@ -19,7 +19,7 @@ from planner.hooks.protocol import GraphHook, TracedGraph
 aten = torch.ops.aten
 
 
-class PartialBackward(GraphHook):
+class UndefinedGradients(GraphHook):
     """The backward of one planned graph, in as many variants as the training loop needs.
 
     Args:
@@ -32,7 +32,7 @@ class PartialBackward(GraphHook):
         self._tangents: Mapping[int, int] = {}
         self._variants: dict[frozenset[int], aot.BoxedFunction] = {}
         # What one autograd node is told before it runs, and takes notice of right after, in one thread.
-        self._told = threading.local()
+        self._next_call = threading.local()
 
     def on_traced(self, traced: TracedGraph) -> None:
         # Which output of the autograd node is the source of which gradient among the inputs.
@@ -47,7 +47,7 @@ class PartialBackward(GraphHook):
             return whole
 
         def run(args: list[Any]) -> Sequence[Any]:
-            absent = self._told.__dict__.pop("absent", None)
+            absent = self._next_call.__dict__.pop("absent", None)
             return whole(args) if absent is None else self._variant(absent)(args)
 
         return run
@@ -58,7 +58,7 @@ class PartialBackward(GraphHook):
     def _look(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         absent = frozenset(t for i, t in self._tangents.items() if gradients[i] is None)
         if absent:
-            self._told.absent = absent
+            self._next_call.absent = absent
 
     def _variant(self, absent: frozenset[int]) -> aot.BoxedFunction:
         if absent not in self._variants:

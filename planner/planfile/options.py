@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
+class PlanOptions:
     """Arguments of :func:`planner.plan`; see there.
 
     Nothing of it is part of the plan: files do not hold it, copies by pickle lose it (losses are often
@@ -31,10 +31,10 @@ class Origin:
     checkpoints: Sequence[str] = ()
 
     def __eq__(self, other: object) -> bool:
-        return other is None or isinstance(other, Origin)
+        return other is None or isinstance(other, PlanOptions)
 
     def __hash__(self) -> int:
-        return hash(Origin)
+        return hash(PlanOptions)
 
-    def __reduce__(self) -> tuple[type["Origin"], tuple[()]]:
-        return Origin, ()
+    def __reduce__(self) -> tuple[type["PlanOptions"], tuple[()]]:
+        return PlanOptions, ()

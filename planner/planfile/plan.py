@@ -16,14 +16,14 @@ from planner.errors import PlanFileError
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
 from planner.planfile.json_layout import laid_out
-from planner.planfile.options import Origin
+from planner.planfile.options import PlanOptions
 from planner.planfile.schema import (
     Footprint,
     GradientLayout,
     GraphRecord,
-    Holder,
     InconsistentError,
     Label,
+    LiveModule,
     ModelRecord,
     Name,
     OpRecord,
@@ -47,7 +47,7 @@ __all__ = [
     "Footprint",
     "GradientLayout",
     "GraphRecord",
-    "Holder",
+    "LiveModule",
     "ModelRecord",
     "OpRecord",
     "Plan",
@@ -60,20 +60,20 @@ __all__ = [
     "plan_schema",
 ]
 
-Rung = Literal["one-graph", "several-graphs", "partly-captured"]
+Coverage = Literal["one-graph", "several-graphs", "partly-captured"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LARGEST_FILE_BYTES = 512 * 2**20
 
 
 class Plan(Record):
     """A training step within a memory budget: its schedule, and what that schedule promises."""
 
-    _origin: Origin | None = PrivateAttr(default=None)
+    _options: PlanOptions | None = PrivateAttr(default=None)
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     created_with: dict[Label, Label] = Field(max_length=100, description="versions of what made the plan")
-    rung: Rung = Field(
+    coverage: Coverage = Field(
         description="how much of the forward is captured: by one graph, by several that are planned as "
         "one step, or but for operations between graphs that run as written"
     )
@@ -94,7 +94,7 @@ class Plan(Record):
     graphs: list[GraphRecord] = Field(min_length=1, max_length=10_000)
     timeline: Timeline
     baseline_timeline: Timeline
-    peak_holders: list[Holder] = Field(max_length=10_000, description="what is alive at the planned peak")
+    peak_holders: list[LiveModule] = Field(max_length=10_000, description="what is alive at the planned peak")
     notes: list[Name] = Field(max_length=1000)
 
     @property
@@ -163,28 +163,28 @@ class Plan(Record):
         if budget_bytes is not None and whole is not None and whole.total_bytes > budget_bytes:
             message = f"{whole.total_bytes} in all is more than the budget of {budget_bytes}"
             raise InconsistentError(message, "whole_step")
-        if self.rung == "one-graph" and len(self.graphs) != 1:
-            raise InconsistentError(f"there are {len(self.graphs)} where the rung is one-graph", "graphs")
+        if self.coverage == "one-graph" and len(self.graphs) != 1:
+            raise InconsistentError(f"there are {len(self.graphs)} where the coverage is one-graph", "graphs")
         return self
 
     @property
-    def origin(self) -> Origin:
+    def options(self) -> PlanOptions:
         """What the plan was made with besides the model; a plan that was read from a file knows little."""
         from solvers.registry import SOLVERS
 
-        if self._origin is not None:
-            return replace(self._origin, inputs=self.target.inputs)
+        if self._options is not None:
+            return replace(self._options, inputs=self.target.inputs)
         name = self.solver.name if self.solver.name in SOLVERS else "auto"
-        return Origin(
+        return PlanOptions(
             solver=name,
             accumulate=self.resident.gradient_bytes > 0,
             outputs=self.model.outputs,
             inputs=self.target.inputs,
         )
 
-    def made_with(self, origin: Origin) -> Self:
+    def made_with(self, options: PlanOptions) -> Self:
         """The same plan, which remembers what it was made with."""
-        self._origin = origin
+        self._options = options
         return self
 
     def apply(

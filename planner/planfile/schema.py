@@ -179,20 +179,20 @@ class GraphRecord(Record):
 
     fingerprint: Label = Field(description="identifies the graph together with its sizes")
     structure: Label = Field(description="identifies the graph whatever its sizes")
-    turn: Index = Field(
+    occurrence: Index = Field(
         default=0,
         description="how many graphs of that structure come before it, those without a backward too",
     )
-    turns: Index = Field(
+    occurrences: Index = Field(
         default=0, description="how many graphs of that structure the step has; 0: as many as are here"
     )
     unused_outputs: list[Index] = Field(
         max_length=_MOST_OPS, description="outputs of the module that get no gradient"
     )
-    inputs_by_use: list[Index] = Field(
+    per_use_inputs: list[Index] = Field(
         default=[],
         max_length=_MOST_OPS,
-        description="inputs whose gradients are handed out use by use, so that they are added to others in "
+        description="inputs whose gradients leave the graph per use (unsummed), so that they are added in "
         "the order in which they are without a plan",
     )
     gradient_layouts: list[GradientLayout] = Field(
@@ -233,8 +233,10 @@ class GraphRecord(Record):
 
     @model_validator(mode="after")
     def _is_a_schedule(self) -> Self:
-        if self.turn >= max(self.turns, 1):
-            raise InconsistentError(f"turn {self.turn} of {self.turns}; they count from 0", "turn")
+        if self.occurrence >= max(self.occurrences, 1):
+            raise InconsistentError(
+                f"occurrence {self.occurrence} of {self.occurrences}; they count from 0", "occurrence"
+            )
         forward_length, count = self.forward_length, len(self.ops)
         for index, op in enumerate(self.ops[forward_length:], forward_length):
             if op.phase == "forward":
@@ -301,7 +303,7 @@ class SolverRecord(Record):
         return self.name, self.status, self.gap, self.bound_seconds
 
 
-class Holder(Record):
+class LiveModule(Record):
     """A module, and what it holds when memory is at its peak."""
 
     module: Name
@@ -333,7 +335,7 @@ class Timeline(Record):
             raise ValueError(f"forward_length {forward_length} is not within the {len(live)} steps")
         stride = max(1, math.ceil(len(live) / (_TIMELINE_POINTS - 2)))
         forward, backward = live[:forward_length], live[forward_length:]
-        # The two are thinned apart, so that no stretch spans the turn from forward to backward.
+        # The two are thinned apart, so that no stretch spans both forward and backward.
         points = [
             max(part[start : start + stride])
             for part in (forward, backward)

@@ -11,14 +11,14 @@ from planner.costs.kernel_timer import MeasuredCosts
 from planner.planfile.budget import Budget
 from planner.planfile.fingerprint import class_name, state_digest
 from planner.planfile.plan import (
+    Coverage,
     Footprint,
     GradientLayout,
     GraphRecord,
-    Holder,
+    LiveModule,
     ModelRecord,
     OpRecord,
     Plan,
-    Rung,
     SolverRecord,
     Target,
     TensorRecord,
@@ -39,7 +39,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
     graph = problem.graph
     timeline = simulate(graph, solution.schedule)
     nothing = simulate(graph, graph.base_schedule)
-    rung, reached = _rung(captured)
+    coverage, reached = _coverage(captured)
     forward_steps = graph.forward_length
     eager_forward = sum(not e.backward for e in captured.eager.events)
 
@@ -66,7 +66,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        rung=rung,
+        coverage=coverage,
         model=ModelRecord(
             class_name=class_name(model),
             training=prepared.step.in_mode(model),
@@ -81,7 +81,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
             budget_bytes=budget.bytes,
             budget_text=budget.text,
             device=prepared.device.name,
-            inputs=prepared.origin.inputs,
+            inputs=prepared.options.inputs,
             costs=prepared.costs.name,
             workspace="measured" if meter is not None else "none",
         ),
@@ -104,10 +104,10 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
         peak_holders=_holders(problem, solution, timeline.peak_step),
         notes=notes,
-    ).made_with(prepared.origin)
+    ).made_with(prepared.options)
 
 
-def _rung(captured: CapturedStep) -> tuple[Rung, list[str]]:
+def _coverage(captured: CapturedStep) -> tuple[Coverage, list[str]]:
     """How much of the forward the graphs cover, and what to know about that."""
     count = sum(g.joint is not None for g in captured.graphs)
     notes = []
@@ -163,10 +163,10 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
             GraphRecord(
                 fingerprint=joint.fingerprint,
                 structure=captured_graph.structure,
-                turn=captured_graph.turn,
-                turns=captured_graph.turns,
+                occurrence=captured_graph.occurrence,
+                occurrences=captured_graph.occurrences,
                 unused_outputs=list(captured_graph.unused_outputs),
-                inputs_by_use=list(captured_graph.inputs_by_use),
+                per_use_inputs=list(captured_graph.per_use_inputs),
                 gradient_layouts=[
                     GradientLayout(output=output, dimensions=list(dimensions))
                     for output, dimensions in sorted(captured_graph.gradient_layouts.items())
@@ -193,13 +193,13 @@ def _kept(problem: Problem, solution: Solution) -> dict[int, list[int]]:
     return {index: sorted(ops) for index, ops in kept.items()}
 
 
-def _holders(problem: Problem, solution: Solution, step: int) -> list[Holder]:
+def _holders(problem: Problem, solution: Solution, step: int) -> list[LiveModule]:
     graph = problem.graph
     by_module: dict[str, int] = {}
     for value in alive_at(graph, solution.schedule, step).tolist():
         module = graph.ops[int(graph.producer[value])].module
         by_module[module] = by_module.get(module, 0) + graph.values[value].bytes
-    return [Holder(module=m, bytes=b) for m, b in sorted(by_module.items(), key=lambda item: -item[1])]
+    return [LiveModule(module=m, bytes=b) for m, b in sorted(by_module.items(), key=lambda item: -item[1])]
 
 
 def input_records(step: Step) -> list[TensorRecord]:

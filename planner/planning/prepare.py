@@ -23,7 +23,7 @@ from planner.errors import PlannerError, PlanWarning
 from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.budget import Budget, parse_budget
-from planner.planfile.options import Origin
+from planner.planfile.options import PlanOptions
 from planner.planfile.plan import (
     Resident,
     WholeStep,
@@ -64,7 +64,7 @@ class Prepared:
     meter: WorkspaceMeter | None
     costs: Costs
     seconds: float
-    origin: Origin
+    options: PlanOptions
 
     @property
     def resident(self) -> Resident:
@@ -107,7 +107,7 @@ def prepare(
     costs: CostSource = "roofline",
     inputs: InputsAre = "unchanged",
 ) -> Prepared:
-    """Capture a step and turn it into a problem; see :func:`planner.plan` for what is raised."""
+    """Capture a step and build its problem; see :func:`planner.plan` for what is raised."""
     progress = at_stages(progress)
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):
@@ -159,9 +159,9 @@ def prepare(
     if meter is not None and meter.unmeasured:
         warnings.warn(unmeasured(meter), PlanWarning, stacklevel=3)
     footprint = StepFootprint(target, _resident(captured, update, target), update)
-    origin = Origin(step.loss, step.outputs, optimizer, device, attention, accumulate, costs, inputs)
+    options = PlanOptions(step.loss, step.outputs, optimizer, device, attention, accumulate, costs, inputs)
     seconds = time.perf_counter() - started
-    return Prepared(model, step, captured, problem, footprint, meter, source, seconds, origin)
+    return Prepared(model, step, captured, problem, footprint, meter, source, seconds, options)
 
 
 def unmeasured(meter: WorkspaceMeter) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.planfile.budget import Budget, format_bytes
-from planner.planfile.options import Origin
+from planner.planfile.options import PlanOptions
 from planner.planfile.plan import Plan, WholeStep
 from planner.planning.make_plan import make_plan
 from planner.planning.prepare import Prepared
@@ -21,9 +21,9 @@ class SolverError(PlannerError, ValueError):
 
 
 def plan_prepared(
-    prepared: Prepared, budget: int | str, origin: Origin, *, progress: Progress | None = None
+    prepared: Prepared, budget: int | str, options: PlanOptions, *, progress: Progress | None = None
 ) -> Plan:
-    """Plan a step that has been captured, with the solver and the selections of ``origin``.
+    """Plan a step that has been captured, with the solver and the selections of ``options``.
 
     Raises:
         BudgetError, SelectionError, InfeasibleBudget: As :func:`plan` does.
@@ -31,25 +31,25 @@ def plan_prepared(
     report = progress or no_report
     wanted = prepared.budget(budget)
     graph = prepared.problem.graph
-    report(f"solving ({origin.solver})", 0.0)
+    report(f"solving ({options.solver})", 0.0)
     solution = solve_for(
         graph,
         wanted,
         room_bytes(wanted, prepared),
-        origin.solver,
-        time_limit=origin.time_limit,
+        options.solver,
+        time_limit=options.time_limit,
         progress=lambda text, fraction: report(text, 0.93 * fraction),
         constraints=select(
             graph,
-            keep=origin.keep,
-            recompute=origin.recompute,
-            checkpoints=origin.checkpoints,
+            keep=options.keep,
+            recompute=options.recompute,
+            checkpoints=options.checkpoints,
             modules=dict(prepared.model.named_modules()),
         ),
     )
     if not solution.feasible:
         raise infeasible(prepared, solution, wanted)
-    made = make_plan(prepared, solution, wanted).made_with(origin)
+    made = make_plan(prepared, solution, wanted).made_with(options)
     report("planned", 1.0)
     return made
 
@@ -87,13 +87,13 @@ def infeasible(prepared: Prepared, solution: Solution, budget: Budget) -> Infeas
     return InfeasibleBudget(
         f"budget {budget.text} is {format_bytes(budget.bytes)}, but the least that {solution.solver} "
         f"reaches is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
-        f"{_told(whole, prepared)}",
+        f"{_least_possible(whole, prepared)}",
         minimum_bytes=whole.total_bytes,
         budget_bytes=budget.bytes,
     )
 
 
-def _told(whole: WholeStep, prepared: Prepared) -> str:
+def _least_possible(whole: WholeStep, prepared: Prepared) -> str:
     resident = f"{format_bytes(prepared.resident.total)} are parameters, buffers, inputs and optimizer state"
     around = whole.total_bytes - whole.allocated_bytes
     if whole.optimizer_step_bytes > whole.forward_backward_bytes:

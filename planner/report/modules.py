@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
-from planner.planfile.plan import Holder, Plan
+from planner.planfile.plan import LiveModule, Plan
 
 _MOST_NAMES = 4
 
@@ -54,7 +54,7 @@ def module_rows(plan: Plan) -> list[ModuleRow]:
     return list(_rows(root, "", 0, 1)) if root.share.ops else []
 
 
-def folded_holders(plan: Plan, most: int) -> list[Holder]:
+def folded_holders(plan: Plan, most: int) -> list[LiveModule]:
     """List what is alive at the peak, largest first, with the same module of every layer as one.
 
     Args:
@@ -73,10 +73,10 @@ def folded_holders(plan: Plan, most: int) -> list[Holder]:
         name = alike[0] or pattern
         if len(alike) > 1:
             name = f"{_numbered(pattern, alike)} x{len(alike)}"
-        holders.append(Holder(module=name, bytes=size))
+        holders.append(LiveModule(module=name, bytes=size))
     if len(holders) > most:
         rest = holders[most - 1 :]
-        last = Holder(module=f"({len(rest)} others)", bytes=sum(holder.bytes for holder in rest))
+        last = LiveModule(module=f"({len(rest)} others)", bytes=sum(holder.bytes for holder in rest))
         holders = [*holders[: most - 1], last]
     return holders
 

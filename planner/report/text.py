@@ -19,7 +19,7 @@ _MOST_ROWS = 80
 _HTML = (
     '<pre style="white-space: pre; overflow-x: auto; line-height: 1.2; font-family: monospace">{code}</pre>'
 )
-_RUNGS = {
+_COVERAGES = {
     "one-graph": "as one graph",
     "several-graphs": "as several graphs",
     "partly-captured": "in part: graphs, and operations between them that run as written",
@@ -87,7 +87,7 @@ def summary(plan: Plan, *, width: int = 100) -> Table:
     facts = {
         "model": f"{model.class_name}, {model.parameter_count:,} parameters, {mode}",
         "inputs": f"{inputs}{more}" or "none",
-        "captured": f"{_RUNGS[plan.rung]} ({len(plan.graphs)})",
+        "captured": f"{_COVERAGES[plan.coverage]} ({len(plan.graphs)})",
         "budget": f"{budget}, on {target.device}",
         "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
         "solver": f"{solver.name}, {solver.status}{gap}",
@@ -111,9 +111,9 @@ def timeline_chart(plan: Plan, *, width: int = 100, height: int = 10) -> Text:
     """Draw live bytes over the step: the plan in blocks, the unplanned step in dots, the budget as a line."""
     columns = max(8, width - 14)
     share = plan.timeline.forward_length / len(plan.timeline.bytes)
-    turn = min(columns - 1, max(1, round(columns * share)))
-    planned = _columns(plan.timeline, turn, columns)
-    unplanned = _columns(plan.baseline_timeline, turn, columns)
+    split = min(columns - 1, max(1, round(columns * share)))
+    planned = _columns(plan.timeline, split, columns)
+    unplanned = _columns(plan.baseline_timeline, split, columns)
     budget_bytes = None
     if plan.target.budget_bytes is not None:
         budget_bytes = plan.target.budget_bytes - plan.resident.total
@@ -139,9 +139,9 @@ def timeline_chart(plan: Plan, *, width: int = 100, height: int = 10) -> Text:
         ]
         for style, run in itertools.groupby(cells, key=lambda cell: cell[1]):
             chart.append("".join(character for character, _ in run), style)
-    axis = "─" * turn + "┴" + "─" * (columns - turn - 1)
+    axis = "─" * split + "┴" + "─" * (columns - split - 1)
     chart.append(f"\n{'0 B':>11} └{axis}")
-    chart.append(f"\n{'':>13}{'forward':<{turn}}{'backward' if columns - turn >= 8 else ''}")
+    chart.append(f"\n{'':>13}{'forward':<{split}}{'backward' if columns - split >= 8 else ''}")
     return chart
 
 
@@ -216,10 +216,10 @@ def _module_label(row: ModuleRow) -> Text:
     return label
 
 
-def _columns(timeline: Timeline, turn: int, columns: int) -> list[int]:
-    # Forward and backward are stretched apart, so that all timelines turn in the same column.
+def _columns(timeline: Timeline, split: int, columns: int) -> list[int]:
+    # Forward and backward are stretched apart, so that all timelines split at the same column.
     forward, backward = timeline.bytes[: timeline.forward_length], timeline.bytes[timeline.forward_length :]
-    return _stretched(forward, turn) + _stretched(backward, columns - turn)
+    return _stretched(forward, split) + _stretched(backward, columns - split)
 
 
 def _stretched(values: list[int], columns: int) -> list[int]:

@@ -16,18 +16,18 @@ from planner._torch.joint import aot
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.errors import CaptureError, PlanWarning
-from planner.graph.autocast_casts import Surroundings, share_casts
+from planner.graph.autocast_casts import AutocastContext, share_casts
 from planner.graph.dynamo_graph import detach_outputs, is_tensor_output, structure_of
 from planner.graph.joint_graph import JointGraph, read_joint
 from planner.graph.trace import compile_by_use
-from planner.hooks.autocast_cast_cache import KeptCasts
+from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.awaiting_backward import Awaiting, Calls
-from planner.hooks.double_backward import SecondOrder
+from planner.hooks.double_backward import DoubleBackward
 from planner.hooks.dropped_outputs import DroppedOutputs
-from planner.hooks.external_accumulation_check import Meetings
+from planner.hooks.external_accumulation_check import ExternalAccumulationCheck
 from planner.hooks.protocol import CompiledGraph, GraphHook, TracedGraph
-from planner.hooks.tangent_layout_check import Expected
-from planner.hooks.undefined_gradients import PartialBackward
+from planner.hooks.tangent_layout_check import TangentLayoutCheck
+from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.codegen import compile_graph
 from planner.lowering.partition import no_recomputation, user_outputs
@@ -36,7 +36,7 @@ from planner.runtime.first_forward import Path
 from planner.runtime.own_errors import unplanned
 from planner.runtime.per_shape import MOST_SHAPES, StaticShapes
 from planner.runtime.read_again import ReadAgain
-from planner.runtime.remap import adapt, among_sizes, describes, planned_bytes, total_bytes
+from planner.runtime.remap import among_sizes, matches, planned_bytes, remap_schedule, total_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ class PlanBackend:
     Args:
         model: The module; not held, as what is compiled may outlive it.
         plan: The plan.
-        told_of_shapes: Whether the inputs had other shapes than planned, about which the user was told.
-        path: Told which of the plan's graphs are there.
-        calls: Told when their backwards run.
+        warned_of_shapes: Whether the inputs had other shapes than planned, about which the user was warned.
+        path: Learns which of the plan's graphs are there.
+        calls: Learns when their backwards run.
         on_capture: Called with the module for every graph that is captured.
     """
 
@@ -57,12 +57,12 @@ class PlanBackend:
         self,
         model: weakref.ref[torch.nn.Module],
         plan: Plan,
-        told_of_shapes: Callable[[], bool],
+        warned_of_shapes: Callable[[], bool],
         path: Path,
         calls: Calls,
         on_capture: Callable[[torch.nn.Module], None],
     ) -> None:
-        self._model, self._plan, self._told_of_shapes, self._path = model, plan, told_of_shapes, path
+        self._model, self._plan, self._warned_of_shapes, self._path = model, plan, warned_of_shapes, path
         self._calls, self._on_capture = calls, on_capture
         self._captured: Counter[str] = Counter()
         self._autocast: list[str] = []
@@ -120,15 +120,15 @@ class PlanBackend:
     ) -> Callable[..., Any]:
         """The callable of a graph. If ``exactly``, an error where it is not made of the plan's operations."""
         unused = record.unused_outputs if record is not None else []
-        by_use = record.inputs_by_use if record is not None else []
+        by_use = record.per_use_inputs if record is not None else []
         layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
-        around, kept = Surroundings.here(), dict[int, torch.dtype]()
+        around, kept = AutocastContext.here(), dict[int, torch.dtype]()
 
         def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
             traced = TracedGraph(joint, outputs, len(example_inputs), frozenset(by_use), kept)
             for hook in hooks:
                 hook.on_traced(traced)
-            return self._partition(record, second_order, again, joint, outputs, exactly)
+            return self._partition(record, double_backward, again, joint, outputs, exactly)
 
         def compile_backward(module: GraphModule) -> aot.BoxedFunction:
             function = backward.compile(module)
@@ -137,17 +137,18 @@ class PlanBackend:
             return function
 
         obstacle = "it was called under autocast" if self._autocast else None
-        if self._plan.rung != "one-graph":
-            if record is None and any(g.inputs_by_use for g in self._plan.graphs):
+        if self._plan.coverage != "one-graph":
+            if record is None and any(g.per_use_inputs for g in self._plan.graphs):
                 # A graph that the plan has not seen, of a model in which gradients meet: any of its own may.
                 by_use = list(range(len(example_inputs)))
             # Held for a second run, what one part hands to another would live for longer than planned.
             obstacle = "it is captured in several parts"
-        second_order = SecondOrder(graph, obstacle, warn)
-        backward = PartialBackward(lambda module: compile_graph(module, "backward", fixed_outputs=0))
+        double_backward = DoubleBackward(graph, obstacle, warn)
+        backward = UndefinedGradients(lambda module: compile_graph(module, "backward", fixed_outputs=0))
         again = ReadAgain(self._plan, graph, example_inputs)
         hooks: list[GraphHook] = [
-            KeptCasts(warn), Expected(warn), Meetings(warn), backward, second_order, again,
+            AutocastCastCache(warn), TangentLayoutCheck(warn), ExternalAccumulationCheck(warn),
+            backward, double_backward, again,
             UnusedOutputs(unused), DroppedOutputs(unused, self._plan, warn), Awaiting(self._calls),
         ]  # fmt: skip
         compiled = compile_by_use(
@@ -169,61 +170,62 @@ class PlanBackend:
         return CompiledGraph(compiled.call, hooks)
 
     def _record_of(self, structure: str) -> GraphRecord | None:
-        """The plan's graph of a structure; of several the next, as layers of the same code come in turn,
+        """The plan's graph of a structure; of several the next, as layers of the same code come in order,
         once for the shapes that were planned and again for others."""
         matching = [g for g in self._plan.graphs if g.structure == structure]
         count = self._captured[structure]
         self._captured[structure] += 1
         if not matching:
             return None
-        turns = matching[0].turns
-        if not turns:
+        occurrences = matching[0].occurrences
+        if not occurrences:
             return matching[count % len(matching)]
-        return next((g for g in matching if g.turn == count % turns), None)
+        return next((g for g in matching if g.occurrence == count % occurrences), None)
 
     def _partition(
         self,
         record: GraphRecord | None,
-        second_order: SecondOrder,
+        double_backward: DoubleBackward,
         again: ReadAgain,
         module: GraphModule,
         outputs: int,
         exactly: bool,
     ) -> tuple[GraphModule, GraphModule]:
         joint = read_joint(module, outputs)
-        if exactly and record is not None and not describes(record, joint):
+        if exactly and record is not None and not matches(record, joint):
             raise CaptureError("traced into other operations than planned")
-        second_order.on_joint(module, joint)
+        double_backward.on_joint(module, joint)
         halves = again.emitted(joint, self._sequence(record, joint))
         return halves.forward, halves.backward
 
     def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:
         """What a graph's backward runs, in order; says so where the plan is not followed to the letter."""
         if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
-            record = next((g for g in self._plan.graphs if describes(g, joint)), None)
+            record = next((g for g in self._plan.graphs if matches(g, joint)), None)
         if record is None:
-            adapted = max((adapt(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
-            told = self._path.left(adapted.followed)
-            if told:
-                warn(told)
-            return adapted.backward
+            remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
+            message = self._path.left(remapped.followed)
+            if message:
+                warn(message)
+            return remapped.backward
         self._path.follow(record)
-        if not describes(record, joint):
+        if not matches(record, joint):
             if not all(joint.ops[i].recomputable for i in record.recomputed if i < joint.forward_length):
                 warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
                 return no_recomputation(joint)
-            adapted = adapt(record, joint)
+            remapped = remap_schedule(record, joint)
             # Where all that the operations produce fits into the planned peak, any order of them does.
             fits = total_bytes(joint) <= self._plan.predicted.dynamic_peak_bytes
-            if not fits and (not adapted.only_less or _grown(record, joint)):
+            if not fits and (not remapped.only_less or _grown(record, joint)):
                 warn(
                     f"PyTorch traces this model into other operations than when the plan was made "
-                    f"({self._what_differs()}); of the {adapted.planned} operations that the plan re-runs it "
-                    f"re-runs the {adapted.followed} that are there, and may exceed the budget. Plan it again"
+                    f"({self._what_differs()}); of the {remapped.planned} operations that the plan re-runs "
+                    f"it re-runs the {remapped.followed} that are there, and may exceed the budget. "
+                    "Plan it again"
                 )
-            return adapted.backward
+            return remapped.backward
         same = joint.fingerprint == record.fingerprint
-        if not same and _grown(record, joint) and not self._told_of_shapes():
+        if not same and _grown(record, joint) and not self._warned_of_shapes():
             warn(
                 f"the operations produce {total_bytes(joint):,} bytes instead of {planned_bytes(record):,}, "
                 "although the inputs have the planned shapes: something else in the model sets sizes. The "

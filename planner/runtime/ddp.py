@@ -39,7 +39,7 @@ def decisions_digest(plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> str:
         on_new_shape: As the plan is applied; what it looks at counts too.
     """
     decisions: dict[str, Any] = {
-        "rung": plan.rung,
+        "coverage": plan.coverage,
         "training": plan.model.training,
         # All but what is named: a field that is new counts until somebody says that it need not.
         "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN) for graph in plan.graphs],

@@ -2,7 +2,7 @@
 
 A plan is made of what later forwards do. Where the first one of a newly built module breaks off inside,
 Dynamo runs it in pieces from then on. So a first call that is not made of the plan's graphs is forgotten, and
-the next one is captured anew.
+the next one is captured again.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class Path:
 
     Args:
         plan: The plan.
-        captured_again: Whether the forward is captured anew where it was not made of the plan's graphs.
+        captured_again: Whether the forward is captured again where it was not made of the plan's graphs.
     """
 
     def __init__(self, plan: Plan, *, captured_again: bool) -> None:
@@ -47,7 +47,7 @@ class Path:
         if self.captured_again:
             return (
                 "the forward took a path that the plan has not seen, as first forwards do that set something "
-                "up: this step may exceed the budget, the next is captured anew. Call the model once under "
+                "up: this step may exceed the budget, the next is captured again. Call the model once under "
                 "torch.no_grad() before training to have the first step follow the plan too"
             )
         return (
@@ -67,12 +67,12 @@ class Path:
 
 
 class CapturedAgain:
-    """A compiled forward that is compiled anew, once, where its first call is not made of the plan's graphs.
+    """A compiled forward that is compiled again, once, where its first call is not made of the plan's graphs.
 
     Args:
         path: What that call is made of.
         compiled: What it runs.
-        again: Compiles anew, this one and others.
+        again: Compiles again, this one and others.
         place: Which of them this is.
         warn: Told if nothing of the forward was captured.
     """
@@ -105,4 +105,4 @@ class CapturedAgain:
 
 
 def _key(graph: GraphRecord) -> tuple[str, int]:
-    return graph.structure, graph.turn
+    return graph.structure, graph.occurrence

@@ -18,7 +18,7 @@ from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.inside_compile import RUNS_A_PLAN, holds_dtensors, not_compiled
 from planner.capture.capture import run_forward
 from planner.errors import PlanFileError, PlanMismatch
-from planner.hooks.autocast_cast_cache import AGAIN, unplanned_call
+from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
 from planner.hooks.awaiting_backward import Calls
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import Plan
@@ -179,7 +179,7 @@ class PlannedCall:
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
-        self._told_of_casts = False
+        self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
         self.unplanned = Unplanned(model, self._training)
@@ -206,10 +206,10 @@ class PlannedCall:
         if torchscript.is_traced():  # what is recorded is the module, not the plan
             return modules.module_call(model, *args, **kwargs)
         if model.training is not self._training or not torch.is_grad_enabled():
-            if torch.is_grad_enabled() and not self._told_of_casts:
-                self._told_of_casts = unplanned_call([p for p in model.parameters() if p.requires_grad])
-                if self._told_of_casts:
-                    warn(AGAIN)
+            if torch.is_grad_enabled() and not self._warned_of_casts:
+                self._warned_of_casts = unplanned_call([p for p in model.parameters() if p.requires_grad])
+                if self._warned_of_casts:
+                    warn(SHARED_WEIGHT_WARNING)
             call = partial(modules.module_call, model) if self.previous is None else self.previous
             output = call(*args, **kwargs)
             if model.training is not self._training and torch.is_grad_enabled():
@@ -259,11 +259,11 @@ class PlannedCall:
 
 
 def _compiled(
-    model: weakref.ref[torch.nn.Module], calls: Calls, plan: Plan, told_of_shapes: Callable[[], bool]
+    model: weakref.ref[torch.nn.Module], calls: Calls, plan: Plan, warned_of_shapes: Callable[[], bool]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def compile_(once_more: bool) -> list[CapturedAgain]:
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]
-        backends = [PlanBackend(model, plan, told_of_shapes, path, calls, _captured) for path in paths]
+        backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
         compiled = dynamo.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more, _not_captured)
         return [CapturedAgain(paths[i], compiled[i], lambda: compile_(False), i, warn) for i in range(2)]
 

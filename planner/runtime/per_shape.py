@@ -28,7 +28,7 @@ class StaticShapes:
     def __init__(self, graph: GraphModule, compile_: Compile, beyond: Callable[[str], None]) -> None:
         self._graph, self._compile, self._beyond = graph, compile_, beyond
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._told: set[tuple[Any, ...]] = set()
+        self._warned: set[tuple[Any, ...]] = set()
 
     def __call__(self, *args: Any) -> Any:
         key = tuple(a for a in args if not isinstance(a, torch.Tensor))
@@ -37,7 +37,7 @@ class StaticShapes:
             run = self._compiled[key] = self._compile(self._graph, args)
         if run is not None:
             return run(*args)
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             self._beyond(", ".join(map(str, key)))
         return self._graph(*args)

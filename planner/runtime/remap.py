@@ -21,7 +21,7 @@ _LONGEST_COMPARISON = 20_000
 
 
 @dataclass(frozen=True)
-class Adapted:
+class Remapped:
     """How a graph follows a plan that was made for another.
 
     Attributes:
@@ -38,19 +38,19 @@ class Adapted:
     only_less: bool
 
 
-def adapt(record: GraphRecord, joint: JointGraph) -> Adapted:
+def remap_schedule(record: GraphRecord, joint: JointGraph) -> Remapped:
     """Follow the decisions of a plan's graph on another graph.
 
     Layers may differ in their numbers alone: modules are matched without them where that follows more.
     """
-    adapted = _adapt(record, joint, lambda module: module)
-    if adapted.followed == adapted.planned:
-        return adapted
-    by_kind = _adapt(record, joint, lambda module: re.sub(r"\d+", "#", module))
-    return by_kind if by_kind.followed > adapted.followed else adapted
+    remapped = _remap(record, joint, lambda module: module)
+    if remapped.followed == remapped.planned:
+        return remapped
+    by_kind = _remap(record, joint, lambda module: re.sub(r"\d+", "#", module))
+    return by_kind if by_kind.followed > remapped.followed else remapped
 
 
-def _adapt(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) -> Adapted:
+def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) -> Remapped:
     split, count = joint.forward_length, len(joint.ops)
     known = [(op.name, place(op.module)) for op in record.ops]
     found = [(op.name, place(op.module)) for op in joint.ops]
@@ -67,7 +67,7 @@ def _adapt(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
             sequence.run_again(forward[index])
     sequence.run_backward_to(count - 1)
     steps = _without_idle(joint, sequence.steps)
-    return Adapted(
+    return Remapped(
         backward=steps,
         followed=len({s for s in steps if s < split}),
         planned=len(record.recomputed),
@@ -158,7 +158,7 @@ def among_sizes(record: GraphRecord, graph: GraphModule, inputs: Sequence[Any]) 
     layouts = [g.model_copy(update={"output": of_output(g.output)}) for g in record.gradient_layouts]
     places = {
         "unused_outputs": [of_output(i) for i in record.unused_outputs],
-        "inputs_by_use": [of_input(i) for i in record.inputs_by_use],
+        "per_use_inputs": [of_input(i) for i in record.per_use_inputs],
         "gradient_layouts": layouts,
     }
     return record.model_copy(update=places)
@@ -170,7 +170,7 @@ def _positions(values: Sequence[Any]) -> Callable[[int], int]:
     return lambda index: places[index] if index < len(places) else len(values) + index
 
 
-def describes(record: GraphRecord, joint: JointGraph) -> bool:
+def matches(record: GraphRecord, joint: JointGraph) -> bool:
     """Whether a plan's operations are those of a graph, and all that it re-runs may be re-run."""
     return (
         len(joint.ops) == len(record.ops)

@@ -25,7 +25,7 @@ from planner.planning.make_plan import input_records
 from planner.planning.prepare import Prepared, prepare
 from planner.problem.build import Problem
 from planner.runtime.own_errors import is_meant
-from planner.runtime.remap import adapt
+from planner.runtime.remap import remap_schedule
 from planner.training_step.step import Loss, Step
 from solvers.model.schedule import simulate
 
@@ -117,7 +117,7 @@ class NewShapes:
         loss: Loss | None = None,
     ) -> None:
         self._model, self._policy, self._compile = model, policy, compile_
-        self._origin = plan.origin if loss is None else replace(plan.origin, loss=loss)
+        self._options = plan.options if loss is None else replace(plan.options, loss=loss)
         self._parameters = _names(model.forward)
         self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
         self._planned_strides = self._strides(plan.model.inputs)
@@ -199,16 +199,16 @@ class NewShapes:
         return dict(self._named((r.path, tuple(r.strides or ())) for r in records))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
-        origin = self._origin
+        options = self._options
         return prepare(
             self._model,
-            Step(args, kwargs, origin.loss, origin.outputs),
-            optimizer=origin.optimizer,
-            device=origin.device,
-            attention=origin.attention,
-            accumulate=origin.accumulate,
-            inputs=origin.inputs,
-            costs=origin.costs if self._policy == "replan" else "roofline",  # else only bytes are wanted
+            Step(args, kwargs, options.loss, options.outputs),
+            optimizer=options.optimizer,
+            device=options.device,
+            attention=options.attention,
+            accumulate=options.accumulate,
+            inputs=options.inputs,
+            costs=options.costs if self._policy == "replan" else "roofline",  # else only bytes are wanted
             progress=lambda _text, _fraction: None,
         )
 
@@ -222,14 +222,14 @@ class NewShapes:
         plan = self._programs[0].plan
         budget = plan.target.budget_bytes
         left = plan.target.budget_text if budget is None else budget - self._unknown_optimizer_bytes()
-        made = plan_prepared(prepared, left, self._origin)
+        made = plan_prepared(prepared, left, self._options)
         logger.info("planned again, for a peak of %s", format_bytes(made.predicted.peak_bytes))
         return made
 
     def _unknown_optimizer_bytes(self) -> int:
         """Optimizer state that the plan counts, where the optimizer itself is not known any more."""
         resident = self._programs[0].plan.resident
-        return resident.optimizer_bytes if self._origin.optimizer is None else 0
+        return resident.optimizer_bytes if self._options.optimizer is None else 0
 
     def _named(self, shapes: Any) -> Iterator[tuple[str, Any]]:
         """Paths by the names of parameters, whether these were given by position or by name."""
@@ -293,7 +293,7 @@ def _sequence(record: GraphRecord, joint: JointGraph) -> Sequence[int]:
     same = len(joint.ops) == len(record.ops) and all(
         op.name == known.name for op, known in zip(joint.ops, record.ops, strict=True)
     )
-    return record.backward if same else adapt(record, joint).backward
+    return record.backward if same else remap_schedule(record, joint).backward
 
 
 def _names(function: Callable[..., Any]) -> list[str]:

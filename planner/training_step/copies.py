@@ -136,13 +136,13 @@ def _on_copies(loss: Loss | None, pairs: _Pairs) -> Loss | None:
     copies = {id(original): mine for original, mine in pairs}
 
     def run(output: Any) -> torch.Tensor:
-        with _Stands(copies):
+        with _SubstituteTensors(copies):
             return loss(output)
 
     return run
 
 
-class _Stands(TorchFunctionMode):
+class _SubstituteTensors(TorchFunctionMode):
     """Operations on some tensors are done on others that stand for them."""
 
     def __init__(self, copies: Mapping[int, torch.Tensor]) -> None:

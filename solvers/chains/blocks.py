@@ -76,8 +76,8 @@ def find_blocks(
     options = priced_options(graph, uses, pinned, constraints, cuts, walls, prices, stop)
     everything = constraints.apply(np.ones(len(graph.values), dtype=bool))
     options = [constraints.apply(always.copy()), *options, everything]
-    turn = block_of_backward(graph, of_value)
-    table = [evaluate(graph, kept, always, of_value, turn, count) for kept in options]
+    active_block = block_of_backward(graph, of_value)
+    table = [evaluate(graph, kept, always, of_value, active_block, count) for kept in options]
     may = np.array([graph.ops[i].recomputable for i in range(graph.forward_length)], dtype=np.float64)
     rerun = np.array([graph.rerun(i) for i in range(graph.forward_length)], dtype=np.int64)
     seconds = np.bincount(of_op, graph.seconds[rerun] * may, minlength=count)
@@ -86,7 +86,7 @@ def find_blocks(
         of_value,
         seconds,
         forward_peaks(graph, uses, cuts, of_op, count),
-        start_bytes(graph, turn, count),
+        start_bytes(graph, active_block, count),
         boundary,
         options,
         np.array([t[0] for t in table]),
@@ -142,15 +142,15 @@ def priced_options(
 
 
 def block_of_backward(graph: Graph, of_value: np.ndarray) -> np.ndarray:
-    """The block whose turn it is at each base operation; the number of blocks before backward."""
-    turn = np.full(graph.base_length, int(of_value.max(initial=0)), dtype=np.int64)
+    """The block that runs at each base operation; the number of blocks before backward."""
+    active_block = np.full(graph.base_length, int(of_value.max(initial=0)), dtype=np.int64)
     for i in range(graph.forward_length, graph.base_length):
         read = [of_value[v] for v in graph.walk_table.inputs[i] if of_value[v] >= 0]
         if read:
-            turn[i] = max(read)
-    turn[: graph.forward_length] = of_value.max(initial=0) + 1
-    np.minimum.accumulate(turn, out=turn)
-    return turn
+            active_block[i] = max(read)
+    active_block[: graph.forward_length] = of_value.max(initial=0) + 1
+    np.minimum.accumulate(active_block, out=active_block)
+    return active_block
 
 
 def evaluate(
@@ -158,7 +158,7 @@ def evaluate(
     kept: np.ndarray,
     always: np.ndarray,
     of_value: np.ndarray,
-    turn: np.ndarray,
+    active_block: np.ndarray,
     count: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(bytes kept, seconds re-run, backward peak) of every block when all take this option."""
@@ -168,9 +168,9 @@ def evaluate(
     first = np.full(len(graph.ops), len(schedule), dtype=np.int64)
     first[schedule[::-1]] = np.arange(len(schedule) - 1, -1, -1)
     following = np.searchsorted(first[: graph.base_length], np.arange(len(schedule)), side="left")
-    step_turn = turn[np.minimum(following, graph.base_length - 1)]
+    step_block = active_block[np.minimum(following, graph.base_length - 1)]
     backward = np.arange(len(schedule)) >= graph.forward_length
-    begin = np.array([np.argmax(backward & (step_turn <= b)) for b in range(count)], dtype=np.int64)
+    begin = np.array([np.argmax(backward & (step_block <= b)) for b in range(count)], dtype=np.int64)
     inner = (lives.start < graph.forward_length) & (of_value[lives.value] >= 0)
     inner &= lives.used & (lives.end >= graph.forward_length)
     loose = inner & (graph.recompute_row[lives.value] >= 0)
@@ -182,7 +182,7 @@ def evaluate(
     np.subtract.at(outside, until[counted] + 1, size[counted])
     local = timeline.step_bytes - np.cumsum(outside[:-1])
     peak = np.zeros(count, dtype=np.int64)
-    np.maximum.at(peak, step_turn[backward], local[backward])
+    np.maximum.at(peak, step_block[backward], local[backward])
     own = loose & ~always[lives.value]
     kept_bytes = np.zeros(count, dtype=np.int64)
     np.add.at(kept_bytes, of_value[lives.value[own]], size[own])
@@ -212,7 +212,7 @@ def forward_peaks(graph: Graph, uses: ForwardUses, cuts: Cuts, of_op: np.ndarray
     return peak
 
 
-def start_bytes(graph: Graph, turn: np.ndarray, count: int) -> np.ndarray:
+def start_bytes(graph: Graph, active_block: np.ndarray, count: int) -> np.ndarray:
     """Bytes of backward values (gradients) alive when the backward of each block begins."""
     values = np.flatnonzero(graph.producer >= graph.forward_length)
     lives = lifetimes(graph, graph.base_schedule)
@@ -223,6 +223,6 @@ def start_bytes(graph: Graph, turn: np.ndarray, count: int) -> np.ndarray:
     live = np.cumsum(change[:-1])
     result = np.zeros(count, dtype=np.int64)
     for b in range(count):
-        at = int(np.argmax(turn <= b)) if (turn <= b).any() else graph.base_length - 1
+        at = int(np.argmax(active_block <= b)) if (active_block <= b).any() else graph.base_length - 1
         result[b] = live[max(0, at - 1)]
     return result

@@ -90,7 +90,7 @@ def family(cuts: Cuts) -> np.ndarray:
 
 
 class Segments:
-    """For every pair of prefixes i < j: bytes computed between them, bytes that j keeps anew, and
+    """For every pair of prefixes i < j: bytes computed between them, bytes that j newly keeps, and
     seconds to recompute the rest, as matrices ``computed``, ``kept`` and ``seconds``."""
 
     def __init__(self, graph: Graph, cuts: Cuts, weight: np.ndarray, positions: np.ndarray) -> None:

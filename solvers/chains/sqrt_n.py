@@ -36,7 +36,7 @@ NAME = "sqrt_n"
 SIZES = 40
 """Segment sizes tried in each family of cuts."""
 FROM_SCRATCH = 300
-"""Up to so many forward operations the schedule that recomputes everything anew for every backward
+"""Up to so many forward operations the schedule that recomputes everything for every backward
 operation, quadratic in time, is tried for budgets that nothing else reaches."""
 
 
@@ -226,7 +226,7 @@ def recursive(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray
 
 
 def from_scratch(search: Search, cuts: Cuts, pinned: np.ndarray, weight: np.ndarray) -> list[Candidate]:
-    """Kept segments within which everything is run anew for every smaller segment in them (or for
+    """Kept segments within which everything is re-run for every smaller segment in them (or for
     every single backward operation): quadratic in their length, but nothing is held meanwhile."""
     graph = search.graph
     outputs = graph.walk_table.outputs
@@ -250,7 +250,7 @@ def from_scratch(search: Search, cuts: Cuts, pinned: np.ndarray, weight: np.ndar
 
 
 def keep_nothing(search: Search) -> None:
-    """Judge the schedules that run everything anew for every single backward operation, in small graphs."""
+    """Judge the schedules that re-run everything for every single backward operation, in small graphs."""
     outputs = search.graph.walk_table.outputs
     if search.graph.forward_length > FROM_SCRATCH:
         return

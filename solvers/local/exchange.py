@@ -254,8 +254,8 @@ def _closure(
     end: list[int],
     region: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows that compute ``v`` anew before ``step``, none when that takes too many, and the instances
-    that they read. Inputs that are no longer alive are computed anew too if ``again``."""
+    """Rows that recompute ``v`` before ``step``, none when that takes too many, and the instances
+    that they read. Inputs that are no longer alive are recomputed too if ``again``."""
     table = graph.walk_table
     rows: set[int] = set()
     needed: dict[int, None] = {}

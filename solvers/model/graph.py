@@ -182,7 +182,7 @@ class Graph:
 
     @cached_property
     def recompute_row(self) -> np.ndarray:
-        """For each value the row that computes it anew, int64; -1 where nothing may."""
+        """For each value the row that recomputes it, int64; -1 where nothing may."""
         row = np.full(len(self.values), -1, dtype=np.int64)
         for i, op in enumerate(self.ops[: self.forward_length]):
             if op.recomputable and op.region != GLUE_REGION:
@@ -196,7 +196,7 @@ class Graph:
         row = self.recompute_row.tolist()
         region = [self.ops[r].region if r >= 0 else None for r in row]
         inputs = [tuple(dict.fromkeys(op.inputs)) for op in self.ops]
-        anew = [
+        recomputable_inputs = [
             tuple(v for v in values if region[v] == op.region)
             for op, values in zip(self.ops, inputs, strict=True)
         ]
@@ -205,8 +205,8 @@ class Graph:
             row,
             region,
             inputs,
-            anew,
-            [i for i in backward if anew[i]],
+            recomputable_inputs,
+            [i for i in backward if recomputable_inputs[i]],
             [op.outputs for op in self.ops],
             [op.region for op in self.ops],
             self.base_of.tolist(),
@@ -264,11 +264,11 @@ class WalkTable:
     """A graph as Python lists.
 
     Attributes:
-        recompute_row: For each value the row that computes it anew, -1 where nothing may.
+        recompute_row: For each value the row that recomputes it, -1 where nothing may.
         recompute_region: For each value the region in which that may be done; None where nothing may.
         inputs: Distinct inputs of every row.
-        anew: Those of them that may be computed anew in the row's region.
-        asking: The backward base operations that have such inputs, in order.
+        recomputable_inputs: Those of them that may be recomputed in the row's region.
+        consumers: The backward base operations that have such inputs, in order.
         outputs: Outputs of every row.
         region: Region of every row.
         base_of: The base operation that each row is a form of.
@@ -277,8 +277,8 @@ class WalkTable:
     recompute_row: list[int]
     recompute_region: list[int | None]
     inputs: list[tuple[int, ...]]
-    anew: list[tuple[int, ...]]
-    asking: list[int]
+    recomputable_inputs: list[tuple[int, ...]]
+    consumers: list[int]
     outputs: list[tuple[int, ...]]
     region: list[int]
     base_of: list[int]

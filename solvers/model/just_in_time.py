@@ -2,7 +2,7 @@
 
 Elsewhere: rematerialisation of a fixed saved set; "single recompute" when nothing is forgotten.
 
-The backward phase is walked in captured order. An input that is not available is computed anew
+The backward phase is walked in captured order. An input that is not available is recomputed
 right before the operation that needs it, with whatever it needs in turn, in captured order. It
 then stays available, so that every forward operation is re-run at most once, unless a ``forget``
 callback takes values away again: that is how stretches come to be recomputed several times.
@@ -39,13 +39,13 @@ def recompute(graph: Graph, kept: np.ndarray, *, forget: Forget | None = None) -
     """
     table = graph.walk_table
     row_of, base_of = table.recompute_row, table.base_of
-    anew, outputs = table.anew, table.outputs
+    recomputable_inputs, outputs = table.recomputable_inputs, table.outputs
     for_good = kept | (graph.recompute_row < 0)
     available = bytearray(for_good.astype(np.uint8).tobytes())
     steps: list[int] = []
     done = 0
-    for op in table.asking:
-        missing = [v for v in anew[op] if not available[v]]
+    for op in table.consumers:
+        missing = [v for v in recomputable_inputs[op] if not available[v]]
         if not missing:
             continue
         rerun: set[int] = set()
@@ -53,7 +53,7 @@ def recompute(graph: Graph, kept: np.ndarray, *, forget: Forget | None = None) -
             row = row_of[missing.pop()]
             if row not in rerun:
                 rerun.add(row)
-                missing += [v for v in anew[row] if not available[v]]
+                missing += [v for v in recomputable_inputs[row] if not available[v]]
         stretch = sorted(rerun, key=base_of.__getitem__)
         steps += range(done, op)
         steps += stretch

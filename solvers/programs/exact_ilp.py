@@ -9,7 +9,7 @@ re-run of each forward operation in captured order, and one for the operation it
     R[j] in {0, 1}   the re-run of slot j takes place (1 for captured operations).
     A[v, j] in [0, 1] value v is alive during slot j.
 
-    A[v, j] <= A[v, j-1] + R[j] if slot j computes v anew, else A[v, j] <= A[v, j-1]
+    A[v, j] <= A[v, j-1] + R[j] if slot j recomputes v, else A[v, j] <= A[v, j-1]
     A[v, j] >= R[j]  for every v that slot j reads or writes
     sum of bytes(v) A[v, j] + workspace(j) R[j] <= budget   for every slot
 

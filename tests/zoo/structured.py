@@ -132,7 +132,7 @@ def nn_point_cloud() -> Built:
 
 
 class Edges(nn.Module):
-    """Features of the nearest neighbours, found anew in every layer."""
+    """Features of the nearest neighbours, found again in every layer."""
 
     def __init__(self) -> None:
         super().__init__()

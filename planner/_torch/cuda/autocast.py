@@ -1,4 +1,4 @@
-"""The third private room of CUDA on the CPU: autocast as a GPU does it, captured on tensors without data.
+"""Autocast as a GPU does it, captured on tensors without data on the CPU.
 
 Autocast picks its operations by device: on CUDA softmax, layer normalisation, powers and sums run in single
 precision, which on the CPU stay in half; and where CUDA is not there, ``torch.autocast("cuda")`` switches

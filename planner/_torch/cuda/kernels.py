@@ -1,4 +1,4 @@
-"""The second private room: what a CUDA device would run, captured on tensors without data on the CPU.
+"""The kernels that a CUDA device would run, captured on tensors without data on the CPU.
 
 PyTorch picks operations by device. Where a step is captured on the CPU for a GPU, two picks change what
 is saved for the backward, and are put right here: dropout (CUDA's fused kernel saves a mask of booleans,

@@ -97,7 +97,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def same_sizes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have the same sizes, symbolic ones included; asking adds no guard."""
+    """Whether two tensors have the same sizes, symbolic ones included; the comparison adds no guard."""
     return left.dim() == right.dim() and all(
         _expression(a) == _expression(b) for a, b in zip(left.shape, right.shape, strict=True)
     )

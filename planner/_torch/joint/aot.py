@@ -219,7 +219,7 @@ def nodes_so_far() -> int:
 def compiled_node(results: Sequence[Any], before: int) -> Any:
     """The autograd node of a compiled graph that was just called; None where it recorded none.
 
-    An output that looks at another is taken anew from it by AOTAutograd, so the node may be one further down.
+    AOTAutograd makes an output that is a view of another from that one, so the node may be one further down.
 
     Args:
         results: What the graph returned.

@@ -51,7 +51,7 @@ def gradient_places(joint: torch.fx.GraphModule) -> dict[int, int]:
 def gradients_of_outputs(joint: torch.fx.Graph) -> dict[int, torch.Tensor]:
     """The gradients that a joint graph was traced with, by position of the outputs that they are of.
 
-    Outputs that look at one result of the graph, or at an input, are taken anew outside of it, and have none.
+    Outputs that are views of another result or of an input are made outside of the graph, and have none.
     """
     return {s.idx: n.meta["val"] for n, s in _gradients(joint) if isinstance(s, PlainAOTOutput)}
 
@@ -74,7 +74,7 @@ def _gradients(joint: torch.fx.Graph) -> list[tuple[torch.fx.Node, Any]]:
     return [(n, d.output) for n, d in descriptions if isinstance(d, TangentAOTInput)]
 
 
-def origin(node: torch.fx.Node) -> str | None:
+def source_node_name(node: torch.fx.Node) -> str | None:
     """Name of the forward's node that a node of the joint graph was traced from."""
     sources = node.meta.get("from_node")
     return sources[0].name if sources else None

@@ -83,8 +83,8 @@ def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_books(tx: Any) -> bool:
-    asking = tx.parent if tx.parent is not None and tx.f_globals.get("__name__") in NOT_FAKE else tx
-    return asking.f_globals.get("__name__") in _BOOKKEEPING
+    caller = tx.parent if tx.parent is not None and tx.f_globals.get("__name__") in NOT_FAKE else tx
+    return caller.f_globals.get("__name__") in _BOOKKEEPING
 
 
 def _not_captured(_variable: Any, tx: Any) -> Any:
@@ -101,7 +101,7 @@ def _innermost(backend: Any) -> Any:
 
 @functools.cache
 def _break_inside_loops() -> None:
-    """Go on after a graph break inside a loop, a graph for each stretch of each turn.
+    """Go on after a graph break inside a loop, a graph for each part of each iteration.
 
     Dynamo otherwise gives up the whole function, and captures nothing of it. The code that it makes is
     right either way; there are more graphs.

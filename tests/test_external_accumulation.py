@@ -128,13 +128,13 @@ def test_nothing_is_told_of_without_reason(loop: Callable[[nn.Module], None]) ->
 
 def test_looking_costs_no_memory_and_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    watch = external_accumulation_check.Meetings._watch
+    watch = external_accumulation_check.ExternalAccumulationCheck._watch
 
     def counted(self: Any, position: int, tensor: torch.Tensor) -> None:
         looked.append(position)
         watch(self, position, tensor)
 
-    monkeypatch.setattr(external_accumulation_check.Meetings, "_watch", counted)
+    monkeypatch.setattr(external_accumulation_check.ExternalAccumulationCheck, "_watch", counted)
     torch.manual_seed(0)
     model, x = Tied().train(), _words()
     plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")

@@ -1,42 +1,42 @@
 """Breaks of what is promised for data-parallel training."""
 
-from benchmarks.broken.loops import ABSENT_IS_ZERO, DROPS_GRADIENTS
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.loops import ABSENT_IS_ZERO, DROPS_GRADIENTS
+from benchmarks.mutations.record import Change, Mutation
 
 SPLITS_AT_BUCKETS = Change(
     "planner/_torch/dynamo.py", '    "optimize_ddp": False,\n', '    "optimize_ddp": True,\n'
 )
 
 RANKS = [
-    Break(
+    Mutation(
         "ddp",
         "DistributedDataParallel: every rank trains by the plan, with the gradients that it has without.",
         "Dynamo splits graphs at the wrapper's buckets, after which no plan fits them.",
         (SPLITS_AT_BUCKETS,),
         ("tests/test_ddp.py::test_two_ranks[plain]",),
     ),
-    Break(
+    Mutation(
         "ddp-unused-parameters",
         "DistributedDataParallel with find_unused_parameters=True.",
         "Outputs without a gradient count as outputs with a gradient of zeros.",
         (ABSENT_IS_ZERO,),
         ("tests/test_ddp.py::test_two_ranks[unused parameters]",),
     ),
-    Break(
+    Mutation(
         "ddp-static-graph",
         "DistributedDataParallel with static_graph=True.",
         "Dynamo splits graphs at the wrapper's buckets, after which no plan fits them.",
         (SPLITS_AT_BUCKETS,),
         ("tests/test_ddp.py::test_two_ranks[static graph]",),
     ),
-    Break(
+    Mutation(
         "ddp-no-sync",
         "DistributedDataParallel with no_sync(): gradients are accumulated on each rank, then averaged.",
         "A planned call drops the gradients that are there when it begins.",
         (DROPS_GRADIENTS,),
         ("tests/test_ddp.py::test_two_ranks[accumulating]",),
     ),
-    Break(
+    Mutation(
         "ddp-other-plans",
         "Ranks with different plans are told so at the first forward.",
         "Ranks leave word of their plans, and compare nothing.",
@@ -49,9 +49,9 @@ RANKS = [
         ),
         ("tests/test_ddp.py::test_two_ranks[other plans]",),
     ),
-    Break(
+    Mutation(
         "ddp-plans-that-hand-out-gradients-otherwise",
-        "Ranks whose plans hand out gradients otherwise, or take other graphs in turn, count as different.",
+        "Ranks whose plans hand out gradients otherwise, or take other graphs next, count as different.",
         "Only the schedules of graphs are compared.",
         (
             Change(
@@ -60,6 +60,6 @@ RANKS = [
                 "[[graph.structure, graph.unused_outputs, graph.backward] for graph in plan.graphs]",
             ),
         ),
-        ("tests/test_ranks.py::test_ranks_that_run_differently_have_other_digests[inputs_by_use]",),
+        ("tests/test_ranks.py::test_ranks_that_run_differently_have_other_digests[per_use_inputs]",),
     ),
 ]

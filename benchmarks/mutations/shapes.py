@@ -1,9 +1,9 @@
 """Breaks of what is promised for inputs of other shapes than planned."""
 
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.record import Change, Mutation
 
 SHAPES = [
-    Break(
+    Mutation(
         "smaller-batch",
         "A smaller last batch trains by the same plan, with the same gradients.",
         "Generated code holds sizes as the numbers that they were captured with, not as symbols.",
@@ -23,7 +23,7 @@ SHAPES = [
             "tests/test_shapes.py::test_batches_and_image_sizes_vary_too",
         ),
     ),
-    Break(
+    Mutation(
         "few-captures",
         "Lengths that vary cause a few captures, not one for each length.",
         "Sizes that are found to vary do not become symbols.",
@@ -36,10 +36,10 @@ SHAPES = [
         ),
         ("tests/test_shapes.py::test_a_hundred_lengths_are_a_few_captures[_gpt]",),
     ),
-    Break(
+    Mutation(
         "larger-shape-is-told",
         "A shape that is larger than planned is told of in a warning.",
-        "Only plans that may be made anew warn of larger shapes.",
+        "Only plans that may be made again warn of larger shapes.",
         (
             Change(
                 "planner/runtime/shape_policy.py",
@@ -49,7 +49,7 @@ SHAPES = [
         ),
         ("tests/test_shapes.py::test_a_peak_is_announced_where_the_loss_is_outside",),
     ),
-    Break(
+    Mutation(
         "larger-shape-peak",
         "The warning of a larger shape holds the peak that the plan will have at it.",
         "The peak is predicted for the step that recomputes nothing.",
@@ -63,10 +63,10 @@ SHAPES = [
         ),
         ("tests/test_shapes.py::test_a_larger_shape_is_announced_with_its_peak",),
     ),
-    Break(
+    Mutation(
         "replan",
         'on_new_shape="replan" keeps the budget at larger shapes, or says that nothing does.',
-        "A plan is only made anew where there is no budget in bytes.",
+        "A plan is only made again where there is no budget in bytes.",
         (
             Change(
                 "planner/runtime/shape_policy.py",
@@ -76,7 +76,7 @@ SHAPES = [
         ),
         ("tests/test_shapes.py::test_replan_keeps_the_budget_or_says_that_it_cannot",),
     ),
-    Break(
+    Mutation(
         "error-on-new-shape",
         'on_new_shape="error" refuses every other shape before anything is computed.',
         "Only another number of inputs is refused.",

@@ -1,9 +1,9 @@
 """Breaks of what makes a planned step eager's to the bit, whatever happens in and around it."""
 
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.record import Change, Mutation
 
 EXACTNESS = [
-    Break(
+    Mutation(
         "later-hooks",
         "A hook that is registered after the first planned step runs.",
         "Dynamo does not guard hooks, as is its default.",
@@ -16,14 +16,14 @@ EXACTNESS = [
         ),
         ("tests/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_forward]",),
     ),
-    Break(
+    Mutation(
         "later-hooks-on-all-modules",
         "Hooks on all modules at once that come later run.",
         "Nobody looks whether there are others than at the first step.",
         (Change("planner/runtime/install.py", "        if hooks != self._hooks:\n", "        if False:\n"),),
         ("tests/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_on_all]",),
     ),
-    Break(
+    Mutation(
         "casts-that-are-not-kept",
         "Under autocast that keeps no casts a weight that is used twice is cast twice.",
         "Casts are shared whether or not autocast keeps them.",
@@ -34,43 +34,45 @@ EXACTNESS = [
                 "        elif depth:\n",
             ),
         ),
-        ("tests/test_kept_casts.py::test_autocast_that_keeps_no_casts",),
+        ("tests/test_autocast_cast_cache.py::test_autocast_that_keeps_no_casts",),
     ),
-    Break(
+    Mutation(
         "evaluation-in-the-same-region",
         "A call in evaluation mode in the region of autocast of a planned one is told of.",
         "Only planned calls are noted.",
         (
             Change(
                 "planner/runtime/install.py",
-                "            if torch.is_grad_enabled() and not self._told_of_casts:\n",
+                "            if torch.is_grad_enabled() and not self._warned_of_casts:\n",
                 "            if False:\n",
             ),
         ),
-        ("tests/test_kept_casts.py::test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of",),
+        (
+            "tests/test_autocast_cast_cache.py::test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of",
+        ),
     ),
-    Break(
+    Mutation(
         "sums-in-place",
         "Gradients of a single image lie in memory as the engine's sums in place leave them.",
         "Sums are new tensors.",
         (Change("planner/graph/eager_numerics.py", "    _mark_sums_in_place(module)\n", ""),),
         ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
     ),
-    Break(
+    Mutation(
         "wrappers-around-functions",
         "A wrapper that stands in the place of one of PyTorch's functions is run once.",
         "Graphs call functions by name, and find the wrapper that was followed into them.",
         (Change("planner/runtime/backend.py", "        call_what_was_captured(graph)\n", ""),),
         ("tests/test_patches.py::test_wrappers_that_are_there_before_planning",),
     ),
-    Break(
+    Mutation(
         "wrappers-that-dynamo-takes-for-pytorch",
         "A wrapper that is there before Dynamo looks for PyTorch's functions is run once.",
         "Dynamo takes the wrapper for PyTorch's function.",
         (Change("planner/_torch/tracing/dynamo_patches.py", "    look_inside_wrappers()\n", ""),),
         ("tests/test_patches.py::test_wrappers_that_are_there_before_anything_is_compiled",),
     ),
-    Break(
+    Mutation(
         "patches-of-classes",
         "A method that is exchanged in a class after the first planned step counts.",
         "Nobody looks at classes after the first step.",
@@ -83,21 +85,29 @@ EXACTNESS = [
         ),
         ("tests/test_patches.py::test_patches_after_the_first_step_count",),
     ),
-    Break(
+    Mutation(
         "writes-in-place",
         "What is written in place into a stretch of something larger lies in memory as without a plan.",
         "Results of such writes are tensors of their own.",
         (Change("planner/_torch/joint/aot.py", "        stack.enter_context(results_in_place())\n", ""),),
         ("tests/test_in_place.py::test_recurrent_cells[GRUCell-20]",),
     ),
-    Break(
-        "turns",
+    Mutation(
+        "occurrences",
         "Layers of the same code have their own plans though one has no backward.",
         "Graphs without a backward are not counted.",
-        (Change("planner/runtime/backend.py", "        turns = matching[0].turns\n", "        turns = 0\n"),),
-        ("tests/test_uses.py::test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward",),
+        (
+            Change(
+                "planner/runtime/backend.py",
+                "        occurrences = matching[0].occurrences\n",
+                "        occurrences = 0\n",
+            ),
+        ),
+        (
+            "tests/test_per_use_gradients.py::test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward",
+        ),
     ),
-    Break(
+    Mutation(
         "numpy-draws",
         "Numpy's random numbers are numpy's.",
         "Dynamo traces numpy, as is its default.",
@@ -110,7 +120,7 @@ EXACTNESS = [
         ),
         ("tests/test_numpy.py::test_numpy_draws_and_computes_as_without_a_plan[_normal]",),
     ),
-    Break(
+    Mutation(
         "numpy-numbers",
         "A number of numpy's among a module's attributes is a constant.",
         "It is an input that changes.",
@@ -123,7 +133,7 @@ EXACTNESS = [
         ),
         ("tests/test_numpy.py::test_numbers_that_numpy_computes_are_constants[_attribute]",),
     ),
-    Break(
+    Mutation(
         "writes-through-masks",
         "Learned values that are written through a mask are planned around, and the peak is as predicted.",
         "Only indices that are numbers end a graph.",
@@ -136,7 +146,7 @@ EXACTNESS = [
         ),
         ("tests/test_numpy.py::test_a_token_that_is_written_through_a_mask",),
     ),
-    Break(
+    Mutation(
         "data-decide",
         "What cannot be traced when it runs, since data decide sizes, is told of.",
         "Dynamo goes on without the plan, without a word.",
@@ -149,7 +159,7 @@ EXACTNESS = [
         ),
         ("tests/test_numpy.py::test_what_cannot_be_traced_when_it_runs_is_told_of",),
     ),
-    Break(
+    Mutation(
         "verified-as-planned",
         "verify measures the step whose random numbers planning saw.",
         "It measures the step after that.",

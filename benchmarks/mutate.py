@@ -1,11 +1,11 @@
-"""Would the tests notice? Features are switched off one after the other, and their tests must fail.
+"""Mutation tests: each safeguard is disabled in a copy of the repository, and a test must fail.
 
-    python benchmarks/breaks.py [--only smaller-batch,gan] [--json] [--out docs/results/breaks.md]
+    python benchmarks/mutate.py [--only smaller-batch,gan] [--json] [--out docs/results/mutations.md]
 
-Each break (`benchmarks/broken/`) names a promise, changes a few lines of a copy of the repository as a
-careless change would, and names the tests that must then fail. All of these tests run once on the unbroken
-copy first, where they must pass. A break counts as noticed where pytest ran and a test failed; code that
-cannot be imported, or tests that take too long, count as nothing. The checkout is not touched.
+Each mutation (`benchmarks/mutations/`) names a promise, changes a few lines of the copy as a careless change
+would, and names the tests that must then fail. All of these tests run once on the unchanged copy first, where
+they must pass. A mutation counts as noticed where pytest ran and a test failed; code that cannot be imported,
+and tests that take too long, do not count. The checkout is not touched.
 """
 
 import argparse
@@ -28,16 +28,16 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.broken.belongings import BELONGINGS
-from benchmarks.broken.exactness import EXACTNESS
-from benchmarks.broken.files import FILES
-from benchmarks.broken.inside import INSIDE
-from benchmarks.broken.loops import LOOPS
-from benchmarks.broken.models import MODELS
-from benchmarks.broken.ranks import RANKS
-from benchmarks.broken.record import Break, StaleBreakError
-from benchmarks.broken.shapes import SHAPES
-from benchmarks.broken.steps import STEPS
+from benchmarks.mutations.belongings import BELONGINGS
+from benchmarks.mutations.exactness import EXACTNESS
+from benchmarks.mutations.files import FILES
+from benchmarks.mutations.inside import INSIDE
+from benchmarks.mutations.loops import LOOPS
+from benchmarks.mutations.models import MODELS
+from benchmarks.mutations.ranks import RANKS
+from benchmarks.mutations.record import Mutation, StaleMutationError
+from benchmarks.mutations.shapes import SHAPES
+from benchmarks.mutations.steps import STEPS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +52,7 @@ THEMES = {
     "Data-parallel training": RANKS,
     "Plan files and solvers": FILES,
 }
-BREAKS: list[Break] = [one for theme in THEMES.values() for one in theme]
+MUTATIONS: list[Mutation] = [one for theme in THEMES.values() for one in theme]
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a break: ``test`` noticed it, ``why`` it failed; where none did, why not."""
+    """The result for one mutation: the ``test`` that failed, and ``why``; where none did, why not."""
 
     name: str
     promise: str
-    switched_off: str
+    disabled: str
     noticed: bool
     test: str
     why: str
@@ -105,7 +105,7 @@ def run_tests(copy: Path, cache: Path, tests: Sequence[str], seconds: float, *op
         | {
             "PYTHONPATH": str(copy),
             "PYTHONDONTWRITEBYTECODE": "1",  # a change within a second of another would go unseen
-            "XDG_CACHE_HOME": str(cache),  # what a broken planner measures is nobody else's business
+            "XDG_CACHE_HOME": str(cache),  # what a mutated planner measures stays out of the cache
             "COLUMNS": "1000",
             "NO_COLOR": "1",
         }
@@ -139,38 +139,38 @@ def run_tests(copy: Path, cache: Path, tests: Sequence[str], seconds: float, *op
     return Outcome(status, failed, skipped, time.perf_counter() - started, "\n".join(lines[-60:]))
 
 
-def judge(one: Break, outcome: Outcome) -> Row:
-    """Whether a break was noticed."""
+def judge(one: Mutation, outcome: Outcome) -> Row:
+    """Whether a mutation was noticed."""
     noticed = outcome.status == 1 and bool(outcome.failed)
     test, why = outcome.failed[0] if noticed else ("", "")
     if outcome.status is None:
         why = "the tests took too long"
     elif not noticed:
         why = "the tests pass" if outcome.status == 0 else f"pytest ended with {outcome.status}"
-    return Row(one.name, one.promise, one.switched_off, noticed, test, why[:300], round(outcome.seconds, 1))
+    return Row(one.name, one.promise, one.disabled, noticed, test, why[:300], round(outcome.seconds, 1))
 
 
-def run(breaks: Sequence[Break], seconds: float, console: Console) -> list[Row]:
-    """Run the unbroken tests, then every break.
+def run(mutations: Sequence[Mutation], seconds: float, console: Console) -> list[Row]:
+    """Run the tests on the unchanged copy, then with every mutation.
 
     Raises:
-        StaleBreakError: A break no longer fits the code, or a test does not pass on the unbroken copy.
+        StaleMutationError: A mutation no longer fits the code, or a test fails on the unchanged copy.
     """
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="breaks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy, cache, used = (Path(folder) / name for name in ("repository", "cache", "used"))
         copy.mkdir()
         cache.mkdir()
         copy_tracked(copy)
-        broken = [one.broken_files(copy) for one in breaks]
-        tests = list(dict.fromkeys(test for one in breaks for test in one.tests))
-        console.print(f"{len(tests)} tests, unbroken")
+        mutated = [one.mutated_files(copy) for one in mutations]
+        tests = list(dict.fromkeys(test for one in mutations for test in one.tests))
+        console.print(f"{len(tests)} tests on the unchanged copy")
         outcome = run_tests(copy, cache, tests, seconds + 60 * len(tests))
         if outcome.status != 0 or outcome.skipped:
             why = "do not pass" if outcome.status else "are skipped, as something is not installed"
-            raise StaleBreakError(f"tests {why} though nothing is broken:\n{outcome.text}")
+            raise StaleMutationError(f"tests {why} on the unchanged copy:\n{outcome.text}")
         console.print(f"passed in {outcome.seconds:.0f} s")
-        for number, (one, texts) in enumerate(zip(breaks, broken, strict=True), 1):
+        for number, (one, texts) in enumerate(zip(mutations, mutated, strict=True), 1):
             shutil.rmtree(used, ignore_errors=True)
             shutil.copytree(cache, used)
             before = {path: path.read_text() for path in texts}
@@ -184,7 +184,7 @@ def run(breaks: Sequence[Break], seconds: float, console: Console) -> list[Row]:
             rows.append(judge(one, outcome))
             said = f"noticed by {rows[-1].test}" if rows[-1].noticed else f"NOT NOTICED: {rows[-1].why}"
             console.print(
-                f"{number}/{len(breaks)} {one.name}: {said} ({rows[-1].seconds:.0f} s)",
+                f"{number}/{len(mutations)} {one.name}: {said} ({rows[-1].seconds:.0f} s)",
                 markup=False,
                 soft_wrap=True,
             )
@@ -197,27 +197,27 @@ def markdown(rows: Sequence[Row]) -> str:
     """The rows as a page of the documentation."""
     found = {row.name: row for row in rows}
     lines = [
-        "# Would the tests notice?",
+        "# Mutation tests",
         "",
-        "Made by `python benchmarks/breaks.py --out docs/results/breaks.md`. What keeps a promise is",
-        "switched off, one after the other, in a copy of the repository, and the tests of that promise must",
-        "fail: not because code cannot be imported, but because what users rely on is gone. Where two rows",
-        "switch off the same, two promises hang on the same code, and each has a test that notices.",
+        "Made by `python benchmarks/mutate.py --out docs/results/mutations.md`. Each safeguard is disabled",
+        "in a copy of the repository, one after the other, and a test of what users rely on must fail. Code",
+        "that cannot be imported does not count. Where two rows disable the same code, two promises depend",
+        "on it, and each has a test.",
         "",
-        f"{sum(row.noticed for row in rows)} of {len(rows)} breaks were noticed, in "
+        f"{sum(row.noticed for row in rows)} of {len(rows)} mutations were noticed, in "
         f"{sum(row.seconds for row in rows) / 60:.0f} minutes.",
     ]
-    for theme, breaks in THEMES.items():
-        members = [found[one.name] for one in breaks if one.name in found]
+    for theme, mutations in THEMES.items():
+        members = [found[one.name] for one in mutations if one.name in found]
         if members:
             lines += [
                 "",
                 f"## {theme}",
                 "",
-                "| promise | what is switched off | test that noticed | seconds |",
+                "| promise | what is disabled | test that noticed | seconds |",
             ]
             lines += ["|---|---|---|---|"]
-            lines += [f"| {r.promise} | {r.switched_off} | {_shown(r)} | {r.seconds:.0f} |" for r in members]
+            lines += [f"| {r.promise} | {r.disabled} | {_shown(r)} | {r.seconds:.0f} |" for r in members]
     return "\n".join(lines) + "\n"
 
 
@@ -228,30 +228,30 @@ def _shown(row: Row) -> str:
     return f"`{Path(file).stem}::{test}`".replace("|", "\\|")
 
 
-def chosen(only: str | None) -> list[Break]:
-    """The breaks of some names, or all.
+def chosen(only: str | None) -> list[Mutation]:
+    """The mutations of some names, or all.
 
     Raises:
-        StaleBreakError: There is none of a name.
+        StaleMutationError: There is none of a name.
     """
-    names = {one.name: one for one in BREAKS}
+    names = {one.name: one for one in MUTATIONS}
     wanted = only.split(",") if only else list(names)
     unknown = [name for name in wanted if name not in names]
     if unknown:
-        raise StaleBreakError(f"there is no break {unknown[0]!r}; there are {', '.join(names)}")
+        raise StaleMutationError(f"there is no mutation {unknown[0]!r}; there are {', '.join(names)}")
     return [names[name] for name in wanted]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="NAME", help="names of breaks, with commas between them")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of a break")
+    parser.add_argument("--only", metavar="NAME", help="names of mutations, with commas between them")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of a mutation")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="write the table to this Markdown file as well")
     options = parser.parse_args(arguments)
     try:
         rows = run(chosen(options.only), options.timeout, Console(stderr=True))
-    except StaleBreakError as error:
+    except StaleMutationError as error:
         Console(stderr=True).print(str(error), markup=False, soft_wrap=True)
         return 2
     if options.out is not None:
@@ -259,10 +259,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
     else:
-        table = Table("promise", "what is switched off", "test that noticed", "seconds", show_lines=True)
+        table = Table("promise", "what is disabled", "test that noticed", "seconds", show_lines=True)
         for row in rows:
             noticed = row.test if row.noticed else f"NONE: {row.why}"
-            cells = (row.promise, row.switched_off, noticed, f"{row.seconds:.0f}")
+            cells = (row.promise, row.disabled, noticed, f"{row.seconds:.0f}")
             table.add_row(*map(escape, cells))
         Console().print(table)
     return 0 if all(row.noticed for row in rows) else 1

@@ -165,7 +165,7 @@ def test_uses_before_and_after_a_break_add_up_as_without_a_plan(
 ) -> None:
     torch.manual_seed(0)
     plan, _ = _exactly(build(), budget)
-    assert any(g.inputs_by_use for g in plan.graphs)
+    assert any(g.per_use_inputs for g in plan.graphs)
 
 
 @pytest.mark.heavy
@@ -174,7 +174,7 @@ def test_uses_add_up_as_without_a_plan_where_sizes_are_symbols() -> None:
     model = AnyRows()
     twin = copy.deepcopy(model)
     plan, _ = _exactly((model, (torch.randn(64, 64),), None), "min")
-    assert any(g.inputs_by_use for g in plan.graphs)
+    assert any(g.per_use_inputs for g in plan.graphs)
     plan.apply(model)
     for rows in (48, 40, 36):
         x = torch.randn(rows, 64)
@@ -195,7 +195,7 @@ def test_uses_in_the_loss_add_up_as_without_a_plan() -> None:
         return output.square().mean() + 0.01 * sum(p.square().sum() for p in model.parameters())
 
     plan, _ = _exactly((model, (torch.randint(64, (4, 16)),), loss), "min")
-    assert plan.graphs[0].inputs_by_use
+    assert plan.graphs[0].per_use_inputs
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -260,5 +260,5 @@ class FrozenFirst(nn.Module):
 def test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward() -> None:
     torch.manual_seed(0)
     plan, _ = _exactly((FrozenFirst(), (torch.randn(64, 64),), None), "min")
-    layers = [g for g in plan.graphs if g.turns == 4]
-    assert [g.turn for g in layers if g.structure == layers[0].structure] == [1, 2, 3]
+    layers = [g for g in plan.graphs if g.occurrences == 4]
+    assert [g.occurrence for g in layers if g.structure == layers[0].structure] == [1, 2, 3]

@@ -1,9 +1,9 @@
 """Breaks of what every planned step promises: the same numbers, in the memory that was predicted."""
 
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.record import Change, Mutation
 
 STEPS = [
-    Break(
+    Mutation(
         "plan-is-run",
         "A planned module recomputes what its plan says.",
         "The plan is installed, and its steps recompute nothing.",
@@ -16,7 +16,7 @@ STEPS = [
         ),
         ("tests/test_install.py::test_the_plan_is_really_run",),
     ),
-    Break(
+    Mutation(
         "freed-at-last-use",
         "The measured peak is the predicted one, to the byte.",
         "Generated code holds its results until it returns.",
@@ -29,7 +29,7 @@ STEPS = [
         ),
         ("tests/test_install.py::test_the_plan_is_really_run",),
     ),
-    Break(
+    Mutation(
         "dropout-again",
         "Dropout that is run again draws the same mask.",
         "It is run again from wherever the generator stands.",
@@ -42,7 +42,7 @@ STEPS = [
         ),
         ("tests/test_install.py::test_the_plan_is_really_run",),
     ),
-    Break(
+    Mutation(
         "generator-afterwards",
         "After a planned step the random generators stand where they stand without a plan.",
         "The generator is left where a second run of dropout has moved it.",
@@ -55,7 +55,7 @@ STEPS = [
         ),
         ("tests/test_loops.py::test_retain_graph",),
     ),
-    Break(
+    Mutation(
         "batch-norm-again",
         "Batch normalisations are run again too, without their statistics, which are updated once a step.",
         "They are never run again, as they read what the step overwrites.",

@@ -7,7 +7,7 @@ import torch.nn as nn
 from planner.capture.capture import capture
 from planner.graph.joint_graph import JointGraph
 from planner.planfile.plan import GraphRecord, Plan
-from planner.runtime.remap import adapt
+from planner.runtime.remap import remap_schedule
 from planner.training_step.step import Step
 from tests.side_by_side import Layers, layers, plan_of
 
@@ -26,10 +26,10 @@ def _record(plan: Plan) -> GraphRecord:
 def test_the_planned_graph_itself_is_followed_to_the_letter() -> None:
     model, args, _ = layers()
     record = _record(plan_of(model, args))
-    adapted = adapt(record, _joint(model))
-    assert adapted.backward == record.backward
-    assert adapted.followed == adapted.planned == len(record.recomputed)
-    assert adapted.only_less
+    remapped = remap_schedule(record, _joint(model))
+    assert remapped.backward == record.backward
+    assert remapped.followed == remapped.planned == len(record.recomputed)
+    assert remapped.only_less
 
 
 @pytest.mark.heavy
@@ -40,15 +40,15 @@ def test_every_backward_operation_runs_once_in_order_and_nothing_idle_is_re_run(
         model.requires_grad_(True)
         model.layers[frozen].requires_grad_(False)  # type: ignore[index, union-attr]
         joint = _joint(model)
-        adapted = adapt(record, joint)
+        remapped = remap_schedule(record, joint)
         split = joint.forward_length
-        assert [i for i in adapted.backward if i >= split] == list(range(split, len(joint.ops)))
+        assert [i for i in remapped.backward if i >= split] == list(range(split, len(joint.ops)))
         used: set[int] = set()
-        for index in reversed(adapted.backward):
+        for index in reversed(remapped.backward):
             op = joint.ops[index]
             assert op.backward or not used.isdisjoint(op.allocates_again)
             used.update(op.reads)
-        assert adapted.only_less
+        assert remapped.only_less
 
 
 def test_a_layer_that_is_not_there_and_one_that_is_new() -> None:
@@ -56,9 +56,9 @@ def test_a_layer_that_is_not_there_and_one_that_is_new() -> None:
     record = _record(plan_of(model, args))
     torch.manual_seed(0)
     fewer, more = _joint(Layers(2)), _joint(Layers(6))
-    assert 0 < adapt(record, fewer).followed < len(record.recomputed)
-    assert adapt(record, more).followed >= len(record.recomputed) - 1
-    assert not adapt(record, more).only_less
+    assert 0 < remap_schedule(record, fewer).followed < len(record.recomputed)
+    assert remap_schedule(record, more).followed >= len(record.recomputed) - 1
+    assert not remap_schedule(record, more).only_less
 
 
 @pytest.mark.heavy
@@ -76,4 +76,4 @@ def test_layers_that_differ_in_their_numbers_alone() -> None:
 
     model, args, _ = layers()
     record = _record(plan_of(model, args))
-    assert adapt(record, _joint(Renamed())).backward == record.backward
+    assert remap_schedule(record, _joint(Renamed())).backward == record.backward

@@ -1,11 +1,11 @@
 """Breaks of what is promised for plan files, and where a solver is missing or slow."""
 
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.record import Change, Mutation
 
 _PARSE = '            data = from_json(text, allow_inf_nan=True, cache_strings="keys")\n'
 
 FILES = [
-    Break(
+    Mutation(
         "changed-bytes",
         "A plan file with changed bytes is a plan or refused in words for people.",
         "What the parser says is passed on as it is.",
@@ -20,7 +20,7 @@ FILES = [
         ),
         ("tests/test_plan_file.py::test_any_change_of_bytes_is_a_plan_or_refused",),
     ),
-    Break(
+    Mutation(
         "changed-structure",
         "A plan file with a wrong field is refused, and the field is named.",
         "Errors say what is wrong, and not where.",
@@ -33,7 +33,7 @@ FILES = [
         ),
         ("tests/test_plan_file.py::test_a_wrong_field_is_named",),
     ),
-    Break(
+    Mutation(
         "schedule-is-checked",
         "A schedule that a file has out of order is refused when it is read.",
         "Schedules are read without a look at their order.",
@@ -46,7 +46,7 @@ FILES = [
         ),
         ("tests/test_plan_file.py::test_a_wrong_field_is_named",),
     ),
-    Break(
+    Mutation(
         "no-code",
         "Reading a plan file runs no code.",
         "What is no JSON is tried as a pickle.",
@@ -65,7 +65,7 @@ FILES = [
         ),
         ("tests/test_plan_file.py::test_reading_a_file_runs_no_code",),
     ),
-    Break(
+    Mutation(
         "no-crash",
         "No file makes reading a plan crash.",
         "Files are read by a parser that nested lists bring down.",
@@ -78,7 +78,7 @@ FILES = [
         ),
         ("tests/test_plan_file.py::test_other_json_is_refused",),
     ),
-    Break(
+    Mutation(
         "re-runs-are-checked",
         "A plan that somebody has changed cannot change what a model computes.",
         "A plan may re-run whatever it says.",
@@ -91,7 +91,7 @@ FILES = [
         ),
         ("tests/test_install.py::test_a_plan_that_was_tampered_with_cannot_change_results",),
     ),
-    Break(
+    Mutation(
         "no-partial-apply",
         "A plan that is refused for a model leaves it alone.",
         "The plan is installed before it is compared with the model.",
@@ -104,7 +104,7 @@ FILES = [
         ),
         ("tests/test_install.py::test_another_model_is_refused_and_left_alone",),
     ),
-    Break(
+    Mutation(
         "read-only-directory",
         "A read-only directory is found out before a plan is written, and named.",
         "Whether a directory takes files is not tried.",
@@ -118,7 +118,7 @@ FILES = [
         ),
         ("tests/test_plan_file.py::test_a_read_only_directory_is_named",),
     ),
-    Break(
+    Mutation(
         "disk-full",
         "A plan that no longer fits the disk leaves the file that was there.",
         "Plans are written straight into their files.",
@@ -136,7 +136,7 @@ FILES = [
         ),
         ("tests/test_plan_file.py::test_a_failing_save_leaves_what_was_there[True-os.fsync]",),
     ),
-    Break(
+    Mutation(
         "interrupted-save",
         "A save that is interrupted leaves no other file behind.",
         "Only errors are cleaned up after, not interruptions.",
@@ -149,7 +149,7 @@ FILES = [
         ),
         ("tests/test_plan_file.py::test_a_failing_save_leaves_what_was_there",),
     ),
-    Break(
+    Mutation(
         "solver-missing",
         "Without any integer solver an answer is still found, and it is said what to install.",
         "That CBC does not run is an error.",
@@ -162,7 +162,7 @@ FILES = [
         ),
         ("tests/test_portfolio.py::test_without_any_integer_solver_an_answer_is_still_found",),
     ),
-    Break(
+    Mutation(
         "solver-times-out",
         "A solver that runs out of time gives what it has, in time.",
         "HiGHS is not told its time limit.",

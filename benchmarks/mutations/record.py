@@ -1,12 +1,12 @@
-"""What a deliberate break is."""
+"""What a mutation is."""
 
 import ast
 from dataclasses import dataclass
 from pathlib import Path
 
 
-class StaleBreakError(Exception):
-    """A break that no longer fits the code."""
+class StaleMutationError(Exception):
+    """A mutation that no longer fits the code."""
 
 
 @dataclass(frozen=True)
@@ -25,28 +25,28 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Break:
+class Mutation:
     """A promise, and a change that breaks it.
 
     Attributes:
         name: What the command line calls it.
         promise: What users rely on.
-        switched_off: What the changes do, in words.
+        disabled: What the changes do, in words.
         changes: The changes.
         tests: Node ids of the tests that must notice.
     """
 
     name: str
     promise: str
-    switched_off: str
+    disabled: str
     changes: tuple[Change, ...]
     tests: tuple[str, ...]
 
-    def broken_files(self, root: Path) -> dict[Path, str]:
+    def mutated_files(self, root: Path) -> dict[Path, str]:
         """The files that the changes are of, with the text that they make of them.
 
         Raises:
-            StaleBreakError: A text to replace is not there exactly once, or what comes of it is no Python.
+            StaleMutationError: A text to replace is not there exactly once, or what comes of it is no Python.
         """
         texts: dict[Path, str] = {}
         for change in self.changes:
@@ -54,7 +54,7 @@ class Break:
             text = texts.get(path) or path.read_text()
             count = text.count(change.old)
             if count != 1:
-                raise StaleBreakError(
+                raise StaleMutationError(
                     f"{self.name}: what it changes is in {change.file} {count} times, expected once: "
                     f"{change.old.strip().splitlines()[0]!r}"
                 )
@@ -63,5 +63,5 @@ class Break:
             try:
                 ast.parse(text)
             except SyntaxError as error:
-                raise StaleBreakError(f"{self.name}: {path.name} is no Python any more: {error}") from error
+                raise StaleMutationError(f"{self.name}: {path.name} is no longer Python: {error}") from error
         return texts

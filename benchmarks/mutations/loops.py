@@ -1,6 +1,6 @@
 """Breaks of what is promised for training loops: autocast, accumulation, losses, derivatives."""
 
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.record import Change, Mutation
 
 DROPS_GRADIENTS = Change(
     "planner/runtime/install.py",
@@ -32,12 +32,12 @@ WRITES_GRADIENTS_ITSELF = Change(
 )
 ABSENT_IS_ZERO = Change(
     "planner/hooks/undefined_gradients.py",
-    "        if absent:\n            self._told.absent = absent\n",
-    "        if absent == frozenset(self._tangents.values()):\n            self._told.absent = absent\n",
+    "        if absent:\n            self._next_call.absent = absent\n",
+    "        if absent == frozenset(self._tangents.values()):\n            self._next_call.absent = absent\n",
 )
 
 LOOPS = [
-    Break(
+    Mutation(
         "autocast-bfloat16",
         "A loop under autocast to bfloat16 trains as without a plan.",
         "The planned call runs outside of the region of autocast that it is in.",
@@ -51,7 +51,7 @@ LOOPS = [
         ),
         ("tests/test_loops.py::test_autocast_with_a_gradient_scaler[dtype0]",),
     ),
-    Break(
+    Mutation(
         "autocast-backward",
         "Backward is not under autocast though the forward is.",
         "The backward is traced under the autocast of the forward.",
@@ -64,7 +64,7 @@ LOOPS = [
         ),
         ("tests/test_loops.py::test_backward_is_not_under_autocast_though_the_forward_is",),
     ),
-    Break(
+    Mutation(
         "autocast-float16-scaler",
         "Autocast to float16 with a GradScaler trains as without a plan, skipped steps included.",
         "Gradients of scalar outputs are taken to be one, as if the loss was never scaled.",
@@ -83,7 +83,7 @@ LOOPS = [
         ),
         ("tests/test_loops.py::test_autocast_with_a_gradient_scaler[dtype1]",),
     ),
-    Break(
+    Mutation(
         "casts-are-shared",
         "A weight that is used twice in a region of autocast is cast once, as without a plan.",
         "Casts of one weight are left as AOTAutograd traces them, one for each use.",
@@ -96,7 +96,7 @@ LOOPS = [
         ),
         ("tests/test_loops.py::test_weights_that_are_used_twice_under_autocast",),
     ),
-    Break(
+    Mutation(
         "calls-in-one-region",
         "Gradients of several calls inside one region of autocast meet as without a plan.",
         "Each call casts its gradients back by itself.",
@@ -108,16 +108,18 @@ LOOPS = [
                 "                total = later + total\n",
             ),
         ),
-        ("tests/test_kept_casts.py::test_gradients_of_calls_in_one_region_meet_as_without_a_plan[kind0]",),
+        (
+            "tests/test_autocast_cast_cache.py::test_gradients_of_calls_in_one_region_meet_as_without_a_plan[kind0]",
+        ),
     ),
-    Break(
+    Mutation(
         "accumulation",
         "Gradients are accumulated over several backwards; zero_grad(set_to_none=False) keeps its tensors.",
         "A planned call drops the gradients that are there when it begins.",
         (DROPS_GRADIENTS,),
         ("tests/test_loops.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
     ),
-    Break(
+    Mutation(
         "clipping",
         "Norms by which gradients are clipped are those without a plan, to the last bit.",
         "What the forward saves for the backward is rounded to bfloat16.",
@@ -140,7 +142,7 @@ LOOPS = [
         ),
         ("tests/test_loops.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
     ),
-    Break(
+    Mutation(
         "zero-grad-to-none",
         "After zero_grad(set_to_none=True) what the loss does not reach keeps no gradient at all.",
         "A planned call makes gradients of zeros where there are none.",
@@ -156,27 +158,27 @@ LOOPS = [
         ),
         ("tests/test_loops.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[logits_loss]",),
     ),
-    Break(
+    Mutation(
         "several-losses",
         "Several losses and outputs, each with a backward of its own.",
         "Outputs without a gradient count as outputs with a gradient of zeros.",
         (ABSENT_IS_ZERO,),
         ("tests/test_loops.py::test_two_losses_with_a_backward_each",),
     ),
-    Break(
+    Mutation(
         "output-used-again",
         "An output that the loss stops using leaves no gradient, and one that it uses again does.",
         "Which outputs had no gradient is remembered from one backward to the next.",
         (
             Change(
                 "planner/hooks/undefined_gradients.py",
-                'self._told.__dict__.pop("absent", None)',
-                'self._told.__dict__.get("absent", None)',
+                'self._next_call.__dict__.pop("absent", None)',
+                'self._next_call.__dict__.get("absent", None)',
             ),
         ),
         ("tests/test_loops.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[extra_loss]",),
     ),
-    Break(
+    Mutation(
         "unused-outputs",
         "A gradient for an output that the plan takes for unused is an error, not lost.",
         "Outputs that are cut off do not say so when they are used.",
@@ -189,28 +191,28 @@ LOOPS = [
         ),
         ("tests/test_install.py::test_a_gradient_where_the_plan_expects_none_is_an_error_not_a_zero",),
     ),
-    Break(
+    Mutation(
         "inputs-need-gradients",
         "Inputs that need gradients get them, and so does what comes before the module.",
         "The planned call detaches its inputs.",
         (DETACHES_INPUTS,),
         ("tests/test_loops.py::test_inputs_that_need_gradients",),
     ),
-    Break(
+    Mutation(
         "autograd-grad",
         "torch.autograd.grad gives the gradients of some or all parameters, and writes to none.",
         "The planned backward writes to .grad by itself, past the autograd engine.",
         (WRITES_GRADIENTS_ITSELF,),
         ("tests/test_loops.py::test_autograd_grad_of_some_and_of_all_parameters",),
     ),
-    Break(
+    Mutation(
         "optimizer-in-backward",
         "Optimizers that step in hooks after a gradient is accumulated do so.",
         "The planned backward writes to .grad by itself, past the autograd engine.",
         (WRITES_GRADIENTS_ITSELF,),
         ("tests/test_loops.py::test_an_optimizer_that_steps_inside_backward",),
     ),
-    Break(
+    Mutation(
         "retain-graph",
         "backward(retain_graph=True), and backward once more.",
         "What the forward saves is donated to the backward.",
@@ -223,30 +225,30 @@ LOOPS = [
         ),
         ("tests/test_loops.py::test_retain_graph",),
     ),
-    Break(
+    Mutation(
         "double-backward",
         "Gradients of gradients (create_graph=True) are those without a plan, and it is said.",
         "Nothing looks whether a backward is to be differentiable.",
         (
             Change(
                 "planner/runtime/backend.py",
-                "Meetings(warn), backward, second_order, again,\n",
-                "Meetings(warn), backward, again,\n",
+                "            backward, double_backward, again,\n",
+                "            backward, again,\n",
             ),
         ),
         ("tests/test_loops.py::test_a_gradient_penalty_falls_back_to_the_original_and_says_so",),
     ),
-    Break(
+    Mutation(
         "gradients-from-outside",
         "Gradients that meet a shared weight's from outside the planned step are told of.",
         "Nothing looks at what gradients meet.",
         (
             Change(
                 "planner/runtime/backend.py",
-                "Expected(warn), Meetings(warn), backward",
-                "Expected(warn), backward",
+                "TangentLayoutCheck(warn), ExternalAccumulationCheck(warn),\n",
+                "TangentLayoutCheck(warn),\n",
             ),
         ),
-        ("tests/test_meetings.py::test_a_weight_that_is_used_elsewhere_too_is_told_of_once",),
+        ("tests/test_external_accumulation.py::test_a_weight_that_is_used_elsewhere_too_is_told_of_once",),
     ),
 ]

@@ -1,6 +1,6 @@
 """Breaks of what is promised for what users have inside their modules."""
 
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.record import Change, Mutation
 
 _COPIED = "    loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))\n"
 
@@ -34,21 +34,21 @@ def _strips(*kinds: str) -> Change:
 
 
 INSIDE = [
-    Break(
+    Mutation(
         "checkpoints-of-the-user",
         "The user's own torch.utils.checkpoint calls are seen through.",
         "A graph ends at each call of torch.utils.checkpoint.",
         (CHECKPOINTS_END_GRAPHS,),
         ("tests/test_inside.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
     ),
-    Break(
+    Mutation(
         "gradient-checkpointing-enable",
         "gradient_checkpointing_enable() of Hugging Face's models is seen through.",
         "A graph ends at each call of torch.utils.checkpoint.",
         (CHECKPOINTS_END_GRAPHS,),
         ("tests/test_inside.py::test_gradient_checkpointing_of_hugging_face_is_seen_through",),
     ),
-    Break(
+    Mutation(
         "checkpoints-are-said",
         "The plan says how many checkpoints of the user's it sees through.",
         "The notes of a plan leave them out.",
@@ -61,21 +61,21 @@ INSIDE = [
         ),
         ("tests/test_inside.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
     ),
-    Break(
+    Mutation(
         "forward-hooks",
         "Forward hooks on submodules are planned, and run.",
         "The copy that is captured has no forward hooks.",
         (_strips("_forward_hooks", "_forward_pre_hooks"),),
         ("tests/test_inside.py::test_forward_hooks_on_submodules_change_what_is_computed",),
     ),
-    Break(
+    Mutation(
         "backward-hooks",
         "Backward hooks on submodules are planned, and run.",
         "The copy that is captured has no backward hooks.",
         (_strips("_backward_hooks", "_backward_pre_hooks"),),
         ("tests/test_inside.py::test_backward_hooks_on_submodules_change_gradients",),
     ),
-    Break(
+    Mutation(
         "outer-hooks",
         "Hooks on the planned module itself run.",
         "The planned call goes past the module's hooks.",
@@ -88,14 +88,14 @@ INSIDE = [
         ),
         ("tests/test_install.py::test_hooks_on_the_outside_run",),
     ),
-    Break(
+    Mutation(
         "autograd-function",
         "A torch.autograd.Function of the user's is captured with its own backward.",
         "A graph ends at each function of the user's.",
         (_ends_graphs("misc import AutogradFunctionVariable", "call_apply"),),
         ("tests/test_operators.py::test_a_custom_autograd_function",),
     ),
-    Break(
+    Mutation(
         "autograd-function-breaks",
         "A torch.autograd.Function of the user's that breaks the graph inside is planned around.",
         "Graphs are traced with gradients on, wherever they were captured.",
@@ -108,7 +108,7 @@ INSIDE = [
         ),
         ("tests/test_operators.py::test_a_custom_autograd_function_that_breaks_the_graph",),
     ),
-    Break(
+    Mutation(
         "custom-operators",
         "Operators of torch.library that draw random numbers draw the same when they are run again.",
         "Only PyTorch's own operators are run again from the state of the generator.",
@@ -121,7 +121,7 @@ INSIDE = [
         ),
         ("tests/test_operators.py::test_an_operator_that_draws_numbers_draws_the_same_again",),
     ),
-    Break(
+    Mutation(
         "in-place",
         "Operations in place: what reads a buffer or input that the forward changes is not run again.",
         "What the forward overwrites is not known.",
@@ -134,7 +134,7 @@ INSIDE = [
         ),
         ("tests/test_inside.py::test_a_buffer_that_the_forward_changes",),
     ),
-    Break(
+    Mutation(
         "layerdrop",
         "Layers that are left out by Python's random numbers: planning draws none of the user's.",
         "Planning does not put Python's generator back.",
@@ -147,7 +147,7 @@ INSIDE = [
         ),
         ("tests/test_inside.py::test_layers_that_are_left_out_by_chance[DroppedByPython]",),
     ),
-    Break(
+    Mutation(
         "cache",
         "Planning does not fill caches of the user's module.",
         "The captured copy shares dictionaries and lists with the module, and does not put them back.",
@@ -168,20 +168,20 @@ INSIDE = [
         ),
         ("tests/test_inside.py::test_a_cache_that_the_first_forward_fills",),
     ),
-    Break(
+    Mutation(
         "path-not-planned",
-        "A path of the forward that the plan has not seen is told of.",
-        "Such a path is adapted to without a word.",
+        "A path of the forward that the plan has not seen gives a warning.",
+        "The schedule is remapped to such a path without a warning.",
         (
             Change(
                 "planner/runtime/backend.py",
-                "                warn(told)\n            return adapted.backward\n",
-                "                logger.info(told)\n            return adapted.backward\n",
+                "                warn(message)\n            return remapped.backward\n",
+                "                logger.info(message)\n            return remapped.backward\n",
             ),
         ),
         ("tests/test_install.py::test_a_path_that_was_not_planned_is_right_and_said",),
     ),
-    Break(
+    Mutation(
         "breaks-in-loops",
         "Graph breaks inside loops leave graphs that are planned.",
         "Dynamo gives up a function whose loop breaks.",
@@ -192,6 +192,6 @@ INSIDE = [
                 "    _break_at_indices",
             ),
         ),
-        ("tests/test_ladder.py::test_breaks_inside_a_loop_leave_graphs_that_are_planned",),
+        ("tests/test_capture_coverage.py::test_breaks_inside_a_loop_leave_graphs_that_are_planned",),
     ),
 ]

@@ -13,7 +13,7 @@ from planner._torch import modules
 from planner.capture.capture import capture
 from planner.report.text import render
 from planner.training_step.step import Step
-from tests.small import Built, broken, small_gpt
+from tests.small import Built, graph_break_model, small_gpt
 from tests.zoo import build
 
 
@@ -28,19 +28,19 @@ def planned(built: Built, budget: str = "min") -> planner.Plan:
     return plan
 
 
-# ---- the rungs ----------------------------------------------------------------------------------------
+# ---- capture coverage --------------------------------------------------------------------------------------
 
 
 @pytest.mark.heavy
 def test_one_graph_says_nothing_about_breaks() -> None:
     plan = planned(small_gpt())
-    assert plan.rung == "one-graph"
+    assert plan.coverage == "one-graph"
     assert not any("graphs" in note for note in plan.notes)
 
 
 def test_a_graph_break_is_named_by_its_line() -> None:
-    plan = planned(broken())
-    assert plan.rung == "several-graphs"
+    plan = planned(graph_break_model())
+    assert plan.coverage == "several-graphs"
     (note,) = [n for n in plan.notes if "graphs" in n]
     assert "small.py" in note
     assert "graph_break()" in note
@@ -67,7 +67,7 @@ class LoopWithBreaks(nn.Module):
 def test_breaks_inside_a_loop_leave_graphs_that_are_planned() -> None:
     torch.manual_seed(0)
     plan = planned((LoopWithBreaks().train(), (torch.randn(64, 32),), {}))
-    assert plan.rung == "several-graphs"
+    assert plan.coverage == "several-graphs"
     assert len(plan.graphs) == 5
     assert any(graph.recomputed for graph in plan.graphs)
 
@@ -88,14 +88,14 @@ class Translates(nn.Module):
 def test_breaks_inside_pytorchs_modules_leave_graphs_that_are_planned() -> None:
     torch.manual_seed(0)
     plan = planned((Translates().train(), (torch.randn(4, 24, 32), torch.randn(4, 16, 32)), {}))
-    assert plan.rung == "several-graphs"
+    assert plan.coverage == "several-graphs"
     assert sum(len(graph.ops) for graph in plan.graphs) > 100
 
 
 @pytest.mark.heavy
 def test_what_no_graph_covers_runs_as_written_and_is_counted() -> None:
     plan = planned(build("nn_routed_experts"))
-    assert plan.rung == "partly-captured"
+    assert plan.coverage == "partly-captured"
     assert plan.predicted.dynamic_peak_bytes < plan.no_recompute.dynamic_peak_bytes
     assert any("run as written" in note for note in plan.notes)
     assert any("difficult.py" in note and "nonzero" in note for note in plan.notes)
@@ -126,7 +126,7 @@ def test_what_cannot_be_planned_says_what_to_do_and_leaves_the_model_alone(name:
 def test_the_rung_is_shown() -> None:
     from rich.console import Console
 
-    model, args, kwargs = broken()
+    model, args, kwargs = graph_break_model()
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render(planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")))
     assert "as several graphs (2)" in console.export_text()
@@ -162,7 +162,7 @@ def test_a_loop_over_experts_is_planned_around_their_indices() -> None:
     torch.manual_seed(0)
     model, args = LoopOverExperts(), (torch.randn(48, 32),)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")
-    assert plan.rung == "partly-captured"
+    assert plan.coverage == "partly-captured"
     report = planner.verify(model, args, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
@@ -230,7 +230,7 @@ class Asks(nn.Module):
 @pytest.mark.parametrize("question", [torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling])
 def test_who_asks_whether_it_is_compiled_gets_eagers_answer(question: Callable[[], bool]) -> None:
     torch.manual_seed(0)
-    assert planned((Asks(question).train(), (torch.randn(64, 64),), {})).rung == "one-graph"
+    assert planned((Asks(question).train(), (torch.randn(64, 64),), {})).coverage == "one-graph"
 
 
 class Masked(nn.Module):

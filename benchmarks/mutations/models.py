@@ -1,6 +1,6 @@
 """Breaks of what is promised for models: which parameters train, and what becomes of a planned module."""
 
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.record import Change, Mutation
 
 _HELD = (
     "        first: list[Any] = []\n"
@@ -48,14 +48,14 @@ def _reused_buffers(made: str, key: str) -> Change:
 
 
 MODELS = [
-    Break(
+    Mutation(
         "frozen-layers",
         "Frozen layers are planned as frozen, and stay so.",
         "A module is captured with all of its parameters trainable.",
         (TRAINS_ALL,),
         ("tests/test_loops.py::test_lora_in_a_frozen_transformer",),
     ),
-    Break(
+    Mutation(
         "lora",
         "LoRA: the base stays frozen, the correction trains, the peak is the planned one.",
         "A module with a plan has all of its parameters trainable.",
@@ -68,27 +68,27 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_lora_in_a_frozen_transformer",),
     ),
-    Break(
+    Mutation(
         "toggling-requires-grad",
         "Layers that are frozen and thawed after apply train by what is left of the plan.",
         "Where other parameters train than planned, nothing is recomputed.",
         (
             Change(
                 "planner/runtime/backend.py",
-                "            return adapted.backward\n        same = ",
+                "            return remapped.backward\n        same = ",
                 "            return no_recomputation(joint)\n        same = ",
             ),
         ),
         ("tests/test_loops.py::test_layers_that_are_frozen_and_thawed_after_apply_follow_the_plan",),
     ),
-    Break(
+    Mutation(
         "tied-weights",
         "Tied weights are one weight, whose gradients are added up as without a plan.",
-        "Gradients are handed out use by use, and only that of the last use is added up.",
+        "Of per-use gradients only that of the last use is added up.",
         (
             Change(
                 "planner/runtime/backend.py",
-                "        by_use = record.inputs_by_use if record is not None else []\n",
+                "        by_use = record.per_use_inputs if record is not None else []\n",
                 "        by_use = list(range(len(example_inputs)))\n",
             ),
             Change(
@@ -99,10 +99,10 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_tied_weights",),
     ),
-    Break(
+    Mutation(
         "tied-across-graphs",
         "The uses of a weight in several graphs are added up in the order in which they are without a plan.",
-        "Graphs are never asked for gradients use by use.",
+        "Graphs are never asked for per-use gradients.",
         (
             Change(
                 "planner/capture/external_accumulation.py",
@@ -110,9 +110,9 @@ MODELS = [
                 "    for graph, positions in dict[int, set[int]]().items():\n",
             ),
         ),
-        ("tests/test_uses.py::test_uses_add_up_as_without_a_plan_where_sizes_are_symbols",),
+        ("tests/test_per_use_gradients.py::test_uses_add_up_as_without_a_plan_where_sizes_are_symbols",),
     ),
-    Break(
+    Mutation(
         "weight-norm",
         "torch.nn.utils.weight_norm, whose weights are made by a hook before each forward.",
         "Only parameters and buffers lose their data in the copy that is captured.",
@@ -125,7 +125,7 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_weight_norm_and_spectral_norm_by_hooks",),
     ),
-    Break(
+    Mutation(
         "spectral-norm",
         "spectral_norm: its buffers are updated once a step, and never read again after that.",
         "Operations that read what the step overwrites may be run again.",
@@ -138,7 +138,7 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_parametrizations_and_their_buffers",),
     ),
-    Break(
+    Mutation(
         "ema",
         "An average of weights that is kept in a deep copy is computed with the copy's weights.",
         "Deep copies share the installed call, which is bound to the original.",
@@ -151,7 +151,7 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_an_average_of_weights_kept_in_a_copy",),
     ),
-    Break(
+    Mutation(
         "deepcopy",
         "A deep copy of a planned module trains by the plan.",
         "Deep copies are made without the plan.",
@@ -164,7 +164,7 @@ MODELS = [
         ),
         ("tests/test_install.py::test_copies_and_pickles_train_by_the_plan",),
     ),
-    Break(
+    Mutation(
         "pickle",
         "pickle and torch.save(model): what is loaded trains by the plan.",
         "Pickles hold no plan.",
@@ -179,7 +179,7 @@ MODELS = [
         ),
         ("tests/test_install.py::test_copies_and_pickles_train_by_the_plan",),
     ),
-    Break(
+    Mutation(
         "no-grad-between",
         "A forward under no_grad, or in eval mode, is the module's own.",
         "Forwards under no_grad go through the plan.",
@@ -192,7 +192,7 @@ MODELS = [
         ),
         ("tests/test_install.py::test_eval_no_grad_and_inference_mode_run_the_original",),
     ),
-    Break(
+    Mutation(
         "no-grad-state",
         "A forward under no_grad between two training forwards changes nothing of theirs.",
         "After a forward without gradients the module runs without its plan.",
@@ -206,7 +206,7 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_forwards_without_gradients_and_in_eval_mode_in_between",),
     ),
-    Break(
+    Mutation(
         "gan",
         "Two planned modules in one step, as in a GAN.",
         "What forwards save lies in buffers that all planned modules share.",
@@ -220,7 +220,7 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_a_generator_and_a_discriminator",),
     ),
-    Break(
+    Mutation(
         "called-twice",
         "The same module called twice in one step.",
         "What a forward saves lies in buffers that its next call writes to.",
@@ -230,7 +230,7 @@ MODELS = [
             "tests/test_loops.py::test_one_module_called_twice_in_a_step",
         ),
     ),
-    Break(
+    Mutation(
         "two-instances",
         "One plan on two instances; each runs its own weights.",
         "The plan is installed in the module's class.",
@@ -243,7 +243,7 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_one_plan_on_two_instances",),
     ),
-    Break(
+    Mutation(
         "generate",
         "Hugging Face's generate() between training steps, in train and in eval mode.",
         "Calls that run the original lose their keyword arguments.",
@@ -256,28 +256,28 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_generating_between_training_steps",),
     ),
-    Break(
+    Mutation(
         "to-dtype",
         "model.to(dtype) after apply: right, and said where it takes more memory.",
         "Operations that produce more bytes than planned are not told of.",
         (
             Change(
                 "planner/runtime/backend.py",
-                "if not same and _grown(record, joint) and not self._told_of_shapes():",
-                "if not same and _grown(record, joint) and self._told_of_shapes():",
+                "if not same and _grown(record, joint) and not self._warned_of_shapes():",
+                "if not same and _grown(record, joint) and self._warned_of_shapes():",
             ),
         ),
         ("tests/test_loops.py::test_another_dtype_after_apply_is_said_and_right[dtype1]",),
     ),
-    Break(
+    Mutation(
         "to-device",
         "model.to(device) and back after apply (here the meta device and the CPU): the plan goes on.",
         "A module whose parameters are other tensors than at apply runs without its plan.",
         (
             Change(
                 "planner/runtime/install.py",
-                "        self._told_of_casts = False\n",
-                "        self._told_of_casts = False\n"
+                "        self._warned_of_casts = False\n",
+                "        self._warned_of_casts = False\n"
                 "        self._known = [id(p) for p in model.parameters()]\n",
             ),
             Change(
@@ -290,7 +290,7 @@ MODELS = [
         ),
         ("tests/test_loops.py::test_new_weights_and_a_trip_to_another_device",),
     ),
-    Break(
+    Mutation(
         "load-state-dict",
         "load_state_dict after apply, with and without assign=True.",
         "Graphs hold on to the parameters of their first call.",

@@ -1,9 +1,9 @@
 """Breaks of what planning promises to leave alone: everything of the user's."""
 
-from benchmarks.broken.record import Break, Change
+from benchmarks.mutations.record import Change, Mutation
 
 BELONGINGS = [
-    Break(
+    Mutation(
         "gradients-after-planning",
         "Planning leaves the user's gradients alone, whatever a copy of the module still holds on to.",
         "Gradients that arrived are not taken away again.",
@@ -16,7 +16,7 @@ BELONGINGS = [
         ),
         ("tests/test_intact.py::test_modules_from_around_a_function_are_left_alone",),
     ),
-    Break(
+    Mutation(
         "data-after-planning",
         "Where the step is captured with data, statistics of modules from around it stay as they were.",
         "What was written to is not put back.",
@@ -29,7 +29,7 @@ BELONGINGS = [
         ),
         ("tests/test_intact.py::test_modules_from_around_a_function_are_left_alone",),
     ),
-    Break(
+    Mutation(
         "variables-after-planning",
         "Planning leaves no tensors without data in the user's variables.",
         "Only tensors are put back.",
@@ -45,7 +45,7 @@ BELONGINGS = [
             "tests/test_intact.py::test_what_a_loss_refers_to_is_left_alone",
         ),
     ),
-    Break(
+    Mutation(
         "inputs-overwritten",
         "Planned with inputs='overwritten', what the user writes into inputs and biases changes no gradient.",
         "Re-runs read the inputs themselves.",
@@ -58,7 +58,7 @@ BELONGINGS = [
         ),
         ("tests/test_overwritten.py::test_what_is_overwritten_is_not_read_again",),
     ),
-    Break(
+    Mutation(
         "inputs-changed",
         "A change in place of what only a plan reads again is an error that names the plan and the remedy.",
         "Nobody looks before PyTorch does.",
@@ -71,7 +71,7 @@ BELONGINGS = [
         ),
         ("tests/test_overwritten.py::test_the_error_names_what_changed_the_plan_and_the_remedy",),
     ),
-    Break(
+    Mutation(
         "other-memory",
         "A weight that is given other memory before the backward keeps the gradients of the old one.",
         "Re-runs and views read what the weight has by then.",
