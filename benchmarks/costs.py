@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.models import REFERENCE, build
 from planner.planfile.atomic_file import write_atomically
-from planner.planning.prepare import CostSource, Prepared, prepare
+from planner.planning.options import CostSource, PlanOptions
+from planner.planning.prepare import Prepared, prepare
 from planner.training_step.step import Step
 from planner.verification.measure import measure_seconds
 from solvers import portfolio
@@ -32,9 +33,7 @@ def prepared(name: str, costs: CostSource, small: bool) -> Prepared:
     """A reference model's step, with costs from one source."""
     model, args, kwargs = build(name, small=small)
     step = Step(tuple(args), kwargs)
-    return prepare(
-        model, step, optimizer=None, device=None, costs=costs, progress=lambda text, fraction: None
-    )
+    return prepare(model, step, PlanOptions(costs=costs))
 
 
 def by_operator(step: Prepared) -> dict[str, float]:

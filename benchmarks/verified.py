@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import planner
 from planner.planfile.budget import Budget
 from planner.planning.make_plan import make_plan
+from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.solve import room_bytes
 from planner.training_step.step import Step
@@ -33,7 +34,7 @@ def rows(models: list[str], solvers: list[str], budgets: list[str]) -> list[dict
     for name in models:
         model, args, kwargs = build(name)
         step = Step(args, kwargs)
-        prepared = prepare(model, step, optimizer=None, device=None, progress=lambda text, fraction: None)
+        prepared = prepare(model, step, PlanOptions())
         for text in budgets:
             budget = prepared.budget(text)
             for solver in solvers:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import planner
 from planner.errors import PlanWarning
 from planner.planning.make_plan import make_plan
+from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.solve import room_bytes
 from planner.training_step.step import Step
@@ -57,7 +58,7 @@ def _measure(name: str, budgets: list[str], solver: str, seconds: float, row: di
     model, args, kwargs = zoo.build(name)
     started = time.process_time()
     step = Step(args, kwargs, zoo.scalar_loss)
-    prepared = prepare(model, step, optimizer=None, device=None, progress=lambda text, fraction: None)
+    prepared = prepare(model, step, PlanOptions())
     row["capture_seconds"] = round(time.process_time() - started, 2)
     row["budgets"] = {}
     for text in budgets:

@@ -3,60 +3,42 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from planner._torch.cuda.attention import Attention
-from planner.costs.devices import Device
-from planner.costs.optimizer_step import Optimizer
 from planner.errors import BudgetError
-from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import Plan
 from planner.planning.make_plan import make_plan
-from planner.planning.option_checks import check_options
-from planner.planning.prepare import CostSource, prepare
-from planner.planning.solve import (
-    Progress,
-    find_solver,
-    infeasible,
-    least_whole_step,
-    no_report,
-    plan_prepared,
-    room_bytes,
+from planner.planning.options import (
+    PlanKeywords,
+    StepKeywords,
+    check_options,
+    read_options,
+    shows_options,
 )
+from planner.planning.prepare import prepare
+from planner.planning.solve import find_solver, infeasible, least_whole_step, plan_prepared, room_bytes
 from planner.planning.solve_for import solve_for
 from planner.problem.selection import select
+from planner.progress import Progress, no_report
 from planner.runtime.install import apply
 from planner.runtime.shape_policy import OnNewShape, checked
 from planner.training_step.inputs import Inputs, read_step
-from planner.training_step.step import Loss, Outputs
 from solvers import portfolio
 from solvers.model.schedule import simulate
 
 
+@shows_options(PlanKeywords)
 def plan(
     model: torch.nn.Module,
     args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: int | str,
-    solver: str = "auto",
-    loss: Loss | None = None,
-    outputs: Outputs = "held",
-    optimizer: Optimizer | None = None,
-    device: str | torch.device | Device | None = None,
-    attention: Attention | None = None,
-    accumulate: bool | None = None,
-    costs: CostSource = "roofline",
-    training: bool = True,
-    inputs: InputsAre = "unchanged",
-    time_limit: float = 60,
-    keep: Sequence[str] = (),
-    recompute: Sequence[str] = (),
-    checkpoints: Sequence[str] = (),
     progress: Progress | None = None,
+    **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Plan a training step within a memory budget. Nothing of the module's is changed or run.
 
@@ -70,31 +52,8 @@ def plan(
             least at no more than 33 % extra time. On a GPU it bounds what the device must have: allocated
             bytes, a reserve for fragmentation, libraries and the context (``plan.whole_step`` tells them
             apart).
-        solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
-        loss: Makes the scalar loss of the module's output, where the module does not return it
-            (itself, or as ``output.loss``). Without either, the step differentiates all outputs.
-        outputs: Whether the training loop still has the module's outputs while backward runs: "held", as
-            in ``out = model(x); out.loss.backward()``, or "dropped", as in ``model(x).loss.backward()`` and
-            in trainers, which hand on the loss alone. Dropped outputs are not counted.
-        optimizer: An instance, class or name; its state counts as resident, and its step must fit.
-        device: Where the step will run: None for where the model is, or the name of a device.
-        attention: Planning for a GPU without one: the kernel of scaled dot product attention, "cudnn",
-            "flash", "efficient" or "math"; None for what PyTorch would choose there.
-        accumulate: Whether gradients are there already when the step begins and are added to, as with
-            several micro-batches a step; None: as the parameters' are now.
-        costs: Where the seconds of operations come from: "roofline", from the device's figures, or
-            "measured", which times each distinct one on the device at hand and remembers it.
-        training: Whether the module will train in training mode, in which it is planned whatever mode it is
-            in now; False for evaluation mode (dropout off, running statistics as they are).
-        inputs: What happens to inputs, buffers and biases between forward and backward: "unchanged", then
-            the backward may read them again, or "overwritten", then it reads copies, whose bytes count.
-        time_limit: Wall seconds for the solver.
-        keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
-            ("aten.native_layer_norm") or patterns of either ("encoder.layer.*.attention").
-        recompute: Never keep what matches.
-        checkpoints: Keep the results of these modules and recompute all else, if nothing else is
-            said by ``solver="manual"``: checkpointing by hand.
         progress: Called with a text and a fraction from 0 to 1.
+        **options: See :class:`planner.planning.options.PlanOptions`.
 
     Returns:
         The plan; ``plan.apply(model)`` installs it, ``plan.save(path)`` writes it.
@@ -109,46 +68,22 @@ def plan(
         InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would,
             and what "min" takes.
     """
-    check_options(
-        attention=attention,
-        accumulate=accumulate,
-        time_limit=time_limit,
-        keep=keep,
-        recompute=recompute,
-        checkpoints=checkpoints,
-        progress=progress,
-    )
+    check_options(progress=progress)
+    wanted = read_options("plan", PlanKeywords, options)
     report = progress or no_report
-    find_solver(solver)
-    checked_inputs(inputs)
+    find_solver(wanted.solver)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
-    step = replace(read_step(model, args, kwargs, loss, outputs, of="plan"), training=training)
+    step = read_step(model, args, kwargs, wanted.loss, wanted.outputs, of="plan")
     prepared = prepare(
         model,
-        step,
-        optimizer=optimizer,
-        device=device,
-        attention=attention,
-        accumulate=accumulate,
-        costs=costs,
-        inputs=inputs,
+        replace(step, training=wanted.training),
+        wanted,
         progress=lambda text, fraction: report(text, 0.7 * fraction),
     )
-    return plan_prepared(
-        prepared,
-        budget,
-        replace(
-            prepared.options,
-            solver=solver,
-            time_limit=time_limit,
-            keep=keep,
-            recompute=recompute,
-            checkpoints=checkpoints,
-        ),
-        progress=lambda text, fraction: report(text, 0.7 + 0.3 * fraction),
-    )
+    return plan_prepared(prepared, budget, progress=lambda text, fraction: report(text, 0.7 + 0.3 * fraction))
 
 
+@shows_options(StepKeywords)
 def sweep(
     model: torch.nn.Module,
     args: Inputs = (),
@@ -156,19 +91,11 @@ def sweep(
     *,
     budgets: Sequence[int | str] | int | str | None = None,
     points: int = 20,
-    loss: Loss | None = None,
-    outputs: Outputs = "held",
-    optimizer: Optimizer | None = None,
-    device: str | torch.device | Device | None = None,
-    attention: Attention | None = None,
-    accumulate: bool | None = None,
-    costs: CostSource = "roofline",
-    training: bool = True,
-    inputs: InputsAre = "unchanged",
     time_limit: float = 300,
     keep: Sequence[str] = (),
     recompute: Sequence[str] = (),
     progress: Progress | None = None,
+    **options: Unpack[StepKeywords],
 ) -> list[Plan]:
     """Plan for many budgets at once: what memory costs in time.
 
@@ -179,6 +106,7 @@ def sweep(
         budgets: One or several, as for :func:`plan`; None for ``points`` budgets, evenly spaced from the
             step that recomputes nothing to the least peak that can be reached.
         time_limit: Wall seconds for all budgets together.
+        **options: See :class:`planner.planning.options.PlanOptions`.
 
     All other arguments and errors are those of :func:`plan`; budgets that cannot be met are left out
     unless all are.
@@ -186,14 +114,9 @@ def sweep(
     Returns:
         The plans, largest budget first.
     """
-    check_options(
-        points=points,
-        attention=attention,
-        accumulate=accumulate,
-        time_limit=time_limit,
-        keep=keep,
-        recompute=recompute,
-        progress=progress,
+    check_options(points=points, progress=progress)
+    given = read_options(
+        "sweep", StepKeywords, options, time_limit=time_limit, keep=keep, recompute=recompute
     )
     report = progress or no_report
     if isinstance(budgets, str | int | float):
@@ -202,16 +125,11 @@ def sweep(
         parse_budget(budget, 2**60)
     if budgets is not None and not len(budgets):
         raise BudgetError("sweep needs a budget: leave budgets= out for points=20 of them, or name some")
-    step = replace(read_step(model, args, kwargs, loss, outputs, of="sweep"), training=training)
+    step = read_step(model, args, kwargs, given.loss, given.outputs, of="sweep")
     prepared = prepare(
         model,
-        step,
-        optimizer=optimizer,
-        device=device,
-        attention=attention,
-        accumulate=accumulate,
-        costs=costs,
-        inputs=inputs,
+        replace(step, training=given.training),
+        given,
         progress=lambda text, fraction: report(text, 0.4 * fraction),
     )
     graph = prepared.problem.graph
@@ -256,6 +174,7 @@ def sweep(
     return sorted(plans, key=lambda p: -(p.target.budget_bytes or p.predicted.peak_bytes))
 
 
+@shows_options(PlanKeywords)
 def auto_checkpoint(
     model: torch.nn.Module,
     args: Inputs = (),
@@ -263,12 +182,14 @@ def auto_checkpoint(
     *,
     budget: int | str,
     on_new_shape: OnNewShape = "reapply",
-    **options: Any,
+    progress: Progress | None = None,
+    **options: Unpack[PlanKeywords],
 ) -> torch.nn.Module:
     """Plan and install in one call: ``plan(model, args, kwargs, budget=budget, ...).apply(model)``.
 
     Args:
         on_new_shape: What to do with inputs of other shapes, see :meth:`Plan.apply`.
+        **options: See :class:`planner.planning.options.PlanOptions`.
 
     All other arguments and errors are those of :func:`plan`.
 
@@ -276,5 +197,5 @@ def auto_checkpoint(
         The same module, training within the budget.
     """
     checked(on_new_shape)
-    made = plan(model, args, kwargs, budget=budget, **options)
+    made = plan(model, args, kwargs, budget=budget, progress=progress, **options)
     return apply(made, model, on_new_shape=on_new_shape)

@@ -1,4 +1,14 @@
-"""What can go wrong, as types that a caller can tell apart."""
+"""What can go wrong, as types that a caller can tell apart, and how the user is warned."""
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+_OWN_CODE = f"{Path(__file__).parent}/"
 
 
 class PlannerError(Exception):
@@ -23,6 +33,29 @@ class PlanFileError(PlannerError, ValueError):
 
 class PlanWarning(UserWarning):
     """A planned module runs something that its plan does not cover; what it computes is still right."""
+
+
+def warn(text: str, *, cause: Exception | None = None) -> None:
+    """Log a text, and warn the user with a :class:`PlanWarning` at the line of theirs that led to it.
+
+    Args:
+        text: What runs otherwise than planned, and what to do.
+        cause: An error that is behind it; its traceback goes to the log.
+    """
+    logger.warning(text, exc_info=cause)
+    warnings.warn(text, PlanWarning, stacklevel=_level_of_user(sys._getframe(1)))
+
+
+def _level_of_user(frame: FrameType | None) -> int:
+    """The ``stacklevel``, seen from :func:`warn`, of the innermost line of the user's code."""
+    torch = sys.modules.get("torch")
+    not_theirs = (_OWN_CODE, "<", f"{Path(torch.__file__).parent}/" if torch and torch.__file__ else "<")
+    level = 2
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(not_theirs):
+            return level
+        frame, level = frame.f_back, level + 1
+    return 2
 
 
 class BudgetError(PlannerError, ValueError):

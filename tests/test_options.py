@@ -1,5 +1,7 @@
 """Options of a wrong kind are refused before the long work, by name."""
 
+import inspect
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -7,7 +9,9 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner.cli.options import StepOptions
 from planner.costs.devices import DeviceError
+from planner.planning.options import PlanKeywords, PlanOptions, StepKeywords
 from planner.training_step.inputs import InputError
 
 X = torch.randn(6, 4)
@@ -70,3 +74,20 @@ def test_a_loss_that_is_none_is_refused_when_a_plan_is_applied() -> None:
     with pytest.raises(InputError, match="loss= is a int"):
         plan.apply(model, loss=3)  # type: ignore[arg-type]
     assert planner.runtime.install.installed_plan(model) is None  # type: ignore[attr-defined]
+
+
+def test_an_option_is_declared_once_and_known_everywhere() -> None:
+    names = {field.name for field in fields(PlanOptions)}
+    assert set(PlanKeywords.__annotations__) == names
+    assert {field.name for field in fields(StepOptions)} == set(StepKeywords.__annotations__) - {"training"}
+    for function, known in ((planner.plan, names), (planner.sweep, set(StepKeywords.__annotations__))):
+        assert known <= set(inspect.signature(function).parameters)
+        for name in known:
+            assert f"        {name}: " in (function.__doc__ or ""), f"{function.__name__}: {name}"
+
+
+def test_an_unknown_option_is_named_with_what_was_meant() -> None:
+    with pytest.raises(InputError, match=r"plan\(\) got an unexpected keyword argument 'solvr'.*solver="):
+        planner.plan(_model(), X, budget="min", solvr="sqrt_n")  # type: ignore[call-arg]
+    with pytest.raises(InputError, match=r"sweep\(\) got an unexpected keyword argument 'solver'"):
+        planner.sweep(_model(), X, solver="sqrt_n")  # type: ignore[call-arg]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import planner
 from planner.errors import PlanWarning
+from planner.planning.options import options_of
 from planner.training_step.step import OutputsError, Step
 from planner.verification.measure import measure_peak
 from tests.zoo import Built
@@ -90,7 +91,7 @@ def test_verify_does_with_outputs_what_the_plan_does(outputs: Any, tmp_path: Pat
     model, _, kwargs = tagger()
     planner.plan(model, kwargs=kwargs, budget="90%", outputs=outputs, time_limit=1).save(tmp_path / "plan")
     plan = planner.Plan.load(tmp_path / "plan")
-    assert plan.options.outputs == outputs
+    assert options_of(plan).outputs == outputs
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         report = planner.verify(model, kwargs=kwargs, plan=plan, repeats=0)
@@ -160,7 +161,7 @@ def test_sweep_and_the_largest_batch_drop_outputs_too() -> None:
         for outputs in ("held", "dropped")
     ]
     assert found[0].batch < found[1].batch
-    assert found[1].plan.options.outputs == "dropped"
+    assert options_of(found[1].plan).outputs == "dropped"
 
 
 def test_neither_held_nor_dropped() -> None:

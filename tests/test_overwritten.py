@@ -16,6 +16,7 @@ import planner
 from planner.cli.commands import app
 from planner.errors import InputsChanged
 from planner.planfile.plan import Plan
+from planner.planning.options import options_of
 from solvers.registry import SOLVERS
 
 Tensor = torch.Tensor
@@ -208,8 +209,8 @@ def test_files_and_copies_of_a_plan_remember(plans: dict[str, Plan], tmp_path: P
     path = tmp_path / "plan.json"
     plans["overwritten"].save(path)
     for plan in (Plan.load(path), pickle.loads(pickle.dumps(plans["overwritten"]))):
-        assert plan.options.inputs == plan.target.inputs == "overwritten"
-    assert plans["overwritten"].options.loss is squares
+        assert options_of(plan).inputs == plan.target.inputs == "overwritten"
+    assert options_of(plans["overwritten"]).loss is squares
 
 
 def test_another_shape_is_planned_with_copies_too(plans: dict[str, Plan]) -> None:

@@ -20,6 +20,7 @@ from planner.batch.search import BatchSearch
 from planner.costs.devices import find_device
 from planner.planfile.budget import Budget
 from planner.planning.make_plan import make_plan
+from planner.planning.options import PlanOptions
 from planner.planning.prepare import Prepared, prepare
 from planner.training_step.step import Step
 from solvers import portfolio
@@ -38,7 +39,7 @@ def prepared(model: nn.Module, args: Any, optimizer: Any = None, *, device: Any 
     """A captured step."""
     kwargs = args if isinstance(args, dict) else {}
     step = Step(() if isinstance(args, dict) else tuple(args), kwargs)
-    return prepare(model, step, optimizer=optimizer, device=device, progress=lambda text, fraction: None)
+    return prepare(model, step, PlanOptions(optimizer=optimizer, device=device))
 
 
 def search(model: nn.Module, make_args: Callable[[int], Any], optimizer: Any) -> BatchSearch:

@@ -8,25 +8,23 @@ the estimate was off, the search goes on from it.
 """
 
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 
-from planner._torch.cuda.attention import Attention
 from planner.batch.interpolate import SizedSteps
 from planner.batch.points import MaxBatch
-from planner.batch.search import OVERHEADS, BatchSearch, MakeArguments, Progress, step
-from planner.costs.devices import Device
-from planner.costs.optimizer_step import Optimizer
+from planner.batch.search import OVERHEADS, BatchSearch, MakeArguments, step
 from planner.errors import BudgetError
-from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.planfile.budget import parse_budget
-from planner.planning.option_checks import check_options
-from planner.planning.prepare import CostSource, Prepared, prepare
+from planner.planning.options import StepKeywords, check_options, read_options, shows_options
+from planner.planning.prepare import Prepared, prepare
 from planner.planning.solve import find_solver
+from planner.progress import Progress
 from planner.training_step.inputs import InputError, check_loss, check_model
-from planner.training_step.step import Loss, Outputs
 
 
+@shows_options(StepKeywords)
 def max_batch(
     model: torch.nn.Module,
     make_args: MakeArguments,
@@ -34,19 +32,11 @@ def max_batch(
     *,
     max_overhead: float | None = 0.33,
     solver: str = "auto",
-    loss: Loss | None = None,
-    outputs: Outputs = "held",
-    optimizer: Optimizer | None = None,
-    device: str | torch.device | Device | None = None,
-    attention: Attention | None = None,
-    accumulate: bool | None = None,
-    costs: CostSource = "roofline",
-    inputs: InputsAre = "unchanged",
     start: int = 4,
     most: int = 1 << 20,
-    training: bool = True,
     time_limit: float = 60,
     progress: Progress | None = None,
+    **options: Unpack[StepKeywords],
 ) -> MaxBatch:
     """Find the largest batch (sequence length, image size) whose step fits a budget, and plan it.
 
@@ -59,12 +49,12 @@ def max_batch(
         max_overhead: The most that time per sample may rise over that of the largest unplanned batch:
             0.33 allows 33 %, about one more forward. None: whatever it takes, which may be several times
             the time.
-        solver, loss, outputs, optimizer, device, attention, accumulate, costs, inputs, training: As for
-            :func:`planner.plan`.
+        solver: As for :func:`planner.plan`.
         start: The first batch that is captured.
         most: No batch larger than this is tried.
         time_limit: Wall seconds for the plan of each captured answer.
         progress: Called with a text and a fraction from 0 to 1.
+        **options: See :class:`planner.planning.options.PlanOptions`.
 
     Returns:
         The largest batch with its plan; ``.choices`` has the largest without a plan, the fastest, and the
@@ -83,32 +73,19 @@ def max_batch(
             "as in lambda batch: (torch.empty(batch, 3, 224, 224),)"
         )
     check_model(model)
-    check_loss(loss)
-    check_options(
-        max_overhead=max_overhead,
-        attention=attention,
-        accumulate=accumulate,
-        start=start,
-        most=most,
-        time_limit=time_limit,
-        progress=progress,
-    )
+    check_options(max_overhead=max_overhead, start=start, most=most, progress=progress)
+    given = read_options("max_batch", StepKeywords, options, solver=solver, time_limit=time_limit)
+    check_loss(given.loss)
     wanted = parse_budget(budget, 2**60)
     if wanted.bytes is None or wanted.text.endswith("%"):
         raise BudgetError(f'budget {wanted.text!r} depends on the batch: give bytes, as "32GiB"')
     find_solver(solver)
-    checked_inputs(inputs)
 
     def capture(size: int) -> Prepared:
         return prepare(
             model,
-            replace(step(model, make_args, size, loss, outputs), training=training),
-            optimizer=optimizer,
-            device=device,
-            attention=attention,
-            accumulate=accumulate,
-            costs=costs,
-            inputs=inputs,
+            replace(step(model, make_args, size, given.loss, given.outputs), training=given.training),
+            given,
             progress=lambda text, _: search.tell(f"batch {size}: {text}"),
         )
 

@@ -13,13 +13,13 @@ from planner.errors import InfeasibleBudget
 from planner.planfile.budget import Budget, format_bytes
 from planner.planning.make_plan import make_plan
 from planner.planning.solve import find_solver
+from planner.progress import Progress
 from planner.training_step.inputs import InputError, read_inputs, read_step
 from planner.training_step.step import Loss, Outputs, Step
 from solvers import portfolio
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution
 
-Progress = Callable[[str, float], None]
 MakeArguments = Callable[[int], Any]
 
 QUICK_SECONDS = 8.0

@@ -14,7 +14,6 @@ the data decide what runs (``nonzero``, ``item``), the step runs on a copy with 
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,8 +32,9 @@ from planner.capture.external_accumulation import (
 )
 from planner.capture.graph_runner import GraphRunner, collector, notes_on
 from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
-from planner.errors import CaptureError, PlanWarning
+from planner.errors import CaptureError, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
+from planner.progress import Progress
 from planner.training_step.copies import StepCopy, described, lacks_data, with_data, without_data
 from planner.training_step.generators import GeneratorStates, OwnGenerators
 from planner.training_step.intact import Belongings
@@ -43,8 +43,6 @@ from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.step import Step, tensors_in, unique_storages
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]
 
 
 _RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
@@ -255,8 +253,7 @@ class _Capture:
 
     def _warn(self, text: str) -> None:
         self.notes.append(text)
-        logger.warning(text)
-        warnings.warn(text, PlanWarning, stacklevel=3)
+        warn(text)
 
     def _where(self, runners: Sequence[GraphRunner]) -> str:
         reasons = [r for r in (graph_breaks.break_reason(runner.graph) for runner in runners) if r]

@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.own_packages import hidden_by_own, import_own
-from planner.cli.progress import Progressing
 from planner.errors import PlannerError
+from planner.progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +62,7 @@ def load_reference(reference: str) -> Callable[..., Any]:
     return function
 
 
-def build(reference: str, progress: Progressing) -> Built:
+def build(reference: str, progress: Progress) -> Built:
     """Call a builder and check what it returns: (model, args) or (model, args, kwargs).
 
     The arguments are in any form that :func:`planner.plan` takes.
@@ -77,7 +77,7 @@ def build(reference: str, progress: Progressing) -> Built:
     return _checked(reference, _called(reference, progress))
 
 
-def build_for_batches(reference: str, progress: Progressing) -> "tuple[nn.Module, Callable[[int], Any]]":
+def build_for_batches(reference: str, progress: Progress) -> "tuple[nn.Module, Callable[[int], Any]]":
     """Call a builder of a model for any batch, as `build`: it returns (model, make_args).
 
     Raises:
@@ -95,7 +95,7 @@ def build_for_batches(reference: str, progress: Progressing) -> "tuple[nn.Module
     return model, result[1]
 
 
-def _called(reference: str, progress: Progressing) -> Any:
+def _called(reference: str, progress: Progress) -> Any:
     progress("importing PyTorch and the model's code", 0.0)
     function = load_reference(reference)
     progress("building the model", 0.0)

@@ -14,29 +14,21 @@ import typer
 import planner
 from planner.cli.builder import Built, build, build_for_batches, load_reference
 from planner.cli.options import (
-    Accumulate,
     Again,
     AsJson,
-    AttentionName,
     Budget,
     Checkpoints,
-    CostName,
-    CostSource,
     Debug,
-    DeviceName,
     FigurePath,
-    Inputs,
-    InputsName,
     Keep,
     Loss,
     MeasuredOutputs,
-    OptimizerName,
-    Outputs,
-    OutputsName,
     PlanFile,
     PlanPath,
     Reference,
     Solver,
+    StepOptions,
+    with_step_options,
 )
 from planner.cli.output import (
     VERIFY_FAILED,
@@ -79,19 +71,12 @@ def _options(
 
 
 @app.command("plan")
+@with_step_options
 def plan_command(
     reference: Reference,
     budget: Budget,
     output: PlanFile = None,
     solver: Solver = "auto",
-    device: DeviceName = None,
-    optimizer: OptimizerName = None,
-    attention: AttentionName = None,
-    accumulate: Accumulate = None,
-    costs: CostName = CostSource.roofline,
-    inputs: InputsName = Inputs.unchanged,
-    loss: Loss = None,
-    outputs: OutputsName = Outputs.held,
     keep: Keep = None,
     recompute: Again = None,
     checkpoint: Checkpoints = None,
@@ -99,6 +84,8 @@ def plan_command(
     figure: FigurePath = None,
     as_json: AsJson = False,
     debug: Debug = False,
+    *,
+    step: StepOptions,
 ) -> None:
     """Plan a model's training step for a memory budget."""
     with one_line_errors(debug, as_json):
@@ -116,19 +103,12 @@ def plan_command(
                 kwargs=built.kwargs,
                 budget=budget,
                 solver=solver,
-                loss=None if loss is None else load_reference(loss),
-                outputs=outputs.value,
-                optimizer=optimizer,
-                device=device,
-                attention=None if attention is None else attention.value,
-                accumulate=accumulate,
-                costs=costs.value,
-                inputs=inputs.value,
                 time_limit=time_limit,
                 keep=keep or (),
                 recompute=recompute or (),
                 checkpoints=checkpoint or (),
                 progress=progress,
+                **step.keywords(),
             )
         if output is not None:
             plan.save(output)
@@ -143,6 +123,7 @@ def plan_command(
 
 
 @app.command("sweep")
+@with_step_options
 def sweep_command(
     reference: Reference,
     budgets: Annotated[
@@ -153,19 +134,13 @@ def sweep_command(
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write the plans to this folder.")
     ] = None,
-    device: DeviceName = None,
-    optimizer: OptimizerName = None,
-    attention: AttentionName = None,
-    accumulate: Accumulate = None,
-    costs: CostName = CostSource.roofline,
-    inputs: InputsName = Inputs.unchanged,
-    loss: Loss = None,
-    outputs: OutputsName = Outputs.held,
     keep: Keep = None,
     recompute: Again = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for all budgets.")] = 300.0,
     as_json: AsJson = False,
     debug: Debug = False,
+    *,
+    step: StepOptions,
 ) -> None:
     """Plan for many budgets at once: what memory costs in time."""
     with one_line_errors(debug, as_json):
@@ -182,18 +157,11 @@ def sweep_command(
                 kwargs=built.kwargs,
                 budgets=wanted,
                 points=points,
-                loss=None if loss is None else load_reference(loss),
-                outputs=outputs.value,
-                optimizer=optimizer,
-                device=device,
-                attention=None if attention is None else attention.value,
-                accumulate=accumulate,
-                costs=costs.value,
-                inputs=inputs.value,
                 time_limit=time_limit,
                 keep=keep or (),
                 recompute=recompute or (),
                 progress=progress,
+                **step.keywords(),
             )
         saved = [os.path.join(output, f"plan-{i:02}.json") if output else None for i in range(len(plans))]
         for made, path in zip(plans, saved, strict=True):
@@ -208,6 +176,7 @@ def sweep_command(
 
 
 @app.command("max-batch")
+@with_step_options
 def max_batch_command(
     reference: Annotated[
         str,
@@ -224,19 +193,13 @@ def max_batch_command(
     ] = "33%",
     output: PlanFile = None,
     solver: Solver = "auto",
-    device: DeviceName = None,
-    optimizer: OptimizerName = None,
-    attention: AttentionName = None,
-    accumulate: Accumulate = None,
-    costs: CostName = CostSource.roofline,
-    inputs: InputsName = Inputs.unchanged,
-    loss: Loss = None,
-    outputs: OutputsName = Outputs.held,
     start: Annotated[int, typer.Option(min=1, help="The first batch that is captured.")] = 4,
     most: Annotated[int, typer.Option(min=1, help="No larger batch is tried.")] = 1 << 20,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each captured answer.")] = 60.0,
     as_json: AsJson = False,
     debug: Debug = False,
+    *,
+    step: StepOptions,
 ) -> None:
     """Find the largest batch that fits a budget, with its plan, and what else there is to choose from."""
     with one_line_errors(debug, as_json):
@@ -252,18 +215,11 @@ def max_batch_command(
                 budget,
                 max_overhead=allowed,
                 solver=solver,
-                loss=None if loss is None else load_reference(loss),
-                outputs=outputs.value,
-                optimizer=optimizer,
-                device=device,
-                attention=None if attention is None else attention.value,
-                accumulate=accumulate,
-                costs=costs.value,
-                inputs=inputs.value,
                 start=start,
                 most=most,
                 time_limit=time_limit,
                 progress=progress,
+                **step.keywords(),
             )
         if output is not None:
             found.plan.save(output)

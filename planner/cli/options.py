@@ -1,9 +1,18 @@
 """The options that commands of the command line share, with their help."""
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from planner.cli.builder import load_reference
+
+if TYPE_CHECKING:
+    from planner.planning.options import StepKeywords
 
 Reference = Annotated[
     str,
@@ -121,3 +130,43 @@ Budget = Annotated[
 PlanFile = Annotated[
     str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan to this file.")
 ]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options about the step, of every command that plans: the keywords of the same names in Python."""
+
+    loss: Loss = None
+    outputs: OutputsName = Outputs.held
+    optimizer: OptimizerName = None
+    device: DeviceName = None
+    attention: AttentionName = None
+    accumulate: Accumulate = None
+    costs: CostName = CostSource.roofline
+    inputs: InputsName = Inputs.unchanged
+
+    def keywords(self) -> "StepKeywords":
+        """What to pass to :func:`planner.plan`, ``sweep`` or ``max_batch``."""
+        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain: Any = {name: x.value if isinstance(x, StrEnum) else x for name, x in given.items()}
+        if self.loss is not None:
+            plain["loss"] = load_reference(self.loss)
+        return plain  # type: ignore[no-any-return]
+
+
+def with_step_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of :class:`StepOptions` as options, and pass them to it as ``step``."""
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.name != "step"]
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(StepOptions)
+    ]
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        step = StepOptions(**{f.name: given.pop(f.name) for f in fields(StepOptions)})
+        command(**given, step=step)
+
+    wrapped.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    return wrapped

@@ -2,21 +2,20 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-Progressing = Callable[[str, float], None]
-"""Called with what is being done, and how much of all is done, between 0 and 1."""
+from planner import progress as reports
 
 _TEXT_WIDTH = 52
 """Columns for what is being done, the share and the time."""
 
 
 @contextlib.contextmanager
-def shown_progress() -> Iterator[Progressing]:
+def shown_progress() -> Iterator[reports.Progress]:
     """Show progress on stderr: a bar on a terminal, elsewhere a line whenever the text changes."""
     if sys.stderr.isatty():
         console = Console(stderr=True)

@@ -6,7 +6,6 @@ generated from the models.
 """
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
@@ -16,7 +15,6 @@ from planner.errors import PlanFileError
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
 from planner.planfile.json_layout import laid_out
-from planner.planfile.options import PlanOptions
 from planner.planfile.schema import (
     Footprint,
     GradientLayout,
@@ -69,7 +67,7 @@ LARGEST_FILE_BYTES = 512 * 2**20
 class Plan(Record):
     """A training step within a memory budget: its schedule, and what that schedule promises."""
 
-    _options: PlanOptions | None = PrivateAttr(default=None)
+    _made_with: Any = PrivateAttr(default=None)
 
     schema_version: Literal[2] = 2
     created_with: dict[Label, Label] = Field(max_length=100, description="versions of what made the plan")
@@ -168,23 +166,13 @@ class Plan(Record):
         return self
 
     @property
-    def options(self) -> PlanOptions:
-        """What the plan was made with besides the model; a plan that was read from a file knows little."""
-        from solvers.registry import SOLVERS
+    def made_with(self) -> object:
+        """What the plan was made with, for planning again; None of a plan that was read from a file."""
+        return self._made_with
 
-        if self._options is not None:
-            return replace(self._options, inputs=self.target.inputs)
-        name = self.solver.name if self.solver.name in SOLVERS else "auto"
-        return PlanOptions(
-            solver=name,
-            accumulate=self.resident.gradient_bytes > 0,
-            outputs=self.model.outputs,
-            inputs=self.target.inputs,
-        )
-
-    def made_with(self, options: PlanOptions) -> Self:
+    def remember(self, options: object) -> Self:
         """The same plan, which remembers what it was made with."""
-        self._options = options
+        self._made_with = options
         return self
 
     def apply(

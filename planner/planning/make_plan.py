@@ -104,7 +104,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
         peak_holders=_holders(problem, solution, timeline.peak_step),
         notes=notes,
-    ).made_with(prepared.options)
+    ).remember(prepared.options)
 
 
 def _coverage(captured: CapturedStep) -> tuple[Coverage, list[str]]:

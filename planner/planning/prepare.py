@@ -1,44 +1,38 @@
 """Putting a plan together: what was captured, what was solved, and what that promises."""
 
-import logging
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
-from planner._torch.cuda.attention import Attention
 from planner._torch.tracing.inside_compile import holds_dtensors
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.kernel_timer import MeasuredCosts
-from planner.costs.optimizer_step import Optimizer, OptimizerStep, optimizer_step
+from planner.costs.optimizer_step import OptimizerStep, optimizer_step
 from planner.costs.roofline import Costs, roofline
 from planner.costs.step_memory import Footprint as StepFootprint
 from planner.costs.workspace import WorkspaceMeter
-from planner.errors import PlannerError, PlanWarning
-from planner.graph.overwritten import InputsAre, checked_inputs
+from planner.errors import PlannerError, warn
+from planner.graph.overwritten import checked_inputs
 from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.budget import Budget, parse_budget
-from planner.planfile.options import PlanOptions
 from planner.planfile.plan import (
     Resident,
     WholeStep,
 )
+from planner.planning.options import CostSource, PlanOptions
 from planner.planning.runnable import refuse_what_cannot_run
 from planner.problem.build import Problem, build_problem
+from planner.progress import Progress, no_report
 from planner.training_step.inputs import InputError
 from planner.training_step.sharded import SHARDED
 from planner.training_step.step import Step, tensors_in, unique_storages
 from planner.training_step.wrappers import refuse_wrappers
 
-logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]
-CostSource = Literal["roofline", "measured"]
 NEWEST = (9, 0)
 """Compute capability of devices that do not tell theirs."""
 
@@ -98,17 +92,23 @@ class Prepared:
 def prepare(
     model: torch.nn.Module,
     step: Step,
+    options: PlanOptions,
     *,
-    optimizer: Optimizer | None,
-    device: str | torch.device | Device | None,
-    progress: Progress,
-    attention: Attention | None = None,
-    accumulate: bool | None = None,
-    costs: CostSource = "roofline",
-    inputs: InputsAre = "unchanged",
+    progress: Progress = no_report,
 ) -> Prepared:
-    """Capture a step and build its problem; see :func:`planner.plan` for what is raised."""
+    """Capture a step and build its problem.
+
+    Args:
+        model: The module.
+        step: Its step; its loss, outputs and mode count, not those of ``options``.
+        options: All else that decides what the step takes.
+        progress: Told about advances.
+
+    Raises:
+        PlannerError: As :func:`planner.plan` does.
+    """
     progress = at_stages(progress)
+    costs = options.costs
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):
         raise InputError(f"training is {step.training!r}; expected True or False")
@@ -118,11 +118,10 @@ def prepare(
     if holds_dtensors(model):
         notes.append(SHARDED)
     for note in notes:
-        logger.warning(note)
-        warnings.warn(note, PlanWarning, stacklevel=4)
-    checked_inputs(inputs)
+        warn(note)
+    checked_inputs(options.inputs)
     here = _device_of(model, step)
-    target = find_device(device, here)
+    target = find_device(options.device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
     if costs not in get_args(CostSource):
         raise CostsError(f"costs={costs!r}: expected {' or '.join(map(repr, get_args(CostSource)))}")
@@ -137,8 +136,8 @@ def prepare(
         model,
         step,
         lambda text, fraction: progress(text, 0.8 * fraction),
-        cuda=CudaKernels(target.capability or NEWEST, attention, target.cudnn) if elsewhere else None,
-        accumulate=accumulate,
+        cuda=CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None,
+        accumulate=options.accumulate,
     )
     captured.notes.extend(notes)
     progress("measuring what kernels allocate inside", 0.8)
@@ -150,16 +149,15 @@ def prepare(
             roofline(target),
             progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
         )
-    problem = build_problem(captured, target, meter, source, copying=inputs == "overwritten")
+    problem = build_problem(captured, target, meter, source, copying=options.inputs == "overwritten")
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
-    update = optimizer_step(optimizer, model, target, meter, source)
+    update = optimizer_step(options.optimizer, model, target, meter, source)
     if isinstance(source, MeasuredCosts):
         source.save()
     if meter is not None and meter.unmeasured:
-        warnings.warn(unmeasured(meter), PlanWarning, stacklevel=3)
+        warn(unmeasured(meter))
     footprint = StepFootprint(target, _resident(captured, update, target), update)
-    options = PlanOptions(step.loss, step.outputs, optimizer, device, attention, accumulate, costs, inputs)
     seconds = time.perf_counter() - started
     return Prepared(model, step, captured, problem, footprint, meter, source, seconds, options)
 

@@ -1,34 +1,28 @@
 """From a captured step and a budget to a plan, by a solver."""
 
-from collections.abc import Callable
-
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.planfile.budget import Budget, format_bytes
-from planner.planfile.options import PlanOptions
 from planner.planfile.plan import Plan, WholeStep
 from planner.planning.make_plan import make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
 from planner.problem.selection import select
+from planner.progress import Progress, no_report
 from solvers.model.solution import Solution
 from solvers.registry import SOLVERS, Solve
-
-Progress = Callable[[str, float], None]
 
 
 class SolverError(PlannerError, ValueError):
     """There is no solver of that name."""
 
 
-def plan_prepared(
-    prepared: Prepared, budget: int | str, options: PlanOptions, *, progress: Progress | None = None
-) -> Plan:
-    """Plan a step that has been captured, with the solver and the selections of ``options``.
+def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress | None = None) -> Plan:
+    """Plan a step that has been captured, with the solver and the selections of its options.
 
     Raises:
         BudgetError, SelectionError, InfeasibleBudget: As :func:`plan` does.
     """
-    report = progress or no_report
+    report, options = progress or no_report, prepared.options
     wanted = prepared.budget(budget)
     graph = prepared.problem.graph
     report(f"solving ({options.solver})", 0.0)
@@ -49,7 +43,7 @@ def plan_prepared(
     )
     if not solution.feasible:
         raise infeasible(prepared, solution, wanted)
-    made = make_plan(prepared, solution, wanted).made_with(options)
+    made = make_plan(prepared, solution, wanted)
     report("planned", 1.0)
     return made
 
@@ -101,7 +95,3 @@ def _least_possible(whole: WholeStep, prepared: Prepared) -> str:
     return resident + (
         f", and {format_bytes(around)} are the context, libraries and fragmentation" if around else ""
     )
-
-
-def no_report(text: str, fraction: float) -> None:
-    """Tell nobody."""

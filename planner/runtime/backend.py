@@ -1,7 +1,6 @@
 """The Dynamo backend that runs a plan's graphs by their schedules."""
 
 import logging
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from planner._torch.autocast_state import autocast_regions
 from planner._torch.joint import aot
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
-from planner.errors import CaptureError, PlanWarning
+from planner.errors import CaptureError, warn
 from planner.graph.autocast_casts import AutocastContext, share_casts
 from planner.graph.dynamo_graph import detach_outputs, is_tensor_output, structure_of
 from planner.graph.joint_graph import JointGraph, read_joint
@@ -246,8 +245,3 @@ def _grown(record: GraphRecord, joint: JointGraph) -> bool:
 
 def _compile_forward(module: GraphModule) -> aot.BoxedFunction:
     return compile_graph(module, "forward", fixed_outputs=user_outputs(module))
-
-
-def warn(text: str) -> None:
-    logger.warning(text)
-    warnings.warn(text, PlanWarning, stacklevel=2)

@@ -17,12 +17,12 @@ from planner._torch.tracing import torchscript
 from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.inside_compile import RUNS_A_PLAN, holds_dtensors, not_compiled
 from planner.capture.capture import run_forward
-from planner.errors import PlanFileError, PlanMismatch
+from planner.errors import PlanFileError, PlanMismatch, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
 from planner.hooks.awaiting_backward import Calls
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import Plan
-from planner.runtime.backend import PlanBackend, warn
+from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import RankCheck
 from planner.runtime.first_forward import CapturedAgain, Path
 from planner.runtime.own_errors import unplanned

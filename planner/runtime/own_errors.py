@@ -1,11 +1,6 @@
 """A training step does not end in an error of the planner's own: it runs without the plan, and says so."""
 
-import logging
-import warnings
-
-from planner.errors import InfeasibleBudget, PlanMismatch, PlanWarning
-
-logger = logging.getLogger(__name__)
+from planner.errors import InfeasibleBudget, PlanMismatch, warn
 
 
 def is_meant(error: BaseException | None) -> bool:
@@ -28,10 +23,8 @@ def unplanned(what: str, error: Exception) -> None:
     if is_meant(error):
         raise error
     lines = str(error).strip().splitlines()
-    logger.warning("%s runs without the plan", what, exc_info=error)
-    warnings.warn(
+    warn(
         f"{what} runs without the plan, and may exceed the budget: "
         f"{type(error).__name__}: {lines[0] if lines else ''}",
-        PlanWarning,
-        stacklevel=3,
+        cause=error,
     )

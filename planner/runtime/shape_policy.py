@@ -7,7 +7,6 @@ plan's schedule simulated there. Then the user is told the peak, gets another pl
 
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -17,11 +16,12 @@ import torch
 
 from planner._torch import pytree
 from planner.capture.captured_step import CapturedStep
-from planner.errors import PlanMismatch, PlanWarning
+from planner.errors import PlanMismatch, warn
 from planner.graph.joint_graph import JointGraph
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import GraphRecord, Plan, TensorRecord
 from planner.planning.make_plan import input_records
+from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
 from planner.problem.build import Problem
 from planner.runtime.own_errors import is_meant
@@ -117,11 +117,12 @@ class NewShapes:
         loss: Loss | None = None,
     ) -> None:
         self._model, self._policy, self._compile = model, policy, compile_
-        self._options = plan.options if loss is None else replace(plan.options, loss=loss)
+        options = options_of(plan)
+        self._options = options if loss is None else replace(options, loss=loss)
         self._parameters = _names(model.forward)
         self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
         self._planned_strides = self._strides(plan.model.inputs)
-        self._told_of_strides = False
+        self._warned_of_strides = False
         self._others = False
         self._programs = [self._program(plan, self._planned)]
         self._predictions = 0
@@ -151,7 +152,7 @@ class NewShapes:
         first = self._programs[0]
         what = f"the inputs are larger than those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
-            self._warn(f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more")
+            warn(f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more")
             return first
         self._predictions += 1
         try:
@@ -160,7 +161,7 @@ class NewShapes:
         except Exception as error:
             if is_meant(error):
                 raise
-            self._warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
+            warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
             first.covered.append(shapes)
             return first
         whole = prepared.footprint.whole_step(peak_bytes, prepared.problem.final_bytes)
@@ -178,7 +179,7 @@ class NewShapes:
                 if budget is None
                 else f", {'within' if within else 'over'} the budget of {format_bytes(budget)}"
             )
-            self._warn(
+            warn(
                 f"{what}. By the same plan the step is predicted to peak at {format_bytes(total)}{limit}; "
                 f"{peak_bytes:,} bytes of that are its own, where {then.dynamic_peak_bytes:,} were planned. "
                 "Plan for the largest shape, or apply with on_new_shape='replan'"
@@ -188,9 +189,9 @@ class NewShapes:
     def _look_at_strides(self, records: Sequence[TensorRecord]) -> None:
         known, found = self._planned_strides, self._strides(records)
         other = [name for name, strides in found.items() if strides and strides != known.get(name)]
-        if other and not self._told_of_strides:
-            self._told_of_strides = True
-            self._warn(
+        if other and not self._warned_of_strides:
+            self._warned_of_strides = True
+            warn(
                 f"{other[0]} lies otherwise in memory than planned (strides {found[other[0]]}): copies of it "
                 "are not predicted, and the step may take more. Pass .contiguous(), or plan with one like it"
             )
@@ -200,17 +201,9 @@ class NewShapes:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         options = self._options
-        return prepare(
-            self._model,
-            Step(args, kwargs, options.loss, options.outputs),
-            optimizer=options.optimizer,
-            device=options.device,
-            attention=options.attention,
-            accumulate=options.accumulate,
-            inputs=options.inputs,
-            costs=options.costs if self._policy == "replan" else "roofline",  # else only bytes are wanted
-            progress=lambda _text, _fraction: None,
-        )
+        if self._policy != "replan":  # only bytes are wanted
+            options = replace(options, costs="roofline")
+        return prepare(self._model, Step(args, kwargs, options.loss, options.outputs), options)
 
     def _program(self, plan: Plan, shapes: Shapes) -> Program:
         planned, others = self._compile(plan, lambda: self._others)
@@ -222,7 +215,7 @@ class NewShapes:
         plan = self._programs[0].plan
         budget = plan.target.budget_bytes
         left = plan.target.budget_text if budget is None else budget - self._unknown_optimizer_bytes()
-        made = plan_prepared(prepared, left, self._options)
+        made = plan_prepared(prepared, left)
         logger.info("planned again, for a peak of %s", format_bytes(made.predicted.peak_bytes))
         return made
 
@@ -249,10 +242,6 @@ class NewShapes:
         ]
         texts += [f"{name} was planned and is not there" for name in self._planned if name not in shapes]
         return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
-
-    def _warn(self, text: str) -> None:
-        logger.warning(text)
-        warnings.warn(text, PlanWarning, stacklevel=2)
 
 
 def predicted_peak(plan: Plan, prepared: Prepared) -> int:

@@ -5,14 +5,13 @@ outputs are put on calls that run without the plan.
 """
 
 import logging
-import warnings
 import weakref
 from typing import Any
 
 import torch
 
 from planner._torch import modules
-from planner.errors import PlanWarning
+from planner.errors import warn
 from planner.training_step.step import differentiable_outputs, find_loss
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Unplanned:
     def __init__(self, model: torch.nn.Module, training: bool) -> None:
         self._model = weakref.ref(model)
         self._kind, self._training = type(model).__name__, training
-        self._told_of_mode = False
+        self._warned_of_mode = False
         self._handles: list[Any] = []
 
     def wait(self) -> None:
@@ -69,8 +68,8 @@ class Unplanned:
 
     def _never_called(self) -> None:
         self.planned_call()
-        if not self._told_of_mode:
-            _warn(
+        if not self._warned_of_mode:
+            warn(
                 f"parameters of the planned {self._kind} got gradients, but its plan has not run: the step "
                 "ran without. Call the module as model(x), not model.forward(x) or a part of it, or plan the "
                 "module that the step calls (self.net); if it was compiled before the plan was applied, call "
@@ -79,7 +78,7 @@ class Unplanned:
 
     def called_in_other_mode(self, output: Any) -> None:
         """A call ran without the plan, as the module is in another mode; say so if it is trained."""
-        if self._told_of_mode:
+        if self._warned_of_mode:
             return
         loss = find_loss(output)
         for tensor in differentiable_outputs(output) or ([] if loss is None else [loss]):
@@ -87,12 +86,12 @@ class Unplanned:
                 tensor.register_hook(self._trained_in_other_mode)
 
     def _trained_in_other_mode(self, _gradient: torch.Tensor) -> None:
-        if self._told_of_mode:
+        if self._warned_of_mode:
             return
-        self._told_of_mode = True
+        self._warned_of_mode = True
         planned, now = MODES[self._training], MODES[not self._training]
         how = "model.train()" if self._training else "model.eval()"
-        _warn(
+        warn(
             f"the plan is for {planned} mode and the {self._kind} trains in {now} mode: the step ran without "
             f"the plan. Call {how} before the step, or plan with training={not self._training}"
         )
@@ -102,13 +101,8 @@ def displaced(model: torch.nn.Module, call: object) -> None:
     """Say so if something else has been installed in place of a plan (``module.compile()`` does)."""
     installed = modules.installed_call(model)
     if installed is not None and installed is not call and not isinstance(installed, type(call)):
-        _warn(
+        warn(
             f"the call of the planned {type(model).__name__} was replaced, as model.compile() does: it "
             "trains without its plan. Apply the plan after model.compile(), or compile what calls it: "
             "torch.compile(outer) runs planned parts by their plans"
         )
-
-
-def _warn(text: str) -> None:
-    logger.warning(text)
-    warnings.warn(text, PlanWarning, stacklevel=2)

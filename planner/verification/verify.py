@@ -11,7 +11,8 @@ from planner._torch import modules
 from planner.errors import PlanMismatch
 from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.plan import Plan
-from planner.planning.option_checks import check_options
+from planner.planning.options import check_options
+from planner.progress import Progress
 from planner.runtime.install import PlannedCall, apply, installed_plan
 from planner.training_step.generators import GeneratorStates, OwnGenerators
 from planner.training_step.inputs import InputError, Inputs, read_step
@@ -19,8 +20,6 @@ from planner.training_step.python_state import remember
 from planner.training_step.step import Loss, Outputs, Step, checked_outputs, tensors_in
 from planner.verification.measure import measure_peak, time_steps
 from planner.verification.outcomes import Outcome, Spread, difference, on_host, same
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)

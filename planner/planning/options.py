@@ -1,0 +1,261 @@
+"""The options of planning, in one place: what they are called, what they may be, and what they mean.
+
+A new option is a field of :class:`PlanOptions` here, with its keyword in :class:`StepKeywords` and its check;
+a field of ``StepOptions`` of the command line (`planner/cli/options.py`); and the code that uses it.
+"""
+
+import difflib
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypedDict, TypeVar, get_args
+
+import torch
+
+from planner._torch.cuda.attention import Attention
+from planner.costs.devices import Device
+from planner.costs.optimizer_step import Optimizer
+from planner.graph.overwritten import InputsAre, checked_inputs
+from planner.planfile.plan import Plan
+from planner.training_step.inputs import InputError
+from planner.training_step.step import Loss, Outputs, checked_outputs
+from solvers.registry import SOLVERS
+
+CostSource = Literal["roofline", "measured"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class OptionError(InputError, ValueError):
+    """An option is unknown, of another kind, or out of its range."""
+
+
+class StepKeywords(TypedDict, total=False):
+    """Keywords of every function that plans, about the step; :class:`PlanOptions` says what they mean."""
+
+    loss: Loss | None
+    outputs: Outputs
+    optimizer: Optimizer | None
+    device: str | torch.device | Device | None
+    attention: Attention | None
+    accumulate: bool | None
+    costs: CostSource
+    training: bool
+    inputs: InputsAre
+
+
+class PlanKeywords(StepKeywords, total=False):
+    """Keywords of :func:`planner.plan`; :class:`PlanOptions` says what they mean."""
+
+    solver: str
+    time_limit: float
+    keep: Sequence[str]
+    recompute: Sequence[str]
+    checkpoints: Sequence[str]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanOptions:
+    """What a step is planned with, besides the model, its inputs and the budget.
+
+    A plan remembers it, to plan again for other shapes. It is no part of the plan: files do not hold it,
+    copies by pickle lose it (losses can often not be pickled), and plans that differ in nothing else are
+    equal.
+
+    Attributes:
+        loss: Makes the scalar loss of the module's output, where the module does not return it
+            (itself, or as ``output.loss``). Without either, the step differentiates all outputs.
+        outputs: Whether the training loop still has the module's outputs while backward runs: "held", as
+            in ``out = model(x); out.loss.backward()``, or "dropped", as in ``model(x).loss.backward()`` and
+            in trainers, which hand on the loss alone. Dropped outputs are not counted.
+        optimizer: An instance, class or name; its state counts as resident, and its step must fit.
+        device: Where the step will run: None for where the model is, or the name of a device.
+        attention: Planning for a GPU without one: the kernel of scaled dot product attention, "cudnn",
+            "flash", "efficient" or "math"; None for what PyTorch would choose there.
+        accumulate: Whether gradients are there already when the step begins and are added to, as with
+            several micro-batches a step; None: as the parameters' are now.
+        costs: Where the seconds of operations come from: "roofline", from the device's figures, or
+            "measured", which times each distinct one on the device at hand and remembers it.
+        training: Whether the module will train in training mode, in which it is planned whatever mode it is
+            in now; False for evaluation mode (dropout off, running statistics as they are).
+        inputs: What happens to inputs, buffers and biases between forward and backward: "unchanged", then
+            the backward may read them again, or "overwritten", then it reads copies, whose bytes count.
+        solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
+        time_limit: Wall seconds for the solver.
+        keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
+            ("aten.native_layer_norm") or patterns of either ("encoder.layer.*.attention").
+        recompute: Never keep what matches.
+        checkpoints: Keep the results of these modules and recompute all else, if nothing else is
+            said by ``solver="manual"``: checkpointing by hand.
+    """
+
+    loss: Loss | None = None
+    outputs: Outputs = "held"
+    optimizer: Optimizer | None = None
+    device: str | torch.device | Device | None = None
+    attention: Attention | None = None
+    accumulate: bool | None = None
+    costs: CostSource = "roofline"
+    training: bool = True
+    inputs: InputsAre = "unchanged"
+    solver: str = "auto"
+    time_limit: float = 60
+    keep: Sequence[str] = ()
+    recompute: Sequence[str] = ()
+    checkpoints: Sequence[str] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, PlanOptions)
+
+    def __hash__(self) -> int:
+        return hash(PlanOptions)
+
+    def __reduce__(self) -> tuple[type["PlanOptions"], tuple[()]]:
+        return PlanOptions, ()
+
+
+def read_options(of: str, known: type[StepKeywords], given: Mapping[str, Any], **others: Any) -> PlanOptions:
+    """The options that a function was called with, checked before the long work.
+
+    Args:
+        of: The function's name, for errors.
+        known: The options that it takes as ``**options``.
+        given: Those that it was given.
+        others: Further options, which it names in its signature.
+
+    Raises:
+        OptionError: There is no such option, or it is of another kind.
+        OutputsError, InputsError: ``outputs`` or ``inputs`` is neither of the two.
+    """
+    for name in given:
+        if name not in known.__annotations__:
+            near = difflib.get_close_matches(name, known.__annotations__, 1)
+            hint = f": did you mean {near[0]}=?" if near else ""
+            raise OptionError(f"{of}() got an unexpected keyword argument {name!r}{hint}")
+    options = PlanOptions(**given, **others)
+    check_options(**{f.name: getattr(options, f.name) for f in fields(options) if f.name in _CHECKS})
+    checked_inputs(options.inputs)
+    checked_outputs(options.outputs)
+    return options
+
+
+def options_of(plan: Plan) -> PlanOptions:
+    """What a plan was made with besides the model; of a plan that was read from a file little is known."""
+    if isinstance(plan.made_with, PlanOptions):
+        return replace(plan.made_with, inputs=plan.target.inputs)
+    return PlanOptions(
+        solver=plan.solver.name if plan.solver.name in SOLVERS else "auto",
+        accumulate=plan.resident.gradient_bytes > 0,
+        outputs=plan.model.outputs,
+        inputs=plan.target.inputs,
+    )
+
+
+def shows_options(keywords: type[StepKeywords]) -> Callable[[_F], _F]:
+    """Make ``help()`` and notebooks show the options that a function takes as ``**options``, one by one.
+
+    Args:
+        keywords: Which those are.
+    """
+    names = list(keywords.__annotations__)
+
+    def decorate(function: _F) -> _F:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+            for f in fields(PlanOptions)
+            if f.name in names
+        ]
+        shown = signature.replace(parameters=[*own, *more])
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        if function.__doc__:
+            function.__doc__ = function.__doc__.replace(
+                "        **options: See :class:`planner.planning.options.PlanOptions`.\n", _described(names)
+            )
+        return function
+
+    return decorate
+
+
+def check_options(**options: Any) -> None:
+    """See that options are of the kind that they are to be, before the long work.
+
+    Args:
+        options: Those of :func:`planner.plan`, ``sweep``, ``max_batch`` and ``verify``, by name.
+
+    Raises:
+        OptionError: One is not; the message says what is expected.
+    """
+    for name, value in options.items():
+        expected = _CHECKS[name](value)
+        if expected:
+            shown = repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+            raise OptionError(f"{name}={shown}: expected {expected}")
+
+
+def _described(names: Sequence[str]) -> str:
+    """The lines of :class:`PlanOptions`'s documentation on some options."""
+    _, _, listed = inspect.cleandoc(PlanOptions.__doc__ or "").partition("Attributes:\n")
+    lines, wanted = [], False
+    for line in listed.splitlines():
+        if not line.startswith(" " * 8):
+            wanted = line.strip().partition(":")[0] in names
+        if wanted:
+            lines.append(f"    {line}\n")
+    return "".join(lines)
+
+
+def _texts(value: Any) -> str:
+    """What is expected where names, one or several, are not given."""
+    if isinstance(value, str):
+        return ""
+    if isinstance(value, Sequence) and all(isinstance(name, str) for name in value):
+        return ""
+    return 'a list of names, of modules ("encoder.layer.0") or operators ("aten.native_dropout")'
+
+
+def _seconds(value: Any) -> str:
+    return "" if _is_number(value) and value >= 0 else "a number of seconds, 0 or more"
+
+
+def _share(value: Any) -> str:
+    fits = value is None or (_is_number(value) and value >= 0)
+    return "" if fits else "a share of the time, as 0.33, or None"
+
+
+def _at_least(least: int) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        try:
+            fits = operator.index(value) >= least and not isinstance(value, bool)
+        except TypeError:
+            fits = False
+        return "" if fits else f"a whole number, {least} or more"
+
+    return check
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+_CHECKS: dict[str, Callable[[Any], str]] = {
+    "accumulate": lambda value: "" if value is None or isinstance(value, bool) else "True, False or None",
+    "attention": lambda value: (
+        "" if value is None or value in get_args(Attention) else f"None or one of {get_args(Attention)}"
+    ),
+    "checkpoints": _texts,
+    "keep": _texts,
+    "max_overhead": _share,
+    "most": _at_least(1),
+    "points": _at_least(1),
+    "progress": lambda value: (
+        "" if value is None or callable(value) else "a function of a text and a fraction"
+    ),
+    "recompute": _texts,
+    "repeats": _at_least(0),
+    "start": _at_least(1),
+    "time_limit": _seconds,
+}
