@@ -14,30 +14,22 @@ import re
 import numpy as np
 
 from solvers.chains.cut_points import find_cuts, forward_uses, pinned_values
-from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.arrays import ValueMask
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
-from solvers.model.solution import Progress, Solution
+from solvers.model.solver import solver
 
 NAME = "checkpoint_all"
 BLOCK = re.compile(r"^(?:[^.]*[^.\d][^.]*\.)*?\d+(?=\.|$)")
 
 
-def solve(
-    graph: Graph,
-    budget: int | None,
-    *,
-    time_limit: float | None = None,
-    progress: Progress | None = None,
-    constraints: Constraints | None = None,
-) -> Solution:
-    """Recompute the inside of every block; arguments as of every solver."""
-    search = Search(NAME, graph, budget, time_limit, progress, constraints or NO_CONSTRAINTS)
-    search.try_kept(block_boundaries(graph))
-    return search.solution()
+@solver(NAME)
+def solve(search: Search) -> None:
+    """Recompute the inside of every block."""
+    search.try_kept(block_boundaries(search.graph))
 
 
-def block_boundaries(graph: Graph) -> np.ndarray:
+def block_boundaries(graph: Graph) -> ValueMask:
     """Which values enter, leave or lie outside of blocks, bool."""
     blocks = [block_of(op.module) for op in graph.ops[: graph.forward_length]]
     if len({b for b in blocks if b is not None}) < 2:

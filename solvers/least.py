@@ -14,6 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from solvers.chains.cut_points import forward_uses
+from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
@@ -48,7 +49,7 @@ def floor_bytes(graph: Graph) -> int:
     return int(floor.max())
 
 
-Attempt = Callable[[int, float, Sequence[np.ndarray]], Solution]
+Attempt = Callable[[int, float, Sequence[Schedule]], Solution]
 """Solves for a budget, within so many wall seconds, with schedules that are known."""
 
 
@@ -77,7 +78,7 @@ def least(
     limit = 60.0 if time_limit is None else time_limit
     unplanned = simulate(graph, graph.base_schedule).peak_bytes
 
-    def attempt(budget: int | None, seconds: float, _known: Sequence[np.ndarray] = ()) -> Solution:
+    def attempt(budget: int | None, seconds: float, _known: Sequence[Schedule] = ()) -> Solution:
         return solve(graph, budget, time_limit=seconds, progress=progress, constraints=constraints)
 
     begin = perf_counter()

@@ -4,30 +4,22 @@ Elsewhere: ``collection`` of OpenAI's ``gradients_memory``, the checkpoint varia
 ``RecomputeOptimizer``.
 
 Kept is what the constraints say is to be kept, and what is computed after the last of those values
-(its backward comes at once); everything else is recomputed. Deaf to the budget.
+(its backward comes at once); everything else is recomputed. The budget is ignored.
 """
 
 import numpy as np
 
 from solvers.chains.cut_points import forward_uses, pinned_values
-from solvers.model.constraints import NO_CONSTRAINTS, Constraints
-from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
-from solvers.model.solution import Progress, Solution
+from solvers.model.solver import solver
 
 NAME = "manual"
 
 
-def solve(
-    graph: Graph,
-    budget: int | None,
-    *,
-    time_limit: float | None = None,
-    progress: Progress | None = None,
-    constraints: Constraints | None = None,
-) -> Solution:
-    """Keep the values of ``constraints.keep`` and recompute the rest; arguments as of every solver."""
-    search = Search(NAME, graph, budget, time_limit, progress, constraints or NO_CONSTRAINTS)
+@solver(NAME)
+def solve(search: Search) -> None:
+    """Keep the values of ``constraints.keep`` and recompute the rest."""
+    graph = search.graph
     kept = pinned_values(graph, forward_uses(graph))
     checkpoints = np.flatnonzero(search.constraints.apply(np.zeros_like(kept)))
     if len(checkpoints):
@@ -36,4 +28,3 @@ def solve(
             graph.producer < graph.forward_length
         )
     search.try_kept(kept)
-    return search.solution()

@@ -22,6 +22,7 @@ from solvers.chains import lower_sets, rotor, sqrt_n
 from solvers.least import bisect, floor_bytes
 from solvers.local.exchange import exchange
 from solvers.local.polish import delay, polish, trade
+from solvers.model.arrays import Schedule
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
@@ -30,39 +31,67 @@ from solvers.programs import exact_ilp, ilp, row_generation
 from solvers.programs.lower_bound import INTEGER_SECONDS, Bound, lower_bound, tightened
 
 NAME = "auto"
-SMALL = 500
-"""Graphs of so few slots (forward times backward operations) are solved exactly as well."""
-TIME_LIMIT = 60.0
-"""Wall seconds for one budget where none are given."""
-ENOUGH = 1e-6
-"""A schedule this close to the bound, relative to the seconds of the step, ends the search."""
-OPTIMAL_GAP = 1e-6
-"""A schedule with no larger a gap is called optimal."""
-NEAR = 2e-3
-"""Nearer to the bound than this, recomputing twice is not tried."""
-NEARER = 2e-4
-"""Large graphs this near to the bound are done when the single-recompute program is."""
-FAR = 1e-2
-"""Farther from the bound than this, lower sets are tried as well."""
-IN_TIME = 0.95
-"""The share of a time limit after which nothing is begun any more: what has begun ends within the rest."""
-EACH = 30.0
-"""Wall seconds for each budget of a sweep at most."""
-PATIENCE = (1 / 8, 0.5, 1 / 120)
-"""On large graphs the process seconds that each kind of program gets: the first as a share of the time limit,
-but no more than the second, unless the third as a share is more."""
-WALLED = 1.5
-"""What the programs with walls get of it."""
-USUAL = 4_000
-"""Larger graphs get more patience, in proportion to their forward operations."""
-SMALL_PATIENCE = 6.0
-"""The same on small graphs."""
-LEAST_TIME = 0.5
-"""The share of a time limit that the forms of least peak get."""
-ROUNDS = 5
-"""How often a budget just below the least peak so far is tried."""
-TRADING = (1 / 100, 1 / 200)
-"""The share of the time left that local improvement gets, on small graphs and on large ones."""
+
+
+@dataclass(frozen=True)
+class PortfolioSettings:
+    """How much the portfolio tries, and when it stops. A graph is *large* if it has more forward operations
+    than ``ilp.FINE``. Distances to the bound are relative to the seconds of the step.
+
+    Attributes:
+        exact_slots: Graphs of no more slots (forward times backward operations) are solved exactly as well.
+        seconds: Wall seconds for one budget where none are given.
+        sweep_seconds: Wall seconds for each budget of a sweep at most.
+        last_start: The share of a time limit after which nothing is begun any more: what has begun ends
+            within the rest.
+        met: A schedule this close to the bound ends the search.
+        optimal_gap: A schedule with no larger a gap is called optimal.
+        near: Nearer to the bound than this, recomputing twice is not tried.
+        nearer: Large graphs this near to the bound are done when the single-recompute program is.
+        far: Farther from the bound than this, lower sets are tried as well.
+        program_share, program_seconds, program_least_share: On large graphs each kind of program gets this
+            share of the time limit, but no more process seconds than the second, unless the third, a share
+            as well, is more: answers on a fast machine should not wait for the limit, and a long limit
+            should be of use.
+        small_program_seconds: The process seconds that each kind of program gets on small graphs.
+        walled_programs: Programs with walls get this many times as long: they are solved at several sizes.
+        usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
+        least_share: The share of a time limit that the forms of least peak get.
+        least_rounds: How often a budget just below the least peak so far is tried.
+        small_trading_share, large_trading_share: The share of the time left that local improvement gets.
+        polishing_rounds: How often local improvement goes over an answer at most.
+    """
+
+    exact_slots: int = 500
+    seconds: float = 60.0
+    sweep_seconds: float = 30.0
+    last_start: float = 0.95
+    met: float = 1e-6
+    optimal_gap: float = 1e-6
+    near: float = 2e-3
+    nearer: float = 2e-4
+    far: float = 1e-2
+    program_share: float = 1 / 8
+    program_seconds: float = 0.5
+    program_least_share: float = 1 / 120
+    small_program_seconds: float = 6.0
+    walled_programs: float = 1.5
+    usual_length: int = 4_000
+    least_share: float = 0.5
+    least_rounds: int = 5
+    small_trading_share: float = 1 / 100
+    large_trading_share: float = 1 / 200
+    polishing_rounds: int = 3
+
+    def patience(self, forward_length: int, time_limit: float) -> float:
+        """The process seconds that each kind of program gets."""
+        if forward_length <= ilp.FINE:
+            return min(time_limit, self.small_program_seconds)
+        most = self.program_seconds * max(1.0, forward_length / self.usual_length)
+        return max(min(self.program_share * time_limit, most), self.program_least_share * time_limit)
+
+
+SETTINGS = PortfolioSettings()
 
 
 def solve(
@@ -72,7 +101,7 @@ def solve(
     time_limit: float | None = None,
     progress: Progress | None = None,
     constraints: Constraints | None = None,
-    known: Sequence[np.ndarray] = (),
+    known: Sequence[Schedule] = (),
     most_seconds: float = float("inf"),
     minimum: bool = True,
 ) -> Solution:
@@ -97,7 +126,7 @@ def solve(
     """
     begin = time.perf_counter()
     shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
-    left = max(0.0, (TIME_LIMIT if time_limit is None else time_limit) - (time.perf_counter() - begin))
+    left = max(0.0, (SETTINGS.seconds if time_limit is None else time_limit) - (time.perf_counter() - begin))
     if budget is not None:
         return _solve(shared, budget, left, progress, known, minimum)
     if np.isinf(most_seconds):
@@ -133,7 +162,7 @@ def sweep(
     time_limit: float | None = None,
     progress: Progress | None = None,
     constraints: Constraints | None = None,
-    known: Sequence[np.ndarray] = (),
+    known: Sequence[Schedule] = (),
 ) -> list[Solution]:
     """Solve for many budgets, sharing programs and schedules between them.
 
@@ -154,10 +183,14 @@ def sweep(
     begin = time.perf_counter()
     shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
     found: dict[int | None, Solution] = {}
-    left = EACH * len(ascending) if time_limit is None else time_limit - (time.perf_counter() - begin)
+    left = (
+        SETTINGS.sweep_seconds * len(ascending)
+        if time_limit is None
+        else time_limit - (time.perf_counter() - begin)
+    )
     for n, budget in enumerate(ascending):
         before = [*known, *(s.schedule for s in list(found.values())[-1:])]
-        share = min(EACH, max(0.0, left) / (len(ascending) - n))
+        share = min(SETTINGS.sweep_seconds, max(0.0, left) / (len(ascending) - n))
         if budget is None:
             solution = _least(shared, share, None, before)
         else:
@@ -174,7 +207,7 @@ def _solve(
     budget: int,
     time_limit: float,
     progress: Progress | None,
-    known: Sequence[np.ndarray],
+    known: Sequence[Schedule],
     minimum: bool = True,
 ) -> Solution:
     """The fastest schedule for one budget; where there is none and ``minimum`` is asked for, the least peak
@@ -194,15 +227,15 @@ def _solve(
 
 
 def _least(
-    shared: Shared, time_limit: float, progress: Progress | None, known: Sequence[np.ndarray] = ()
+    shared: Shared, time_limit: float, progress: Progress | None, known: Sequence[Schedule] = ()
 ) -> Solution:
     """The least peak, by the fastest schedule that is found of it; found once for each graph."""
     if shared.least:
         return shared.least[0]
     programs = shared.programs
     graph, floor = programs.graph, shared.floor
-    search = Search(NAME, graph, None, LEAST_TIME * time_limit, progress, programs.constraints)
-    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    search = Search(NAME, graph, None, SETTINGS.least_share * time_limit, progress, programs.constraints)
+    everything = search.try_everything()
     for schedule in known:
         search.try_schedule(schedule)
     sqrt_n.keep_nothing(search)
@@ -218,7 +251,7 @@ def _least(
             form()
     assert search.least is not None
     best, proven = search.least, floor
-    for _ in range(ROUNDS):
+    for _ in range(SETTINGS.least_rounds):
         budget = best.peak_bytes - (best.peak_bytes > proven)
         left = max(0.0, time_limit - search.elapsed)
         attempt, _ = _attempt(shared, budget, left / 2, None, [best.schedule])
@@ -240,7 +273,7 @@ def _least(
 
 def _least_exactly(search: Search) -> None:
     """Offer the least peak of a small graph."""
-    if search.least is not None and exact_ilp.count_slots(search.graph) <= SMALL:
+    if search.least is not None and exact_ilp.count_slots(search.graph) <= SETTINGS.exact_slots:
         exact_ilp.least_peak(search, exact_ilp.find_slots(search.graph), search.least.peak_bytes)
 
 
@@ -252,7 +285,7 @@ def _least_within(
     graph = programs.graph
     search = Search(NAME, graph, None, time_limit / 2, progress, programs.constraints)
     search.most_seconds = most_seconds
-    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    everything = search.try_everything()
     if search.least is None:
         return Solution(
             NAME, Status.INFEASIBLE, everything.schedule, everything.peak_bytes, everything.seconds,
@@ -262,7 +295,7 @@ def _least_within(
     rotor.improve(search, None, everything.peak_bytes)
     ilp.descend(search, programs)
 
-    def attempt(budget: int, seconds: float, known: Sequence[np.ndarray]) -> Solution:
+    def attempt(budget: int, seconds: float, known: Sequence[Schedule]) -> Solution:
         if lower_bound(graph, budget, time_limit=seconds / 4, integer_seconds=0.0).seconds > most_seconds:
             return best.infeasible()
         return _judge(*_attempt(shared, budget, seconds, None, known))
@@ -280,25 +313,21 @@ def _attempt(
     budget: int,
     time_limit: float,
     progress: Progress | None,
-    known: Sequence[np.ndarray],
+    known: Sequence[Schedule],
 ) -> tuple[Search, Bound]:
     """Run the portfolio on one budget: everything found, and the bound."""
     programs = shared.programs
     graph = programs.graph
-    search = Search(NAME, graph, budget, IN_TIME * time_limit, progress, programs.constraints)
+    search = Search(NAME, graph, budget, SETTINGS.last_start * time_limit, progress, programs.constraints)
     large = graph.forward_length > ilp.FINE
-    few, most, many = PATIENCE
-    most *= max(1.0, graph.forward_length / USUAL)
-    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    everything = search.try_everything()
     for schedule in known:
         search.try_schedule(schedule)
     if search.fits(everything):
         return search, Bound(graph.base_seconds, -1)
     if budget < shared.floor:
         return search, Bound(float("inf"), -1)
-    patience = (
-        max(min(few * time_limit, most), many * time_limit) if large else min(time_limit, SMALL_PATIENCE)
-    )
+    patience = SETTINGS.patience(graph.forward_length, time_limit)
     bound = lower_bound(
         graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0
     )
@@ -306,15 +335,15 @@ def _attempt(
         return search, bound
     search.begin_stage((0.0, 0.2), 0.4)
     row_generation.improve(search, budget, shared.lazy, seconds=patience)
-    if not _done(search, bound) and not (large and _distance(search, bound) <= NEAR):
+    if not _done(search, bound) and not (large and _distance(search, bound) <= SETTINGS.near):
         bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
-    enough = bound.seconds + ENOUGH * graph.base_seconds
+    enough = bound.seconds + SETTINGS.met * graph.base_seconds
     sizes = programs.sizes()
-    far = _distance(search, bound) > NEAR
+    far = _distance(search, bound) > SETTINGS.near
     if not _done(search, bound) and far:
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
-    if not _done(search, bound) and not (large and _distance(search, bound) <= NEARER):
+    if not _done(search, bound) and not (large and _distance(search, bound) <= SETTINGS.nearer):
         search.begin_stage((0.3, 0.5), 0.5)
         if far or not large:
             rotor.improve(search, budget, everything.peak_bytes, shared.tables)
@@ -323,14 +352,14 @@ def _attempt(
             rotor.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
     if not _done(search, bound) and (far or not large):
         left = max(time_limit - search.elapsed, 1e-9)
-        search.begin_stage((0.5, 0.9), min(1.0, search.wall(WALLED * patience) / left))
+        search.begin_stage((0.5, 0.9), min(1.0, search.wall(SETTINGS.walled_programs * patience) / left))
         ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
-    search.begin_stage((0.9, 1.0), TRADING[large])
-    if not _done(search, bound) and _distance(search, bound) > FAR:
+    search.begin_stage((0.9, 1.0), SETTINGS.large_trading_share if large else SETTINGS.small_trading_share)
+    if not _done(search, bound) and _distance(search, bound) > SETTINGS.far:
         lower_sets.improve(search, budget, everything.peak_bytes)
-    if not _done(search, bound) and exact_ilp.count_slots(graph) <= SMALL:
+    if not _done(search, bound) and exact_ilp.count_slots(graph) <= SETTINGS.exact_slots:
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget)
-    for _ in range(3):
+    for _ in range(SETTINGS.polishing_rounds):
         if search.fastest is None or search.out_of_time() or _done(search, bound):
             break
         before = search.fastest.seconds
@@ -356,7 +385,7 @@ def _distance(search: Search, bound: Bound) -> float:
 def _done(search: Search, bound: Bound) -> bool:
     """Whether all the time is up, not only the stage's, or the best schedule is as good as can be proven."""
     late = search.time_limit is not None and search.elapsed > search.time_limit
-    return late or _distance(search, bound) <= ENOUGH
+    return late or _distance(search, bound) <= SETTINGS.met
 
 
 def _judge(search: Search, bound: Bound) -> Solution:
@@ -365,5 +394,5 @@ def _judge(search: Search, bound: Bound) -> Solution:
     if not solution.feasible:
         return solution
     seconds = min(bound.seconds, solution.seconds)
-    met = solution.seconds <= seconds * (1 + OPTIMAL_GAP)
+    met = solution.seconds <= seconds * (1 + SETTINGS.optimal_gap)
     return replace(solution, bound_seconds=seconds, status=Status.OPTIMAL if met else Status.FEASIBLE)

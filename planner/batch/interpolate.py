@@ -14,6 +14,7 @@ import numpy as np
 
 from planner.costs.step_memory import Footprint
 from planner.planning.prepare import Prepared
+from solvers.model.arrays import PerStep
 from solvers.model.graph import Graph
 
 
@@ -34,7 +35,7 @@ class Sized:
     size: int
     graph: Graph
     footprint: Footprint
-    eager_bytes: np.ndarray
+    eager_bytes: PerStep
     eager_final_bytes: int
     eager_seconds: float
     final_bytes: int

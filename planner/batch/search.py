@@ -17,6 +17,7 @@ from planner.progress import Progress
 from planner.training_step.inputs import InputError, read_inputs, read_step
 from planner.training_step.step import Loss, Outputs, Step
 from solvers import portfolio
+from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution
 
@@ -68,7 +69,7 @@ class BatchSearch:
         self._progress = progress
         self._max_overhead: float | None = None
         self._reference: float | None = None  # seconds per sample of the largest unplanned batch
-        self._schedules: list[np.ndarray] = []
+        self._schedules: list[Schedule] = []
         self._solutions: dict[int, Solution] = {}
         self._fraction = 0.0
 
@@ -287,7 +288,7 @@ class BatchSearch:
         )
 
 
-def _belongs(schedule: np.ndarray, step: Sized) -> bool:
+def _belongs(schedule: Schedule, step: Sized) -> bool:
     """Whether a schedule can be one of a step's graph; estimated steps share their rows."""
     rows, base = len(step.graph.ops), step.graph.base_length
     return bool(schedule.max(initial=-1) < rows and np.unique(schedule[schedule < base]).size == base)

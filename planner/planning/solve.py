@@ -9,7 +9,8 @@ from planner.planning.solve_for import solve_for
 from planner.problem.selection import select
 from planner.progress import Progress, no_report
 from solvers.model.solution import Solution
-from solvers.registry import SOLVERS, Solve
+from solvers.model.solver import Solve
+from solvers.registry import SOLVERS
 
 
 class SolverError(PlannerError, ValueError):

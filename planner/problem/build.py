@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -25,6 +24,7 @@ from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, copy_bytes
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event
+from solvers.model.arrays import Schedule
 from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
 from solvers.model.schedule import Timeline
 
@@ -57,7 +57,7 @@ class Problem:
     eager: Timeline
     final_bytes: int
 
-    def backward_sequences(self, captured: CapturedStep, schedule: np.ndarray) -> list[list[int]]:
+    def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[int]]:
         """For every captured graph the operations that its backward runs under a schedule, in order.
 
         A graph that ran several times in the step is never recomputed (see :func:`build_problem`),

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from planner.errors import PlannerError
+from solvers.model.arrays import ValueMask
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph, GraphError, Op
 
@@ -91,7 +92,7 @@ def _operator(op: Op) -> str:
     return op.name.split(" ")[0]
 
 
-def _marked(graph: Graph, values: Sequence[int]) -> np.ndarray | None:
+def _marked(graph: Graph, values: Sequence[int]) -> ValueMask | None:
     if not values:
         return None
     marked = np.zeros(len(graph.values), dtype=bool)

@@ -27,6 +27,7 @@ from planner.problem.build import Problem
 from planner.runtime.own_errors import is_meant
 from planner.runtime.remap import remap_schedule
 from planner.training_step.step import Loss, Step
+from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
 
 logger = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ def predicted_peak(plan: Plan, prepared: Prepared) -> int:
     return simulate(prepared.problem.graph, schedule).peak_bytes
 
 
-def schedule_of(problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+def schedule_of(problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[int]]) -> Schedule:
     """The schedule in which every captured graph's backward runs a sequence of its operations."""
     rows = {(s.graph, s.instance, s.op): row for row, s in enumerate(problem.sources) if s.graph >= 0}
     begun: set[tuple[int, int]] = set()

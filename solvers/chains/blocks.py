@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers.chains.cut_points import Cuts, ForwardUses
+from solvers.model.arrays import Numbers, PerBlock, PerRow, PerValue, ValueMask
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.just_in_time import recompute
@@ -37,15 +38,15 @@ class Blocks:
     """
 
     walls: list[int]
-    of_value: np.ndarray
-    forward_seconds: np.ndarray
-    forward_bytes: np.ndarray
-    start_bytes: np.ndarray
-    boundary: np.ndarray
-    options: list[np.ndarray]
-    option_bytes: np.ndarray
-    option_seconds: np.ndarray
-    option_peak: np.ndarray
+    of_value: PerValue
+    forward_seconds: Numbers
+    forward_bytes: PerBlock
+    start_bytes: PerBlock
+    boundary: PerBlock
+    options: list[ValueMask]
+    option_bytes: PerBlock
+    option_seconds: Numbers
+    option_peak: PerBlock
 
     @property
     def count(self) -> int:
@@ -57,7 +58,7 @@ def find_blocks(
     graph: Graph,
     uses: ForwardUses,
     cuts: Cuts,
-    pinned: np.ndarray,
+    pinned: ValueMask,
     constraints: Constraints,
     walls: list[int],
     *,
@@ -80,7 +81,7 @@ def find_blocks(
     table = [evaluate(graph, kept, always, of_value, active_block, count) for kept in options]
     may = np.array([graph.ops[i].recomputable for i in range(graph.forward_length)], dtype=np.float64)
     rerun = np.array([graph.rerun(i) for i in range(graph.forward_length)], dtype=np.int64)
-    seconds = np.bincount(of_op, graph.seconds[rerun] * may, minlength=count)
+    seconds = np.bincount(of_op, graph.seconds[rerun] * may, minlength=count).astype(np.float64, copy=False)
     return Blocks(
         walls,
         of_value,
@@ -95,26 +96,26 @@ def find_blocks(
     )
 
 
-def boundary_bytes(graph: Graph, cuts: Cuts, walls: list[int]) -> np.ndarray:
+def boundary_bytes(graph: Graph, cuts: Cuts, walls: list[int]) -> PerBlock:
     """``[i, j]``: bytes that cross into block j and not into block i < j, int64."""
     crosses = np.zeros((len(walls) + 1, len(graph.values)))
     for n, wall in enumerate(walls):
         crosses[n + 1, cuts.crossing(wall)] = 1.0
     shared = (crosses * graph.bytes) @ crosses.T
-    result: np.ndarray = np.triu(shared.diagonal() - shared, 1).astype(np.int64)
+    result: PerBlock = np.triu(shared.diagonal() - shared, 1).astype(np.int64)
     return result
 
 
 def priced_options(
     graph: Graph,
     uses: ForwardUses,
-    pinned: np.ndarray,
+    pinned: ValueMask,
     constraints: Constraints,
     cuts: Cuts,
     walls: list[int],
     prices: int,
     stop: Callable[[], bool],
-) -> list[np.ndarray]:
+) -> list[ValueMask]:
     """What to keep at each of several prices a byte; what crosses a wall is free."""
     if stop():
         return []
@@ -126,7 +127,7 @@ def priced_options(
         return []
     paid = decided[~boundary[decided]]
     total = max(1.0, float(graph.bytes[paid].sum()))
-    found: list[np.ndarray] = []
+    found: list[ValueMask] = []
     for price in np.geomspace(0.05, 2.0, prices) * SECONDS / total:
         if stop():
             break
@@ -141,7 +142,7 @@ def priced_options(
     return found
 
 
-def block_of_backward(graph: Graph, of_value: np.ndarray) -> np.ndarray:
+def block_of_backward(graph: Graph, of_value: PerValue) -> PerRow:
     """The block that runs at each base operation; the number of blocks before backward."""
     active_block = np.full(graph.base_length, int(of_value.max(initial=0)), dtype=np.int64)
     for i in range(graph.forward_length, graph.base_length):
@@ -155,12 +156,12 @@ def block_of_backward(graph: Graph, of_value: np.ndarray) -> np.ndarray:
 
 def evaluate(
     graph: Graph,
-    kept: np.ndarray,
-    always: np.ndarray,
-    of_value: np.ndarray,
-    active_block: np.ndarray,
+    kept: ValueMask,
+    always: ValueMask,
+    of_value: PerValue,
+    active_block: PerRow,
     count: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[PerBlock, Numbers, PerBlock]:
     """(bytes kept, seconds re-run, backward peak) of every block when all take this option."""
     schedule = recompute(graph, kept)
     lives = lifetimes(graph, schedule)
@@ -196,7 +197,7 @@ def evaluate(
     return kept_bytes, seconds, peak
 
 
-def forward_peaks(graph: Graph, uses: ForwardUses, cuts: Cuts, of_op: np.ndarray, count: int) -> np.ndarray:
+def forward_peaks(graph: Graph, uses: ForwardUses, cuts: Cuts, of_op: PerRow, count: int) -> PerBlock:
     """Peak of running each block forward when nothing of it is kept, beyond what crosses into it."""
     forward = cuts.start >= 0
     change = np.zeros(graph.forward_length + 1, dtype=np.int64)
@@ -212,7 +213,7 @@ def forward_peaks(graph: Graph, uses: ForwardUses, cuts: Cuts, of_op: np.ndarray
     return peak
 
 
-def start_bytes(graph: Graph, active_block: np.ndarray, count: int) -> np.ndarray:
+def start_bytes(graph: Graph, active_block: PerRow, count: int) -> PerBlock:
     """Bytes of backward values (gradients) alive when the backward of each block begins."""
     values = np.flatnonzero(graph.producer >= graph.forward_length)
     lives = lifetimes(graph, graph.base_schedule)

@@ -16,6 +16,7 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
+from solvers.model.arrays import PerPosition, PerValue, RowMask, ValueIds, ValueMask
 from solvers.model.graph import Graph
 
 SMALL_FRACTION = 2.5e-3
@@ -37,11 +38,11 @@ class ForwardUses:
         forward_count: Number of forward operations whose re-run reads it.
     """
 
-    last_forward: np.ndarray
-    first_backward: np.ndarray
-    last_backward: np.ndarray
-    last_any: np.ndarray
-    forward_count: np.ndarray
+    last_forward: PerValue
+    first_backward: PerValue
+    last_backward: PerValue
+    last_any: PerValue
+    forward_count: PerValue
 
 
 def forward_uses(graph: Graph) -> ForwardUses:
@@ -75,7 +76,7 @@ def _forward_uses(graph: Graph) -> ForwardUses:
     return ForwardUses(last_forward, first_backward, last_backward, last_any, forward_count)
 
 
-def pinned_values(graph: Graph, uses: ForwardUses) -> np.ndarray:
+def pinned_values(graph: Graph, uses: ForwardUses) -> ValueMask:
     """Which values are kept whatever happens, bool."""
     forward = (graph.producer >= 0) & (graph.producer < graph.forward_length)
     total = max(1, int(graph.bytes[forward].sum()))
@@ -104,19 +105,19 @@ class Cuts:
         sizes: Bytes of every value.
     """
 
-    bytes: np.ndarray
-    count: np.ndarray
-    articulation: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-    sizes: np.ndarray
+    bytes: PerPosition
+    count: PerPosition
+    articulation: RowMask
+    start: PerValue
+    end: PerValue
+    sizes: PerValue
 
-    def crossing(self, position: int) -> np.ndarray:
+    def crossing(self, position: int) -> ValueIds:
         """The values that cross a position, sorted indices."""
         return np.flatnonzero((self.start >= 0) & (self.start < position) & (position <= self.end))
 
     @cached_property
-    def _by_start(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _by_start(self) -> tuple[PerValue, PerValue, PerValue]:
         order = np.argsort(self.start, kind="stable")
         return self.start[order], self.end[order], self.sizes[order]
 
@@ -126,7 +127,7 @@ class Cuts:
         window = slice(*np.searchsorted(start, (earlier, position)).tolist())
         return float(sizes[window][end[window] >= position].sum())
 
-    def kept_at(self, positions: "list[int]") -> np.ndarray:
+    def kept_at(self, positions: "list[int]") -> ValueMask:
         """Which values cross at least one of the positions, bool."""
         walls = np.array(sorted(positions), dtype=np.int64)
         first = np.searchsorted(walls, self.start, side="right")
@@ -134,7 +135,7 @@ class Cuts:
         return (self.start >= 0) & (first < last)
 
 
-def find_cuts(graph: Graph, uses: ForwardUses | None = None, pinned: np.ndarray | None = None) -> Cuts:
+def find_cuts(graph: Graph, uses: ForwardUses | None = None, pinned: ValueMask | None = None) -> Cuts:
     """Measure every position of the forward phase, once for a graph and pinned values."""
     uses = forward_uses(graph) if uses is None else uses
     pinned = pinned_values(graph, uses) if pinned is None else pinned
@@ -147,7 +148,7 @@ def find_cuts(graph: Graph, uses: ForwardUses | None = None, pinned: np.ndarray 
     return cuts
 
 
-def _find_cuts(graph: Graph, uses: ForwardUses, pinned: np.ndarray) -> Cuts:
+def _find_cuts(graph: Graph, uses: ForwardUses, pinned: ValueMask) -> Cuts:
     length = graph.forward_length
     forward = (graph.producer >= 0) & (graph.producer < length) & ~pinned
     start = np.where(forward, graph.producer, -1)
@@ -171,7 +172,7 @@ def _find_cuts(graph: Graph, uses: ForwardUses, pinned: np.ndarray) -> Cuts:
     )
 
 
-def articulation_values(graph: Graph, pinned: np.ndarray) -> list[int]:
+def articulation_values(graph: Graph, pinned: ValueMask) -> list[int]:
     """Values that alone connect what is computed before them with what comes after (Chen et al.
     2016 cut there): articulation points of the undirected graph of forward operations and values."""
     flow: nx.Graph[int] = nx.Graph()

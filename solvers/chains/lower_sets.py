@@ -19,10 +19,10 @@ import numpy as np
 
 from solvers.chains.cut_points import Cuts, find_cuts, forward_uses, pinned_values
 from solvers.chains.sqrt_n import held_by_backward, keep_walls, one_extra_forward, weights
-from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.arrays import PerPosition, Positions
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
-from solvers.model.solution import Progress, Solution
+from solvers.model.solver import solver
 
 NAME = "lower_sets"
 MOST = 120
@@ -31,34 +31,16 @@ SLOTS = 80
 """Into how many slots recomputed time is cut."""
 
 
-def solve(
-    graph: Graph,
-    budget: int | None,
-    *,
-    time_limit: float | None = None,
-    progress: Progress | None = None,
-    constraints: Constraints | None = None,
-) -> Solution:
-    """Solve by dynamic programming over lower sets.
-
-    Args:
-        graph: The problem.
-        budget: Bytes of dynamic peak; None for the least peak at no more than one extra forward.
-        time_limit: Wall seconds.
-        progress: Told about advances.
-        constraints: Values that are always kept or always recomputed.
-
-    Returns:
-        The fastest schedule found; infeasible with the least peak found when none fits.
-    """
-    search = Search(NAME, graph, budget, time_limit, progress, constraints or NO_CONSTRAINTS)
-    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
-    if search.fits(everything) or graph.forward_length == graph.base_length:
-        return search.solution()
-    if budget is None:
-        search.most_seconds = graph.base_seconds + one_extra_forward(graph)
-    improve(search, budget, everything.peak_bytes)
-    return search.solution()
+@solver(NAME)
+def solve(search: Search) -> None:
+    """Solve by dynamic programming over lower sets; the least peak is that at no more than one extra
+    forward."""
+    everything = search.try_everything()
+    if search.is_settled(everything):
+        return
+    if search.budget is None:
+        search.most_seconds = search.graph.base_seconds + one_extra_forward(search.graph)
+    improve(search, search.budget, everything.peak_bytes)
 
 
 def improve(search: Search, budget: int | None, everything: int) -> None:
@@ -81,7 +63,7 @@ def improve(search: Search, budget: int | None, everything: int) -> None:
         search.tell("lower sets", (n + 1) / len(levels))
 
 
-def family(cuts: Cuts) -> np.ndarray:
+def family(cuts: Cuts) -> Positions:
     """The prefixes to choose from: all of a small graph, else the narrowest of equal stretches."""
     inner = np.arange(1, len(cuts.bytes) - 1)
     if len(inner) > MOST:
@@ -93,7 +75,7 @@ class Segments:
     """For every pair of prefixes i < j: bytes computed between them, bytes that j newly keeps, and
     seconds to recompute the rest, as matrices ``computed``, ``kept`` and ``seconds``."""
 
-    def __init__(self, graph: Graph, cuts: Cuts, weight: np.ndarray, positions: np.ndarray) -> None:
+    def __init__(self, graph: Graph, cuts: Cuts, weight: PerPosition, positions: Positions) -> None:
         count = len(positions)
         seconds = np.array([graph.seconds[graph.rerun(i)] for i in range(graph.forward_length)])
         running = np.concatenate(([0.0], np.cumsum(seconds)))
@@ -115,7 +97,7 @@ class Segments:
         self.kept[:, -1] = 0.0
 
 
-def sequences(segments: Segments, held: np.ndarray, level: float) -> list[list[int]]:
+def sequences(segments: Segments, held: PerPosition, level: float) -> list[list[int]]:
     """Algorithm 1 of the paper: the walls of a sequence for every time at which fewer bytes are kept."""
     count = len(segments.positions)
     unit = max(1e-9 * segments.total_seconds, float(segments.seconds[0].max()) / SLOTS, 1e-30)

@@ -28,56 +28,40 @@ from solvers.chains.blocks import Blocks, find_blocks
 from solvers.chains.cut_points import Cuts, find_cuts, forward_uses, pinned_values
 from solvers.chains.sqrt_n import families, one_extra_forward, segment_walls, weights
 from solvers.local.polish import polish
-from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.arrays import Integers, Numbers, PerPosition, Positions, ValueMask
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.just_in_time import Forget
-from solvers.model.solution import Progress, Solution
+from solvers.model.solver import solver
 
 NAME = "chain"
 SLOTS = 400
 """Into how many slots the memory is cut."""
 MOST_BLOCKS = 64
 """More blocks than this are merged: the table grows with the cube of their number."""
-SCANNED = (1.3, 30)
-"""Of tables that are scanned: slots up to this factor of the budget, and about how many of them."""
-LEAST, SLOWER = 16, 1.02
-"""For the least peak so many plans of each table are judged, those of least memory first that take no longer
-than allowed by this factor."""
+SCANNED_FACTOR = 1.3
+"""Tables are scanned for memory up to this factor of the budget: simulated peaks may be lower."""
+SCANNED_SLOTS = 30
+"""About how many amounts of memory are tried of each table that is scanned."""
+LEAST_PEAK_TRIALS = 16
+"""For the least peak so many plans of each table are judged, those of least memory first."""
+LEAST_PEAK_SLOWER = 1.02
+"""Of these, plans that are slower than allowed by more than this factor are left out: the table overrates."""
 COUNTS = (64, 48, 32, 24, 10)
 """Numbers of blocks tried."""
 TOGETHER = 60_000
 """About how many entries of a table are computed together: as many as a cache holds."""
 
 
-def solve(
-    graph: Graph,
-    budget: int | None,
-    *,
-    time_limit: float | None = None,
-    progress: Progress | None = None,
-    constraints: Constraints | None = None,
-) -> Solution:
-    """Solve by dynamic programming over blocks.
-
-    Args:
-        graph: The problem.
-        budget: Bytes of dynamic peak; None for the least peak at no more than one extra forward.
-        time_limit: Wall seconds.
-        progress: Told about advances.
-        constraints: Values that are always kept or always recomputed.
-
-    Returns:
-        The fastest schedule found; infeasible with the least peak found when none fits.
-    """
-    search = Search(NAME, graph, budget, time_limit, progress, constraints or NO_CONSTRAINTS)
-    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
-    if search.fits(everything) or graph.forward_length == graph.base_length:
-        return search.solution()
-    if budget is None:
-        search.most_seconds = graph.base_seconds + one_extra_forward(graph)
-    improve(search, budget, everything.peak_bytes)
-    return search.solution()
+@solver(NAME)
+def solve(search: Search) -> None:
+    """Solve by dynamic programming over blocks; the least peak is that at no more than one extra forward."""
+    everything = search.try_everything()
+    if search.is_settled(everything):
+        return
+    if search.budget is None:
+        search.most_seconds = search.graph.base_seconds + one_extra_forward(search.graph)
+    improve(search, search.budget, everything.peak_bytes)
 
 
 @dataclass
@@ -132,9 +116,7 @@ def improve(
         scan(search, cuts, pinned, tables, budget, everything)
 
 
-def scan(
-    search: Search, cuts: Cuts, pinned: np.ndarray, tables: Tables, budget: int, everything: int
-) -> None:
+def scan(search: Search, cuts: Cuts, pinned: ValueMask, tables: Tables, budget: int, everything: int) -> None:
     """Near the least peak schedules of about as much memory differ in what they really take: judge many
     of them, of tables for everything, and polish the best."""
     for key, blocks in tables.blocks.items():
@@ -143,9 +125,9 @@ def scan(
         if (key, everything) not in tables.filled:
             tables.filled[key, everything] = fill(blocks, everything)
         table = tables.filled[key, everything]
-        most = min(len(table.seconds[0, -1]) - 1, int(SCANNED[0] * budget / table.slot))
+        most = min(len(table.seconds[0, -1]) - 1, int(SCANNED_FACTOR * budget / table.slot))
         distinct = distinct_slots(table.seconds[0, -1][: most + 1])
-        for slots in distinct[:: max(1, len(distinct) // SCANNED[1])].tolist():
+        for slots in distinct[:: max(1, len(distinct) // SCANNED_SLOTS)].tolist():
             retained = plan(blocks, cuts, table, slots)
             if retained is not None and not search.out_of_time():
                 judge(search, blocks, cuts, pinned, retained)
@@ -162,7 +144,7 @@ def table_bytes(budget: int | None, everything: int) -> int:
     return int(1.25 * everything * 2.0 ** (-steps / 4)) + 1
 
 
-def choose_walls(weight: np.ndarray, positions: np.ndarray, count: int) -> list[int]:
+def choose_walls(weight: PerPosition, positions: Positions, count: int) -> list[int]:
     """At most ``count - 1`` of the positions, so that the blocks' bytes are balanced."""
     low, high = 0.0, float(weight[-1])
     if len(positions) < count:
@@ -181,7 +163,7 @@ class Table:
     """The dynamic program of some blocks: ``seconds[s, t]`` over slots of memory of ``slot`` bytes."""
 
     blocks: Blocks
-    seconds: np.ndarray
+    seconds: Numbers
     slot: float
 
     def choice(self, s: int, t: int, m: int) -> int:
@@ -209,12 +191,12 @@ class Table:
         return n + int(value.argmin())
 
 
-def least_slots(blocks: Blocks, first: np.ndarray, length: int, slot: float) -> np.ndarray:
+def least_slots(blocks: Blocks, first: Integers, length: int, slot: float) -> Integers:
     """The slots that it takes to run from each of the ``first`` blocks up to each of the cuts behind
     it, of which there are ``length``."""
     run = first[:, None] + np.arange(length)
     running = np.maximum.accumulate(blocks.forward_bytes[run] + blocks.boundary[first[:, None], run], axis=1)
-    least: np.ndarray = ((running + blocks.start_bytes[first + length, None]) / slot).astype(np.int64)
+    least: Integers = ((running + blocks.start_bytes[first + length, None]) / slot).astype(np.int64)
     return least
 
 
@@ -298,7 +280,7 @@ def plan(blocks: Blocks, cuts: Cuts, table: Table, slots: int) -> Retained | Non
     return Retained(at)
 
 
-def judge(search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, retained: Retained) -> Candidate:
+def judge(search: Search, blocks: Blocks, cuts: Cuts, pinned: ValueMask, retained: Retained) -> Candidate:
     """Make and judge the schedule of a plan."""
     kept = pinned.copy()
     kept[list(retained.at[0, blocks.count - 1])] = True
@@ -324,21 +306,21 @@ def forgetting(graph: Graph, blocks: Blocks, cuts: Cuts, retained: Retained) -> 
     return forget
 
 
-def distinct_slots(seconds: np.ndarray) -> np.ndarray:
+def distinct_slots(seconds: Numbers) -> Integers:
     """The slots with which less time is possible than with one fewer."""
     fine = np.flatnonzero(np.isfinite(seconds))
     return fine[np.diff(seconds[fine], prepend=np.inf) < 0]
 
 
 def read_off(
-    search: Search, blocks: Blocks, cuts: Cuts, pinned: np.ndarray, table: Table, budget: int | None
+    search: Search, blocks: Blocks, cuts: Cuts, pinned: ValueMask, table: Table, budget: int | None
 ) -> Candidate | None:
     """Find the memory in the table whose schedule, simulated, makes the most of the budget."""
     whole = table.seconds[0, -1]
     distinct = distinct_slots(whole)
     if budget is None and len(distinct):
         more = whole[distinct] - whole[distinct[-1]]
-        distinct = distinct[search.graph.base_seconds + more <= SLOWER * search.most_seconds]
+        distinct = distinct[search.graph.base_seconds + more <= LEAST_PEAK_SLOWER * search.most_seconds]
     best: Candidate | None = None
     low, high = 0, len(distinct) - 1
     tried: set[int] = set()
@@ -349,7 +331,7 @@ def read_off(
         assert retained is not None
         candidate = judge(search, blocks, cuts, pinned, retained)
         if budget is None:
-            if len(tried) == LEAST:
+            if len(tried) == LEAST_PEAK_TRIALS:
                 break
             low += 1
             continue

@@ -25,12 +25,12 @@ from bisect import bisect_left
 import numpy as np
 
 from solvers.chains.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
-from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.arrays import Numbers, PerPosition, Positions, ValueMask
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.just_in_time import Forget
 from solvers.model.schedule import lifetimes
-from solvers.model.solution import Progress, Solution
+from solvers.model.solver import solver
 
 NAME = "sqrt_n"
 SIZES = 40
@@ -40,33 +40,14 @@ FROM_SCRATCH = 300
 operation, quadratic in time, is tried for budgets that nothing else reaches."""
 
 
-def solve(
-    graph: Graph,
-    budget: int | None,
-    *,
-    time_limit: float | None = None,
-    progress: Progress | None = None,
-    constraints: Constraints | None = None,
-) -> Solution:
-    """Place checkpoints at about sqrt(n) cuts.
-
-    Args:
-        graph: The problem.
-        budget: Bytes of dynamic peak; None for the least peak at no more than one extra forward.
-        time_limit: Wall seconds after which no further segment size is tried.
-        progress: Told about advances.
-        constraints: Values that are always kept or always recomputed.
-
-    Returns:
-        The fastest schedule found within the budget; infeasible with the least peak of all forms.
-    """
-    search = Search(NAME, graph, budget, time_limit, progress, constraints or NO_CONSTRAINTS)
-    if budget is None:
-        search.most_seconds = graph.base_seconds + one_extra_forward(graph)
-    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+@solver(NAME)
+def solve(search: Search) -> None:
+    """Place checkpoints at about sqrt(n) cuts; the least peak is that at no more than one extra forward."""
+    if search.budget is None:
+        search.most_seconds = search.graph.base_seconds + one_extra_forward(search.graph)
+    everything = search.try_everything()
     if not search.fits(everything):
         improve(search)
-    return search.solution()
 
 
 def improve(search: Search) -> None:
@@ -98,7 +79,7 @@ def one_extra_forward(graph: Graph) -> float:
     return float(sum(graph.seconds[graph.rerun(i)] for i in range(graph.forward_length)))
 
 
-def families(cuts: Cuts) -> list[np.ndarray]:
+def families(cuts: Cuts) -> list[Positions]:
     """Sets of positions to cut at: behind articulation points, and where few bytes cross."""
     inner = np.ones(len(cuts.bytes), dtype=bool)
     inner[[0, -1]] = False
@@ -110,7 +91,7 @@ def families(cuts: Cuts) -> list[np.ndarray]:
     return [s for s in sets if len(s)]
 
 
-def weights(graph: Graph, needed: np.ndarray) -> np.ndarray:
+def weights(graph: Graph, needed: ValueMask) -> PerPosition:
     """For each position the bytes that backward needs of what was computed before it."""
     total = np.zeros(graph.forward_length + 1, dtype=np.int64)
     np.add.at(total, graph.producer[needed] + 1, graph.bytes[needed])
@@ -118,7 +99,7 @@ def weights(graph: Graph, needed: np.ndarray) -> np.ndarray:
     return total
 
 
-def segment_walls(positions: np.ndarray, weight: np.ndarray, size: float) -> list[int]:
+def segment_walls(positions: Positions, weight: PerPosition, size: float) -> list[int]:
     """Chen's algorithm 3: close a segment at the first allowed position where it reaches ``size``."""
     reached = weight[positions].tolist()
     walls: list[int] = []
@@ -131,7 +112,7 @@ def segment_walls(positions: np.ndarray, weight: np.ndarray, size: float) -> lis
 
 
 def level_walls(
-    positions: np.ndarray, weight: np.ndarray, held: np.ndarray, cuts: Cuts, peak: float
+    positions: Positions, weight: PerPosition, held: PerPosition, cuts: Cuts, peak: float
 ) -> list[int]:
     """Segments as long as ``peak`` bytes allow beside the cuts kept before them: the first is the
     longest, since when its backward comes the later cuts are free again."""
@@ -148,7 +129,7 @@ def level_walls(
     return walls
 
 
-def held_by_backward(graph: Graph, uses: ForwardUses) -> np.ndarray:
+def held_by_backward(graph: Graph, uses: ForwardUses) -> PerPosition:
     """For each position the bytes of gradients alive when backward has come down to it."""
     lives = lifetimes(graph, graph.base_schedule)
     late = lives.start >= graph.forward_length
@@ -159,11 +140,11 @@ def held_by_backward(graph: Graph, uses: ForwardUses) -> np.ndarray:
     held = np.zeros(graph.forward_length + 1, dtype=np.int64)
     read = (uses.last_backward >= 0) & (graph.producer >= 0) & (graph.producer < graph.forward_length)
     np.maximum.at(held, graph.producer[read], live[uses.last_backward[read]])
-    smallest: np.ndarray = np.minimum.accumulate(np.where(held > 0, held, live[-1]))
+    smallest: PerPosition = np.minimum.accumulate(np.where(held > 0, held, live[-1]))
     return smallest
 
 
-def keep_walls(graph: Graph, cuts: Cuts, pinned: np.ndarray, walls: list[int]) -> np.ndarray:
+def keep_walls(graph: Graph, cuts: Cuts, pinned: ValueMask, walls: list[int]) -> ValueMask:
     """Kept: what is pinned, what crosses a wall, and the segment behind the last wall."""
     kept = pinned.copy()
     kept |= cuts.kept_at(walls)
@@ -172,13 +153,13 @@ def keep_walls(graph: Graph, cuts: Cuts, pinned: np.ndarray, walls: list[int]) -
     return kept
 
 
-def sweep_sizes(weight: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:
+def sweep_sizes(weight: PerPosition, positions: Positions, count: int) -> Numbers:
     """Segment sizes from a fraction of the mean segment to everything."""
     return np.geomspace(max(1.0, weight[-1] / len(positions) / 2), max(1.0, float(weight[-1])), count)
 
 
 def single_level(
-    search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray, held: np.ndarray
+    search: Search, cuts: Cuts, pinned: ValueMask, needed: ValueMask, held: PerPosition
 ) -> list[Candidate]:
     """Sweep the segment size over each family of cuts; every operation is re-run at most once."""
     graph = search.graph
@@ -206,7 +187,7 @@ def single_level(
     return found
 
 
-def recursive(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray) -> list[Candidate]:
+def recursive(search: Search, cuts: Cuts, pinned: ValueMask, needed: ValueMask) -> list[Candidate]:
     """The O(log n)-memory form, for several sizes of the innermost segments and parts a level."""
     weight = weights(search.graph, needed)
     found: list[Candidate] = []
@@ -225,7 +206,7 @@ def recursive(search: Search, cuts: Cuts, pinned: np.ndarray, needed: np.ndarray
     return found
 
 
-def from_scratch(search: Search, cuts: Cuts, pinned: np.ndarray, weight: np.ndarray) -> list[Candidate]:
+def from_scratch(search: Search, cuts: Cuts, pinned: ValueMask, weight: PerPosition) -> list[Candidate]:
     """Kept segments within which everything is re-run for every smaller segment in them (or for
     every single backward operation): quadratic in their length, but nothing is held meanwhile."""
     graph = search.graph
@@ -259,7 +240,7 @@ def keep_nothing(search: Search) -> None:
         search.try_kept(kept, lambda rows: [v for row in rows for v in outputs[row]])
 
 
-def recurse(search: Search, cuts: Cuts, pinned: np.ndarray, walls: list[int], parts: int) -> Candidate:
+def recurse(search: Search, cuts: Cuts, pinned: ValueMask, walls: list[int], parts: int) -> Candidate:
     """Judge one recursive schedule: stretches between ``walls``, split in ``parts`` at each level."""
     graph = search.graph
     kept_walls = [walls[s - 1] for s in splits(0, len(walls), parts)]

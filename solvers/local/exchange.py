@@ -30,6 +30,7 @@ from itertools import pairwise
 import numpy as np
 
 from solvers.local.polish import instances_by_start, is_rerun, prune, reads
+from solvers.model.arrays import PerStep, Schedule
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.schedule import Lifetimes, lifetimes
@@ -64,7 +65,7 @@ class Move:
     """
 
     seconds: float
-    change: np.ndarray
+    change: PerStep
     gone: int
     before: int
     rows: tuple[int, ...]
@@ -133,7 +134,7 @@ def _round(search: Search, candidate: Candidate, budget: int) -> Candidate | Non
     return None
 
 
-def find_moves(search: Search, schedule: np.ndarray, profile: np.ndarray, budget: int) -> list[Move]:
+def find_moves(search: Search, schedule: Schedule, profile: PerStep, budget: int) -> list[Move]:
     """All moves of a schedule worth a variable."""
     graph = search.graph
     lives = lifetimes(graph, schedule)
@@ -156,7 +157,7 @@ def find_moves(search: Search, schedule: np.ndarray, profile: np.ndarray, budget
     return moves
 
 
-def _spares(search: Search, schedule: np.ndarray, lives: Lifetimes) -> list[Move]:
+def _spares(search: Search, schedule: Schedule, lives: Lifetimes) -> list[Move]:
     graph, constraints = search.graph, search.constraints
     firsts = instances_by_start(lives, len(schedule))
     found: list[Move] = []
@@ -175,7 +176,7 @@ def _spares(search: Search, schedule: np.ndarray, lives: Lifetimes) -> list[Move
 
 
 def _evictions(
-    search: Search, schedule: np.ndarray, lives: Lifetimes, profile: np.ndarray, budget: int
+    search: Search, schedule: Schedule, lives: Lifetimes, profile: PerStep, budget: int
 ) -> list[Move]:
     graph, keep = search.graph, search.constraints.keep
     table = graph.walk_table
@@ -299,13 +300,13 @@ def _conflicts(moves: list[Move]) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _peaks(profile: np.ndarray, change: np.ndarray, budget: int) -> np.ndarray:
+def _peaks(profile: PerStep, change: PerStep, budget: int) -> PerStep:
     """The steps that may exceed the budget, whichever moves are made."""
     most = profile + np.maximum(change, 0).sum(axis=0)
     return np.flatnonzero(most > budget)
 
 
-def make(graph: Graph, schedule: np.ndarray, moves: list[Move]) -> tuple[np.ndarray, np.ndarray]:
+def make(graph: Graph, schedule: Schedule, moves: list[Move]) -> tuple[Schedule, PerStep]:
     """The schedule with the moves made, and for each of its steps the step of the old one at which,
     or right before which, it stands."""
     base_of = graph.walk_table.base_of

@@ -14,13 +14,14 @@ pairs of kept values).
 
 import numpy as np
 
+from solvers.model.arrays import Integers, Schedule, StepMask
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.schedule import Lifetimes, lifetimes, simulate
 
 
-def is_rerun(graph: Graph, schedule: np.ndarray) -> np.ndarray:
+def is_rerun(graph: Graph, schedule: Schedule) -> StepMask:
     """Which steps of a schedule are re-runs, bool."""
     first = np.full(len(graph.ops), len(schedule), dtype=np.int64)
     first[schedule[::-1]] = np.arange(len(schedule) - 1, -1, -1)
@@ -29,7 +30,7 @@ def is_rerun(graph: Graph, schedule: np.ndarray) -> np.ndarray:
     return again
 
 
-def prune(graph: Graph, schedule: np.ndarray) -> np.ndarray:
+def prune(graph: Graph, schedule: Schedule) -> Schedule:
     """The schedule without re-runs whose results nothing reads."""
     while True:
         lives = lifetimes(graph, schedule)
@@ -57,8 +58,8 @@ def polish(search: Search, candidate: Candidate, budget: int) -> Candidate:
 
 
 def take_out(
-    graph: Graph, schedule: np.ndarray, budget: int, constraints: Constraints, search: Search
-) -> np.ndarray:
+    graph: Graph, schedule: Schedule, budget: int, constraints: Constraints, search: Search
+) -> Schedule:
     """One pass of taking out re-runs, those that save most seconds for the bytes first."""
     again = np.flatnonzero(is_rerun(graph, schedule))
     if not len(again):
@@ -129,7 +130,7 @@ def delay(search: Search, candidate: Candidate) -> Candidate:
     return search.try_schedule(moved)
 
 
-def reads(graph: Graph, schedule: np.ndarray, lives: Lifetimes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def reads(graph: Graph, schedule: Schedule, lives: Lifetimes) -> tuple[Integers, Integers, Integers]:
     """Every read of a schedule: (value, step, index of the instance that is read)."""
     offsets, flat = graph.input_table
     counts = offsets[schedule + 1] - offsets[schedule]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from solvers.model.arrays import ValueMask
 from solvers.model.graph import Graph, GraphError
 
 
@@ -19,8 +20,8 @@ class Constraints:
         GraphError: If a value is in both.
     """
 
-    keep: np.ndarray | None = None
-    recompute: np.ndarray | None = None
+    keep: ValueMask | None = None
+    recompute: ValueMask | None = None
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.recompute is not None:
@@ -28,7 +29,7 @@ class Constraints:
             if len(both):
                 raise GraphError(f"value {both[0]} is to be both kept and recomputed; choose one")
 
-    def apply(self, kept: np.ndarray) -> np.ndarray:
+    def apply(self, kept: ValueMask) -> ValueMask:
         """The nearest choice of kept values that honours the constraints."""
         if self.keep is not None:
             kept = kept | self.keep
@@ -36,9 +37,9 @@ class Constraints:
             kept = kept & ~self.recompute
         return kept
 
-    def free(self, graph: Graph) -> np.ndarray:
+    def free(self, graph: Graph) -> ValueMask:
         """Values about which a solver may decide: those that can be recomputed and are not pinned."""
-        free: np.ndarray = graph.recompute_row >= 0
+        free: ValueMask = graph.recompute_row >= 0
         if self.keep is not None:
             free &= ~self.keep
         if self.recompute is not None:

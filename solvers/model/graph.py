@@ -27,6 +27,17 @@ from typing import Any
 
 import numpy as np
 
+from solvers.model.arrays import (
+    Integers,
+    PerRow,
+    PerRowSeconds,
+    PerValue,
+    RowIds,
+    Schedule,
+    ValueIds,
+    ValueMask,
+)
+
 GLUE_REGION = -1
 
 
@@ -139,27 +150,27 @@ class Graph:
         return sum(op.phase is Phase.FORWARD for op in self.ops[: self.base_length])
 
     @cached_property
-    def bytes(self) -> np.ndarray:
+    def bytes(self) -> PerValue:
         """Bytes of every value, int64."""
         return np.array([v.bytes for v in self.values], dtype=np.int64)
 
     @cached_property
-    def on_demand(self) -> np.ndarray:
+    def on_demand(self) -> ValueMask:
         """Which values are allocated only in schedules that use them, bool."""
         return np.array([v.on_demand for v in self.values], dtype=bool)
 
     @cached_property
-    def seconds(self) -> np.ndarray:
+    def seconds(self) -> PerRowSeconds:
         """Seconds of every row of ``ops``, float64."""
         return np.array([op.seconds for op in self.ops], dtype=np.float64)
 
     @cached_property
-    def workspace_bytes(self) -> np.ndarray:
+    def workspace_bytes(self) -> PerRow:
         """Workspace bytes of every row of ``ops``, int64."""
         return np.array([op.workspace_bytes for op in self.ops], dtype=np.int64)
 
     @cached_property
-    def producer(self) -> np.ndarray:
+    def producer(self) -> PerValue:
         """The base operation that first computes each value, int64; -1 for a value of no op."""
         producer = np.full(len(self.values), -1, dtype=np.int64)
         for i, op in enumerate(self.ops[: self.base_length]):
@@ -181,7 +192,7 @@ class Graph:
         return op if replay is None else replay
 
     @cached_property
-    def recompute_row(self) -> np.ndarray:
+    def recompute_row(self) -> PerValue:
         """For each value the row that recomputes it, int64; -1 where nothing may."""
         row = np.full(len(self.values), -1, dtype=np.int64)
         for i, op in enumerate(self.ops[: self.forward_length]):
@@ -213,19 +224,19 @@ class Graph:
         )
 
     @cached_property
-    def region(self) -> np.ndarray:
+    def region(self) -> PerRow:
         """Region of every row of ``ops``, int64."""
         return np.array([op.region for op in self.ops], dtype=np.int64)
 
     @cached_property
-    def held_table(self) -> tuple[np.ndarray, np.ndarray]:
+    def held_table(self) -> tuple[ValueIds, RowIds]:
         """The values that the outside world holds and the base operations until which it does."""
         held = [(v, x.held_until) for v, x in enumerate(self.values) if x.held_until is not None]
         table = np.array(held, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
     @cached_property
-    def base_of(self) -> np.ndarray:
+    def base_of(self) -> PerRow:
         """For each row of ``ops`` the base operation that it is a form of, int64."""
         base = np.arange(len(self.ops), dtype=np.int64)
         for i, op in enumerate(self.ops[: self.base_length]):
@@ -234,12 +245,12 @@ class Graph:
         return base
 
     @cached_property
-    def input_table(self) -> tuple[np.ndarray, np.ndarray]:
+    def input_table(self) -> tuple[Integers, ValueIds]:
         """Inputs of all rows as (offsets, values): row i reads ``values[offsets[i]:offsets[i+1]]``."""
         return _ragged([op.inputs for op in self.ops])
 
     @cached_property
-    def output_table(self) -> tuple[np.ndarray, np.ndarray]:
+    def output_table(self) -> tuple[Integers, ValueIds]:
         """Outputs of all rows, in the form of :attr:`input_table`."""
         return _ragged([op.outputs for op in self.ops])
 
@@ -249,7 +260,7 @@ class Graph:
         return {}
 
     @cached_property
-    def base_schedule(self) -> np.ndarray:
+    def base_schedule(self) -> Schedule:
         """The schedule that recomputes nothing, int64."""
         return np.arange(self.base_length, dtype=np.int64)
 
@@ -284,7 +295,7 @@ class WalkTable:
     base_of: list[int]
 
 
-def _ragged(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _ragged(rows: Sequence[Sequence[int]]) -> tuple[Integers, ValueIds]:
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(r) for r in rows], out=offsets[1:])
     flat = np.fromiter((v for r in rows for v in r), dtype=np.int64, count=int(offsets[-1]))

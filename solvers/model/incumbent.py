@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from solvers.model.arrays import Schedule, ValueMask
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import Graph
 from solvers.model.just_in_time import Forget, recompute
@@ -16,9 +17,9 @@ from solvers.model.solution import Progress, Solution, Status
 class Candidate:
     """A simulated schedule, and the kept values it was made from where it was made so."""
 
-    schedule: np.ndarray
+    schedule: Schedule
     timeline: Timeline
-    kept: np.ndarray | None = None
+    kept: ValueMask | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -107,12 +108,20 @@ class Search:
         """Whether the candidate is within the budget."""
         return self.budget is not None and candidate.peak_bytes <= self.budget
 
-    def try_kept(self, kept: np.ndarray, forget: Forget | None = None) -> Candidate:
+    def try_kept(self, kept: ValueMask, forget: Forget | None = None) -> Candidate:
         """Judge the schedule that keeps these values, constraints applied."""
         kept = self.constraints.apply(kept)
         return self.try_schedule(recompute(self.graph, kept, forget=forget), kept if forget is None else None)
 
-    def try_schedule(self, schedule: np.ndarray, kept: np.ndarray | None = None) -> Candidate:
+    def try_everything(self) -> Candidate:
+        """Judge the schedule that recomputes nothing, constraints applied."""
+        return self.try_kept(np.ones(len(self.graph.values), dtype=bool))
+
+    def is_settled(self, everything: Candidate) -> bool:
+        """Whether recomputing nothing fits, or there is no backward phase to recompute in."""
+        return self.fits(everything) or self.graph.forward_length == self.graph.base_length
+
+    def try_schedule(self, schedule: Schedule, kept: ValueMask | None = None) -> Candidate:
         """Judge a schedule, which must honour the constraints already."""
         candidate = Candidate(schedule, simulate(self.graph, schedule), kept)
         self.offer(candidate)

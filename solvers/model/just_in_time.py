@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from solvers.model.arrays import Schedule, ValueMask
 from solvers.model.graph import Graph
 
 Forget = Callable[[list[int]], Iterable[int]]
 """Given the rows just re-run for one operation, in order: the values to forget after it."""
 
 
-def recompute(graph: Graph, kept: np.ndarray, *, forget: Forget | None = None) -> np.ndarray:
+def recompute(graph: Graph, kept: ValueMask, *, forget: Forget | None = None) -> Schedule:
     """The schedule that keeps the given values and recomputes the others just in time.
 
     Args:

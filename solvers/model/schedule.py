@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from solvers.model.arrays import Integers, PerStep, RowMask, Schedule, ValueIds
 from solvers.model.graph import Graph, GraphError, Phase
 
 
@@ -26,8 +27,8 @@ class Timeline:
         seconds: Sum over the steps.
     """
 
-    live_bytes: np.ndarray
-    step_bytes: np.ndarray
+    live_bytes: PerStep
+    step_bytes: PerStep
     peak_bytes: int
     peak_step: int
     final_bytes: int
@@ -40,13 +41,13 @@ class Lifetimes:
     ``start[i]`` and alive up to and including step ``end[i]``; ``used[i]`` is False for an instance
     that is dropped at once. All int64 (``used``: bool), sorted by value, then start."""
 
-    value: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-    used: np.ndarray
+    value: ValueIds
+    start: Integers
+    end: Integers
+    used: RowMask
 
 
-def lifetimes(graph: Graph, schedule: np.ndarray) -> Lifetimes:
+def lifetimes(graph: Graph, schedule: Schedule) -> Lifetimes:
     """When each instance of each value lives.
 
     Raises:
@@ -84,7 +85,7 @@ def lifetimes(graph: Graph, schedule: np.ndarray) -> Lifetimes:
     return Lifetimes(value, start, end, used)
 
 
-def simulate(graph: Graph, schedule: np.ndarray) -> Timeline:
+def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     """Walk a schedule and account for every byte.
 
     Args:
@@ -118,7 +119,7 @@ def simulate(graph: Graph, schedule: np.ndarray) -> Timeline:
     )
 
 
-def alive_at(graph: Graph, schedule: np.ndarray, step: int) -> np.ndarray:
+def alive_at(graph: Graph, schedule: Schedule, step: int) -> ValueIds:
     """The values alive while ``step`` of the schedule runs, as sorted indices."""
     lives = lifetimes(graph, schedule)
     alive = (lives.start <= step) & (step <= lives.end)
@@ -127,7 +128,7 @@ def alive_at(graph: Graph, schedule: np.ndarray, step: int) -> np.ndarray:
     return np.unique(lives.value[alive])
 
 
-def check(graph: Graph, schedule: np.ndarray) -> None:
+def check(graph: Graph, schedule: Schedule) -> None:
     """Raise unless the schedule is one that can be executed.
 
     Raises:
@@ -162,7 +163,7 @@ def check(graph: Graph, schedule: np.ndarray) -> None:
     lifetimes(graph, schedule)
 
 
-def _expand(table: tuple[np.ndarray, np.ndarray], schedule: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _expand(table: tuple[Integers, ValueIds], schedule: Schedule) -> tuple[ValueIds, Integers]:
     """(value, step) of every entry of a ragged table along a schedule."""
     offsets, flat = table
     counts = offsets[schedule + 1] - offsets[schedule]

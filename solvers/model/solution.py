@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-import numpy as np
-
+from solvers.model.arrays import Schedule
 from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
 
@@ -37,7 +36,7 @@ class Solution:
 
     solver: str
     status: Status
-    schedule: np.ndarray
+    schedule: Schedule
     peak_bytes: int
     seconds: float
     solve_seconds: float
@@ -63,7 +62,7 @@ class Solution:
 def best_of(
     solver: str,
     graph: Graph,
-    schedules: "list[np.ndarray]",
+    schedules: "list[Schedule]",
     budget: int | None,
     *,
     solve_seconds: float,

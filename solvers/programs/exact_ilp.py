@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from solvers.local.polish import prune
-from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
-from solvers.model.solution import Progress, Solution, Status
+from solvers.model.solution import Solution, Status
+from solvers.model.solver import solver
 from solvers.programs.milp import Outcome, Program
 
 NAME = "exact"
@@ -38,47 +39,32 @@ MOST_BINARIES = 4_000
 SECONDS = 1000.0
 
 
-def solve(
-    graph: Graph,
-    budget: int | None,
-    *,
-    time_limit: float | None = None,
-    progress: Progress | None = None,
-    constraints: Constraints | None = None,
-) -> Solution:
-    """Solve a small graph to optimality.
+@solver(NAME, seconds=60.0)
+def solve(search: Search) -> Solution | None:
+    """Solve a small graph, of up to about two dozen forward operations, to optimality.
 
-    Args:
-        graph: The problem, of up to about two dozen forward operations.
-        budget: Bytes of dynamic peak; None for the least possible, by bisection.
-        time_limit: Wall seconds; 60 where none is given.
-        progress: Told about advances.
-        constraints: Values that are always kept or always recomputed.
-
-    Returns:
-        The optimum, with its own seconds as bound; the best found when time runs out. For graphs
-        that are too large nothing is recomputed.
+    The optimum has its own seconds as bound; when time runs out the answer is the best found. In graphs
+    that are too large nothing is recomputed. The least peak is found by bisection.
     """
-    limit = 60.0 if time_limit is None else time_limit
-    search = Search(NAME, graph, budget, limit, progress, constraints or NO_CONSTRAINTS)
-    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
+    graph, budget = search.graph, search.budget
+    everything = search.try_everything()
     if search.fits(everything):
         met = everything.seconds <= graph.base_seconds
         return search.solution(bound_seconds=graph.base_seconds, optimal=met)
     if count_slots(graph) - graph.base_length > MOST_BINARIES:
-        return search.solution()
+        return None
     slots = find_slots(graph)
-    if budget is not None:
-        proven = answer(search, slots, budget)
-        solution = search.solution()
-        if not solution.feasible:
-            return least_peak(search, slots, solution.peak_bytes)
-        if proven is None:
-            return solution
-        bound = min(max(proven, graph.base_seconds), solution.seconds)
-        met = solution.seconds <= bound * (1 + 1e-6)
-        return replace(solution, bound_seconds=bound, status=Status.OPTIMAL if met else Status.FEASIBLE)
-    return least_peak(search, slots, everything.peak_bytes)
+    if budget is None:
+        return least_peak(search, slots, everything.peak_bytes)
+    proven = answer(search, slots, budget)
+    solution = search.solution()
+    if not solution.feasible:
+        return least_peak(search, slots, solution.peak_bytes)
+    if proven is None:
+        return solution
+    bound = min(max(proven, graph.base_seconds), solution.seconds)
+    met = solution.seconds <= bound * (1 + 1e-6)
+    return replace(solution, bound_seconds=bound, status=Status.OPTIMAL if met else Status.FEASIBLE)
 
 
 def least_peak(search: Search, slots: "list[Slot]", high: int) -> Solution:

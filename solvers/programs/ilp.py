@@ -49,19 +49,22 @@ import numpy as np
 
 from solvers.chains import sqrt_n
 from solvers.chains.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
+from solvers.model.arrays import PerMoment, RowIds, ValueMask
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
-from solvers.model.solution import Progress, Solution
+from solvers.model.solver import solver
 from solvers.programs.single_recompute import SECONDS, SingleRecompute, find_stages, write_program
 
 NAME = "ilp"
 GAP = 0.002
 """Relative gap of the recomputed seconds at which a program counts as solved."""
-ABSOLUTE_GAP = (0.0002, 0.0005)
-"""The same gap as a fraction of the seconds of the step, for graphs of up to ``FINE`` forward operations
-and for larger ones; reaching either gap is enough."""
+ABSOLUTE_GAP = 0.0002
+"""The same gap as a fraction of the seconds of the step; reaching either gap is enough."""
+LARGE_ABSOLUTE_GAP = 0.0005
+"""The same for graphs of more than ``FINE`` forward operations."""
 FINE = 300
+"""Graphs of more forward operations are large: they are solved less finely."""
 CORRECTIONS = 5
 """How often a program is corrected and solved again."""
 WRITING_SECONDS = 3e-4
@@ -76,37 +79,17 @@ SIZES = (2_000, 8_000, 30_000)
 """Sizes of the programs tried, in re-run variables; small graphs have no walls even in the first."""
 
 
-def solve(
-    graph: Graph,
-    budget: int | None,
-    *,
-    time_limit: float | None = None,
-    progress: Progress | None = None,
-    constraints: Constraints | None = None,
-) -> Solution:
-    """Choose what to keep by integer programming.
-
-    Args:
-        graph: The problem.
-        budget: Bytes of dynamic peak; None for the least peak that the program finds.
-        time_limit: Wall seconds; 60 where none is given.
-        progress: Told about advances.
-        constraints: Values that are always kept or always recomputed.
-
-    Returns:
-        The fastest schedule found; infeasible with the least peak found when none fits.
-    """
-    limit = 60.0 if time_limit is None else time_limit
-    search = Search(NAME, graph, budget, limit, progress, constraints or NO_CONSTRAINTS)
-    everything = search.try_kept(np.ones(len(graph.values), dtype=bool))
-    if search.fits(everything) or graph.forward_length == graph.base_length:
-        return search.solution()
+@solver(NAME, seconds=60.0)
+def solve(search: Search) -> None:
+    """Choose what to keep by integer programming."""
+    everything = search.try_everything()
+    if search.is_settled(everything):
+        return
     sqrt_n.improve(search)
-    if budget is None:
+    if search.budget is None:
         descend(search)
     else:
-        improve(search, budget)
-    return search.solution()
+        improve(search, search.budget)
 
 
 @dataclass
@@ -118,7 +101,7 @@ class Programs:
 
     def __post_init__(self) -> None:
         self.uses: ForwardUses = forward_uses(self.graph)
-        self.pinned: np.ndarray = pinned_values(self.graph, self.uses)
+        self.pinned: ValueMask = pinned_values(self.graph, self.uses)
         self.cuts: Cuts = find_cuts(self.graph, self.uses, self.pinned)
         self._written: dict[tuple[int, ...], SingleRecompute] = {}
 
@@ -198,11 +181,12 @@ def descend(search: Search, programs: Programs | None = None) -> None:
 
 
 def correct(
-    search: Search, model: SingleRecompute, budget: int, pinned: np.ndarray, time_limit: float | None
+    search: Search, model: SingleRecompute, budget: int, pinned: ValueMask, time_limit: float | None
 ) -> None:
     """Solve, simulate, correct the rows that fell short, and solve again until the answer fits."""
     begin = search.elapsed
-    absolute_gap = ABSOLUTE_GAP[search.graph.forward_length > FINE] * SECONDS
+    large = search.graph.forward_length > FINE
+    absolute_gap = (LARGE_ABSOLUTE_GAP if large else ABSOLUTE_GAP) * SECONDS
     model.correction[:] = 0.0
     for _ in range(CORRECTIONS):
         left = None if time_limit is None else time_limit - (search.elapsed - begin)
@@ -227,7 +211,7 @@ def correct(
         model.correction[short] = np.maximum(model.correction[short] + 1, excess[short])
 
 
-def peak_by_moment(graph: Graph, moments: np.ndarray, candidate: Candidate) -> np.ndarray:
+def peak_by_moment(graph: Graph, moments: RowIds, candidate: Candidate) -> PerMoment:
     """The highest simulated bytes from each moment up to the next, re-runs counted to the base
     operation that they precede."""
     schedule = candidate.schedule

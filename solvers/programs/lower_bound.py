@@ -28,14 +28,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers.chains.cut_points import ForwardUses, forward_uses
+from solvers.model.arrays import PerStep
 from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
 from solvers.programs.milp import Outcome, Program
 
 SECONDS = 1000.0
-MOST_VARIABLES, MOST_INTEGER = 60_000, 15_000
-"""Larger programs are not solved, larger ones not as integer programs: they take minutes, whatever the time
-limit."""
+MOST_VARIABLES = 60_000
+"""Larger programs are not solved: they take minutes, whatever the time limit."""
+MOST_INTEGER = 15_000
+"""Programs of more variables are not solved as integer programs, for the same reason."""
 INTEGER_SECONDS = 2.0
 """Wall seconds that the integer program gets."""
 
@@ -119,7 +121,7 @@ def holds_for_every_order(graph: Graph, moment: int) -> bool:
     return True
 
 
-def highest(profile: np.ndarray, forward_length: int, count: int) -> list[int]:
+def highest(profile: PerStep, forward_length: int, count: int) -> list[int]:
     """The highest backward moments of the profile, apart from each other."""
     backward = np.arange(forward_length, len(profile))
     apart = max(1, len(backward) // (4 * count))

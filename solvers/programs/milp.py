@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from solvers.model.arrays import Numbers
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ class Answer:
     ``bound``, below which the solver proved that no point lies (-inf when it proved nothing)."""
 
     outcome: Outcome
-    values: np.ndarray | None
+    values: Numbers | None
     objective: float
     bound: float
 
@@ -77,7 +79,7 @@ class Program:
         time_limit: float | None = None,
         gap: float = 0.0,
         absolute_gap: float = 0.0,
-        start: np.ndarray | None = None,
+        start: Numbers | None = None,
         relax: bool = False,
         presolve: bool = True,
     ) -> Answer:
@@ -97,7 +99,7 @@ def _highs(
     time_limit: float | None,
     gap: float,
     absolute_gap: float,
-    start: np.ndarray | None,
+    start: Numbers | None,
     relax: bool,
     presolve: bool,
 ) -> Answer:

@@ -21,6 +21,7 @@ import numpy as np
 
 from solvers.chains.cut_points import ForwardUses, forward_uses, pinned_values
 from solvers.local.polish import polish
+from solvers.model.arrays import Numbers, PerStep, PerValue, Schedule, ValueMask
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
@@ -54,8 +55,10 @@ MOST_VARIABLES = 60_000
 GAPS = (0.005, 0.001, 0.0001)
 """Relative gaps of the recomputed seconds at which the program counts as solved, while moments are looked
 for, then, and at last with all values free; a twentieth, as a fraction of the step, is enough as well."""
-HOPEFUL, HOPELESS = 3, 1.5
-"""After so many rounds an answer still above the budget by this factor is given up."""
+GIVE_UP_ROUNDS = 3
+"""From this round on a budget may be given up."""
+GIVE_UP_FACTOR = 1.5
+"""It is given up where the answer is still above it by this factor."""
 
 
 @dataclass
@@ -67,12 +70,12 @@ class LazyRows:
 
     def __post_init__(self) -> None:
         self.uses: ForwardUses = forward_uses(self.graph)
-        self.pinned: np.ndarray = pinned_values(self.graph, self.uses)
+        self.pinned: ValueMask = pinned_values(self.graph, self.uses)
         profile = simulate(self.graph, self.graph.base_schedule).step_bytes
         self.first: tuple[int, ...] = (int(profile.argmax()),) if len(profile) else ()
         self._written: dict[tuple[tuple[int, ...], float, bool], SingleRecompute] = {}
 
-    def kept(self, small: bool) -> np.ndarray:
+    def kept(self, small: bool) -> ValueMask:
         """The values that are kept whatever happens, those too small to matter not among them if the
         program decides about ``small`` values as well."""
         return self.graph.recompute_row < 0 if small else self.pinned
@@ -140,7 +143,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
             while stage < len(GAPS) - 1 and reached <= GAPS[stage] / 20:
                 stage += 1
             continue
-        if n >= HOPEFUL and candidate.peak_bytes > HOPELESS * budget:
+        if n >= GIVE_UP_ROUNDS and candidate.peak_bytes > GIVE_UP_FACTOR * budget:
             return stage > 1
         highest = profile_by_base(graph, candidate.schedule, candidate.timeline.step_bytes)
         over = highest_over(highest, budget, moments)
@@ -157,7 +160,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
     return stage > 1
 
 
-def chosen(model: SingleRecompute, values: np.ndarray, pinned: np.ndarray, least: float) -> np.ndarray:
+def chosen(model: SingleRecompute, values: Numbers, pinned: ValueMask, least: float) -> ValueMask:
     """What a point of the program keeps: what it keeps to a share of ``least``, and what is pinned."""
     kept = pinned | (model.keep < 0)
     decided = model.keep >= 0
@@ -166,7 +169,7 @@ def chosen(model: SingleRecompute, values: np.ndarray, pinned: np.ndarray, least
 
 
 def round_off(
-    search: Search, model: SingleRecompute, values: np.ndarray, pinned: np.ndarray, budget: int
+    search: Search, model: SingleRecompute, values: Numbers, pinned: ValueMask, budget: int
 ) -> Candidate:
     """Judge roundings of a fractional point: the most of it that fits, found by bisection, polished; the
     nearest rounding when none fits."""
@@ -187,7 +190,7 @@ def round_off(
     return nearest if best is None else polish(search, best, budget)
 
 
-def profile_by_base(graph: Graph, schedule: np.ndarray, step_bytes: np.ndarray) -> np.ndarray:
+def profile_by_base(graph: Graph, schedule: Schedule, step_bytes: PerStep) -> Numbers:
     """For each base operation the highest simulated bytes at it and at re-runs right before it."""
     first = np.full(len(graph.ops), len(schedule), dtype=np.int64)
     first[schedule[::-1]] = np.arange(len(schedule) - 1, -1, -1)
@@ -197,7 +200,7 @@ def profile_by_base(graph: Graph, schedule: np.ndarray, step_bytes: np.ndarray) 
     return highest
 
 
-def highest_over(profile: np.ndarray, budget: int, moments: tuple[int, ...]) -> list[int]:
+def highest_over(profile: Numbers, budget: int, moments: tuple[int, ...]) -> list[int]:
     """The highest points above the budget, apart from each other and none of the moments."""
     apart = max(1, len(profile) // APART)
     chosen: list[int] = []
@@ -223,17 +226,17 @@ class Causes:
         end: For each value the last backward operation at which a kept instance may be alive.
     """
 
-    free: np.ndarray
+    free: ValueMask
     times: list[list[int]]
-    direct: np.ndarray
+    direct: PerValue
     readers: list[list[int]]
-    end: np.ndarray
+    end: PerValue
 
 
 def find_causes(
     graph: Graph,
     uses: ForwardUses,
-    pinned: np.ndarray,
+    pinned: ValueMask,
     constraints: Constraints,
     moments: tuple[int, ...],
     reach: float,
@@ -275,7 +278,7 @@ def find_causes(
     return Causes(free, times, direct, readers, end)
 
 
-def last_reads(graph: Graph, uses: ForwardUses, decided: np.ndarray) -> list[int]:
+def last_reads(graph: Graph, uses: ForwardUses, decided: ValueMask) -> list[int]:
     """For each forward operation the last backward operation that reads a decided value of it, or of
     what its re-run may need to be re-run in turn: later moments need no account of their own."""
     last = [-1] * graph.forward_length

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers.chains.cut_points import ForwardUses
+from solvers.model.arrays import Numbers, PerMoment, PerRow, PerValue, RowIds, ValueMask
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate
@@ -40,18 +41,18 @@ class Stages:
         end: For each value the last backward operation at which a kept instance may be alive.
     """
 
-    free: np.ndarray
-    segment: np.ndarray
+    free: ValueMask
+    segment: PerRow
     times: list[list[int]]
-    direct: np.ndarray
+    direct: PerValue
     readers: list[list[int]]
-    end: np.ndarray
+    end: PerValue
 
 
 def find_stages(
     graph: Graph,
     uses: ForwardUses,
-    pinned: np.ndarray,
+    pinned: ValueMask,
     constraints: Constraints,
     walls: list[int],
     stages: int,
@@ -94,7 +95,7 @@ def find_stages(
     return Stages(free, segment, times, direct, readers, end)
 
 
-def find_readers(graph: Graph, decided: np.ndarray) -> list[list[int]]:
+def find_readers(graph: Graph, decided: ValueMask) -> list[list[int]]:
     """For each of the decided values the forward operations whose re-run reads it."""
     readers: list[list[int]] = [[] for _ in graph.values]
     for i in range(graph.forward_length):
@@ -105,7 +106,7 @@ def find_readers(graph: Graph, decided: np.ndarray) -> list[list[int]]:
     return readers
 
 
-def last_forward_use(graph: Graph) -> np.ndarray:
+def last_forward_use(graph: Graph) -> PerValue:
     """For each value the last forward operation that reads it; its producer when none does."""
     last = graph.producer.copy()
     for i in range(graph.forward_length):
@@ -135,11 +136,11 @@ class SingleRecompute:
     """
 
     program: Program
-    keep: np.ndarray
-    moments: np.ndarray
+    keep: PerValue
+    moments: RowIds
     first_row: int
-    fixed: np.ndarray
-    correction: np.ndarray
+    fixed: PerMoment
+    correction: PerMoment
     unit: float
 
     def set_budget(self, budget: int) -> None:
@@ -147,7 +148,7 @@ class SingleRecompute:
         limit = (budget - self.fixed - self.correction) / self.unit
         self.program.row_high[self.first_row :] = limit.tolist()
 
-    def use(self, values: np.ndarray) -> np.ndarray:
+    def use(self, values: Numbers) -> PerMoment:
         """Bytes that each memory row accounts for at a point of the program."""
         program = self.program
         begin = program.row_start[self.first_row]
@@ -161,7 +162,7 @@ class SingleRecompute:
         total += self.fixed
         return total
 
-    def start(self, candidate: Candidate | None) -> np.ndarray | None:
+    def start(self, candidate: Candidate | None) -> Numbers | None:
         """The choice of a known answer, as a point to start from: NaN where it says nothing."""
         if candidate is None or candidate.kept is None:
             return None
@@ -170,7 +171,7 @@ class SingleRecompute:
         point[self.keep[decided]] = candidate.kept[decided]
         return point
 
-    def kept(self, values: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+    def kept(self, values: Numbers, otherwise: ValueMask) -> ValueMask:
         """Which values a point of the program keeps; ``otherwise`` where it does not decide."""
         kept = otherwise.copy()
         decided = self.keep >= 0
@@ -213,7 +214,7 @@ def write_program(graph: Graph, uses: ForwardUses, stages: Stages, *, memory: bo
     return model
 
 
-def fixed_bytes(graph: Graph, uses: ForwardUses, free: np.ndarray, end: np.ndarray) -> np.ndarray:
+def fixed_bytes(graph: Graph, uses: ForwardUses, free: ValueMask, end: PerValue) -> PerMoment:
     """For each base operation the bytes alive whatever is decided about the ``free`` values, others
     living up to ``end`` at least, its workspace included."""
     last = np.where(free, last_forward_use(graph), np.maximum(uses.last_any, end))
@@ -223,12 +224,12 @@ def fixed_bytes(graph: Graph, uses: ForwardUses, free: np.ndarray, end: np.ndarr
     change = np.zeros(graph.base_length + 1, dtype=np.int64)
     np.add.at(change, graph.producer[exists], graph.bytes[exists])
     np.subtract.at(change, last[exists] + 1, graph.bytes[exists])
-    fixed: np.ndarray = np.cumsum(change[:-1]).astype(np.float64)
+    fixed: PerMoment = np.cumsum(change[:-1]).astype(np.float64)
     fixed += graph.workspace_bytes[: graph.base_length]
     return fixed
 
 
-def find_moments(graph: Graph, stages: Stages, fixed: np.ndarray) -> np.ndarray:
+def find_moments(graph: Graph, stages: Stages, fixed: PerMoment) -> RowIds:
     """The base operations that get a memory row: every stage, and the highest between two stages."""
     most = fixed.copy()
     change = np.zeros(graph.base_length + 1)
@@ -300,7 +301,7 @@ def write_memory(
         program.row(row)
 
 
-def count_entries(lives: "list[_Life]", moments: np.ndarray) -> int:
+def count_entries(lives: "list[_Life]", moments: RowIds) -> int:
     """About how many coefficients the memory rows of these moments have."""
     total = 0
     for life in lives:
@@ -326,7 +327,7 @@ class _Life:
 
 
 def segment_lives(
-    graph: Graph, uses: ForwardUses, stages: Stages, last_use: np.ndarray
+    graph: Graph, uses: ForwardUses, stages: Stages, last_use: PerValue
 ) -> Iterator[tuple[int, int, int, int, list[int], list[int], list[tuple[int, list[int]]], list[int]]]:
     """The fields of :class:`_Life` for every segment that has free values, in forward order."""
     groups: dict[int, list[int]] = {}
