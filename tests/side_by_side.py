@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 import planner
+from planner._torch.joint.aot import BoxedFunction
 from planner.errors import PlanWarning
+from planner.lowering.lowerings import Role
 from planner.planfile.plan import Plan
 from planner.runtime import backend
 
@@ -60,23 +63,23 @@ class Runs:
 @contextmanager
 def counting_runs() -> Iterator[Runs]:
     """Count the executions of planned graphs that are compiled from now on."""
-    runs, original = Runs(), backend.compile_graph
+    runs, original = Runs(), backend.chosen_lowering
 
-    def compile_graph(module: Any, name: str, **options: Any) -> Any:
-        function = original(module, name, **options)
-        runs.captures += name == "forward"
+    def counted(module: GraphModule, role: Role) -> BoxedFunction:
+        function = original()(module, role)
+        runs.captures += role == "forward"
 
         def run(args: list[Any]) -> Any:
-            setattr(runs, name, getattr(runs, name) + 1)
+            setattr(runs, role, getattr(runs, role) + 1)
             return function(args)
 
         return run
 
-    backend.compile_graph = compile_graph  # type: ignore[assignment]
+    backend.chosen_lowering = lambda: counted
     try:
         yield runs
     finally:
-        backend.compile_graph = original
+        backend.chosen_lowering = original
 
 
 @contextmanager

@@ -118,8 +118,8 @@ def test_graph_breaks_give_several_graphs_that_are_one_problem() -> None:
 
 def test_outputs_that_the_loss_does_not_use_are_found() -> None:
     model, args, kwargs = classifier()
-    assert capture(model, Step(args, kwargs, logits_loss)).graphs[0].unused_outputs == (1,)
-    assert capture(model, Step(args, kwargs)).graphs[0].unused_outputs == ()
+    assert capture(model, Step(args, kwargs, logits_loss)).graphs[0].spec.unused_outputs == (1,)
+    assert capture(model, Step(args, kwargs)).graphs[0].spec.unused_outputs == ()
 
 
 def test_operations_know_their_module() -> None:

@@ -89,7 +89,7 @@ LOOPS = [
         "Casts of one weight are left as AOTAutograd traces them, one for each use.",
         (
             Change(
-                "planner/graph/autocast_casts.py",
+                "planner/graph/passes/autocast_cast_cache.py",
                 "    for casts in groups.values():\n        _share(joint, casts)\n",
                 "",
             ),
@@ -125,14 +125,15 @@ LOOPS = [
         "What the forward saves for the backward is rounded to bfloat16.",
         (
             Change(
-                "planner/runtime/backend.py",
-                '    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))\n',
-                "    count = user_outputs(module)\n"
-                '    run = compile_graph(module, "forward", fixed_outputs=count)\n'
+                "planner/lowering/lowerings.py",
+                "    return compile_graph(module, role, fixed_outputs=fixed)\n",
+                "    import torch\n"
                 "\n"
-                "    def rounding(args: list[Any]) -> Any:\n"
+                "    run = compile_graph(module, role, fixed_outputs=fixed)\n"
+                "\n"
+                "    def rounding(args):\n"
                 "        results = list(run(args))\n"
-                "        for i in range(len(results) if count is None else count, len(results)):\n"
+                '        for i in range(fixed if role == "forward" else len(results), len(results)):\n'
                 "            if isinstance(results[i], torch.Tensor) and results[i].dtype is torch.float32:\n"
                 "                results[i] = results[i].bfloat16().float()\n"
                 "        return results\n"

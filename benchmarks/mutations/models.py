@@ -27,16 +27,17 @@ TRAINS_ALL = Change(
 def _reused_buffers(made: str, key: str) -> Change:
     """What the forward saves lies in buffers that a later call writes to."""
     return Change(
-        "planner/runtime/backend.py",
-        '    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))\n',
-        "    count = user_outputs(module)\n"
-        '    run = compile_graph(module, "forward", fixed_outputs=count)\n'
-        f"    held: dict[Any, Any] = {made}\n"
+        "planner/lowering/lowerings.py",
+        "    return compile_graph(module, role, fixed_outputs=fixed)\n",
+        "    import torch\n"
         "\n"
-        "    def reusing(args: list[Any]) -> Any:\n"
+        "    run = compile_graph(module, role, fixed_outputs=fixed)\n"
+        f"    held = {made}\n"
+        "\n"
+        "    def reusing(args):\n"
         "        inputs = {id(a) for a in args}\n"
         "        results = list(run(args))\n"
-        "        for i in range(len(results) if count is None else count, len(results)):\n"
+        '        for i in range(fixed if role == "forward" else len(results), len(results)):\n'
         "            value = results[i]\n"
         "            if isinstance(value, torch.Tensor) and id(value) not in inputs:\n"
         f"                buffer = held.setdefault({key}, torch.empty_like(value).detach())\n"
@@ -88,13 +89,14 @@ MODELS = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "        by_use = record.per_use_inputs if record is not None else []\n",
-                "        by_use = list(range(len(example_inputs)))\n",
+                "        absent = [i for i in spec.unused_outputs if",
+                "        spec = GraphSpec((), frozenset(range(len(example_inputs))))\n"
+                "        absent = [i for i in spec.unused_outputs if",
             ),
             Change(
                 "planner/graph/trace.py",
-                "*[args[i] for i in sources])",
-                "*[args[i].detach() for i in sources])",
+                "*[args[i] for i in added])",
+                "*[args[i].detach() for i in added])",
             ),
         ),
         ("tests/test_loops.py::test_tied_weights",),
@@ -213,9 +215,9 @@ MODELS = [
         (
             _reused_buffers("_HELD", "(i, value.shape, value.dtype)"),
             Change(
-                "planner/runtime/backend.py",
-                "logger = logging.getLogger(__name__)\n",
-                "logger = logging.getLogger(__name__)\n_HELD: dict[Any, Any] = {}\n",
+                "planner/lowering/lowerings.py",
+                'Role = Literal["forward", "backward"]\n',
+                'Role = Literal["forward", "backward"]\n_HELD = {}\n',
             ),
         ),
         ("tests/test_loops.py::test_a_generator_and_a_discriminator",),

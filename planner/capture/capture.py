@@ -34,6 +34,7 @@ from planner.capture.graph_runner import GraphRunner, collector, notes_on
 from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
+from planner.lowering.lowerings import chosen_lowering
 from planner.progress import Progress
 from planner.training_step.copies import StepCopy, described, lacks_data, with_data, without_data
 from planner.training_step.generators import GeneratorStates, OwnGenerators
@@ -151,7 +152,9 @@ class _Capture:
             report("capturing the forward", 0.2)
             runners: list[GraphRunner] = []
             counted = graph_breaks.counted_breaks()
-            backend = collector(runners, module, cuda=self._cuda is not None, data=self.copied.data)
+            backend = collector(
+                runners, module, chosen_lowering(), cuda=self._cuda is not None, data=self.copied.data
+            )
             target = _Bound(dynamo.dynamo_compile(run_forward, backend), module)
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)
@@ -173,10 +176,8 @@ class _Capture:
                     r.structure,
                     alike[r.index].index(r.index) if r.index in ran else 0,
                     len(alike.get(r.index, ())),
-                    r.unused_outputs,
+                    r.spec,
                     r.joint if r.index in ran else None,
-                    per_use_inputs=tuple(sorted(r.by_use - r.left)),
-                    gradient_layouts=r.gradients.layouts,
                 )
                 for r in runners
             ],

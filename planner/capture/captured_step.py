@@ -1,12 +1,13 @@
 """What capturing a training step gives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from planner._torch.cuda.attention import Attention
 from planner.graph.joint_graph import JointGraph
+from planner.graph.spec import GraphSpec
 from planner.training_step.recorder import Recording
 
 
@@ -18,20 +19,15 @@ class CapturedGraph:
         structure: Digest of the graph without shapes: what a plan recognises it by.
         occurrence: How many graphs of that structure the step runs for the first time before it.
         occurrences: How many graphs of that structure it runs.
-        unused_outputs: Outputs that no gradient reached although they could have one.
+        spec: How it was traced.
         joint: Forward and backward; None where there is nothing to differentiate.
-        per_use_inputs: Inputs whose gradients it returns per use (unsummed), see :mod:`planner.graph.trace`.
-        gradient_layouts: Of outputs whose gradients lie otherwise in memory than they do, by position: the
-            gradients' dimensions, those of the largest steps first.
     """
 
     structure: str
     occurrence: int
     occurrences: int
-    unused_outputs: tuple[int, ...]
+    spec: GraphSpec
     joint: JointGraph | None = None
-    per_use_inputs: tuple[int, ...] = ()
-    gradient_layouts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass

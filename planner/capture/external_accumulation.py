@@ -45,8 +45,8 @@ def ask_for_per_use_gradients(recording: Recording, runners: Sequence[GraphRunne
     for graph, position in sums_between_graphs(recording, runners):
         asked.setdefault(graph, set()).add(position)
     for graph, positions in asked.items():
-        runners[graph].by_use = frozenset(positions - {-1})
-    return [runners[graph] for graph in sorted(asked) if runners[graph].by_use]
+        runners[graph].per_use_inputs = frozenset(positions - {-1})
+    return [runners[graph] for graph in sorted(asked) if runners[graph].per_use_inputs]
 
 
 def reordered_views(runners: Sequence[GraphRunner]) -> int:

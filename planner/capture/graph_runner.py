@@ -21,15 +21,17 @@ from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.fresh_results import fresh_results
 from planner.graph.accumulation import is_sum
-from planner.graph.autocast_casts import AutocastContext, share_casts
-from planner.graph.dynamo_graph import detach_outputs, structure_of
-from planner.graph.joint_graph import JointGraph, read_joint
+from planner.graph.dynamo_graph import structure_of
+from planner.graph.joint_graph import JointGraph
+from planner.graph.joint_pass import AutocastContext
 from planner.graph.overwritten import to_copy
+from planner.graph.passes import JOINT_PASSES
+from planner.graph.spec import GraphSpec
 from planner.graph.tangent_layouts import TangentLayouts
-from planner.graph.trace import compile_by_use
+from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
-from planner.hooks.protocol import CompiledGraph, TracedGraph
-from planner.lowering.codegen import compile_graph
+from planner.hooks.protocol import CompiledGraph
+from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Halves, emit, no_recomputation
 from planner.training_step.recorder import StepRecorder
 
@@ -63,9 +65,8 @@ class GraphRunner:
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
         joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
-        by_use: Positions of the inputs whose gradients are to be per use (unsummed), see
-            :mod:`planner.graph.trace`.
-        left: Of those, once it is traced, the ones for which that could not be done.
+        per_use_inputs: Positions of the inputs whose gradients are to be handed out unsummed.
+        spec: How it was traced, once that is done; see :meth:`trace`.
         gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
             it was traced so.
         casts: What it casts under autocast that would be kept without a plan.
@@ -77,6 +78,7 @@ class GraphRunner:
         index: int,
         graph: GraphModule,
         example_inputs: Sequence[Any],
+        lower: Lowering,
         *,
         cuda: bool = False,
         data: bool = False,
@@ -84,9 +86,9 @@ class GraphRunner:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs]
         self._grad_enabled = torch.is_grad_enabled()  # off inside of functions of the user's
-        self._cuda, self._data = cuda, data
-        self.by_use: frozenset[int] = frozenset()
-        self.left: frozenset[int] = frozenset()
+        self._lower, self._cuda, self._data = lower, cuda, data
+        self.per_use_inputs: frozenset[int] = frozenset()
+        self.spec = GraphSpec()
         self.gradients = TangentLayouts()
         self.structure = structure_of(graph)
         self.joint: JointGraph | None = None
@@ -99,7 +101,6 @@ class GraphRunner:
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._around, self._autocast = AutocastContext.here(), autocast_state()
-        self._cached_casts: dict[int, torch.dtype] = {}
         self.casts = AutocastCastCache()
 
     @property
@@ -131,12 +132,12 @@ class GraphRunner:
         found = {}
         for i, (node, primal) in enumerate(zip(self.joint.outputs[1], self.joint.primals, strict=True)):
             position = aot_metadata.input_position(primal)
-            if is_sum(node) and (position is None or position in self.left or not self._by_use(position)):
+            if is_sum(node) and (position is None or self._hands_out_sum(position)):
                 found[i] = -1 if position is None else position
         return found
 
-    def _by_use(self, position: int) -> bool:
-        return position in self.by_use or position >= len(self.example_inputs)
+    def _hands_out_sum(self, position: int) -> bool:
+        return position < len(self.example_inputs) and position not in self.spec.per_use_inputs
 
     def record_to(self, recorder: StepRecorder) -> None:
         """Tell a recorder about the executions of the step that now begins."""
@@ -147,21 +148,19 @@ class GraphRunner:
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
         with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled):
-            compiled = compile_by_use(
-                detach_outputs(self.graph, self.unused_outputs),
+            compiled = trace_joint(
+                self.graph,
                 self._inputs_as_captured(),
-                self.by_use,
-                prepare=self._prepare,
+                GraphSpec(self.unused_outputs, self.per_use_inputs, self.gradients.layouts),
+                JOINT_PASSES,
                 partition=self._partition,
-                forward_compiler=self._forward_stub,
-                backward_compiler=self._backward_stub,
-                layouts=self.gradients.layouts,
+                compile_forward=self._forward_stub,
+                compile_backward=self._backward_stub,
+                autocast=self._around,
+                cuda=self._cuda,
             )
-        self._compiled, self.left = CompiledGraph(compiled.call, [self.casts]), compiled.left
-        self.gradients.layouts = {i: d for i, d in self.gradients.layouts.items() if i not in compiled.relaid}
-
-    def _prepare(self, joint: GraphModule) -> None:
-        self._cached_casts = share_casts(joint, self.graph, self.example_inputs, self._around)
+        self._compiled, self.spec = CompiledGraph(compiled.call, [self.casts]), compiled.followed
+        self.gradients.layouts = dict(self.spec.tangent_layouts)
 
     def _inputs_as_captured(self) -> list[Any]:
         # A buffer of results that the step fills in place needs gradients once it has been run.
@@ -172,10 +171,9 @@ class GraphRunner:
             for x, before in zip(self.example_inputs, self._requires_grad, strict=True)
         ]
 
-    def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-        inputs = len(self.example_inputs)
-        self.casts.on_traced(TracedGraph(joint, forward_outputs, inputs, self.by_use, self._cached_casts))
-        self.joint = read_joint(joint, forward_outputs, cuda=self._cuda)
+    def _partition(self, traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
+        self.casts.on_traced(traced)
+        joint, self.joint = traced.joint, traced.reading
         self.joint.to_copy = to_copy(self.joint, self.example_inputs)
         if self._data:
             self._halves = emit(self.joint, no_recomputation(self.joint))
@@ -194,9 +192,9 @@ class GraphRunner:
         return GraphModule(joint, forward), GraphModule(joint, backward)
 
     def _forward_stub(self, module: GraphModule) -> aot.BoxedFunction:
-        with_data = compile_graph(module, "forward") if self._data and self.joint is None else None
+        with_data = self._lower(module, "forward") if self._data and self.joint is None else None
         halves = self._halves
-        forward = None if halves is None else compile_graph(halves.forward, "forward")
+        forward = None if halves is None else self._lower(halves.forward, "forward")
 
         def run(args: list[Any]) -> Sequence[Any]:
             arguments, execution = list(args), self._executions
@@ -225,7 +223,7 @@ class GraphRunner:
 
     def _backward_stub(self, _module: GraphModule) -> aot.BoxedFunction:
         halves = self._halves
-        backward = None if halves is None else compile_graph(halves.backward, "backward")
+        backward = None if halves is None else self._lower(halves.backward, "backward")
 
         def run(args: list[Any]) -> Sequence[Any]:
             token, *tangents = args
@@ -291,18 +289,23 @@ def notes_on(runners: Sequence[GraphRunner]) -> list[str]:
 
 
 def collector(
-    runners: list[GraphRunner], module: torch.nn.Module, *, cuda: bool = False, data: bool = False
+    runners: list[GraphRunner],
+    module: torch.nn.Module,
+    lower: Lowering,
+    *,
+    cuda: bool = False,
+    data: bool = False,
 ) -> Callable[..., Any]:
     """A Dynamo backend that puts a runner in the place of every graph of a module, and into ``runners``.
 
     With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
-    they compute their results, else they hand out tensors without data.
+    they compute their results, by functions that ``lower`` makes; else they hand out tensors without data.
     """
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
         call_what_was_captured(graph)
         name_modules(graph, module)
-        runner = GraphRunner(len(runners), graph, example_inputs, cuda=cuda, data=data)
+        runner = GraphRunner(len(runners), graph, example_inputs, lower, cuda=cuda, data=data)
         runners.append(runner)
         return runner
 

@@ -8,7 +8,6 @@ import torch
 from torch.fx import GraphModule
 
 from planner._torch import fake
-from planner.graph.trace import copied
 
 
 def structure_of(graph: GraphModule) -> str:
@@ -53,3 +52,13 @@ def is_tensor_output(graph: GraphModule, index: int) -> bool:
         outputs[index].meta.get("example_value") if isinstance(outputs[index], torch.fx.Node) else None,
         torch.Tensor,
     )
+
+
+def copied(graph: GraphModule) -> GraphModule:
+    """A copy of a graph that can be changed."""
+    new = torch.fx.Graph()
+    new.output(new.graph_copy(graph.graph, {}))
+    result = GraphModule(graph, new)
+    for old, copy in zip(graph.graph.nodes, result.graph.nodes, strict=True):
+        copy.meta = dict(old.meta)
+    return result

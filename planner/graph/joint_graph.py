@@ -23,7 +23,6 @@ from planner._torch.joint import aot_metadata
 from planner._torch.joint.effects import has_effects
 from planner._torch.module_paths import module_of
 from planner._torch.tensors import stored_elements
-from planner.graph.eager_numerics import match_eager
 
 aten = torch.ops.aten
 
@@ -232,17 +231,14 @@ class JointGraph:
         return [self._storage(v) for v in _tensors(node.meta.get("val"))]
 
 
-def read_joint(module: GraphModule, forward_outputs: int, *, cuda: bool = False) -> JointGraph:
-    """Make a joint graph compute what eager computes, drop dead code, and read it.
+def read_joint(module: GraphModule, forward_outputs: int) -> JointGraph:
+    """Drop dead code of a joint graph, in place, and read it.
 
     Args:
         module: The graph.
         forward_outputs: How many of its outputs belong to the forward.
-        cuda: It will run on CUDA, wherever its tensors without data are.
     """
     mutated = aot_metadata.mutated_inputs(module)
-    if not cuda:
-        match_eager(module)
     module.graph.eliminate_dead_code(is_impure_node=_is_impure)
     return JointGraph(module.graph, module, forward_outputs, mutated)
 

@@ -12,6 +12,7 @@ One call in a region, which is the rule, costs a look at a cast of an empty tens
 backward.
 """
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,11 +20,11 @@ from typing import Any
 
 import torch
 
-from planner._torch import autograd
+from planner._torch import autograd, fake
 from planner._torch.joint import aot_metadata
 from planner.graph.accumulation import is_sum
-from planner.graph.autocast_casts import notes_of_region
-from planner.hooks.protocol import GraphHook, TracedGraph
+from planner.graph.trace import TracedGraph
+from planner.hooks.protocol import GraphHook
 
 aten = torch.ops.aten
 
@@ -75,7 +76,7 @@ class AutocastCastCache(GraphHook):
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         parameters = self._taken(args)
-        notes = notes_of_region(parameters[0].device)
+        notes = _notes_of_region(parameters[0].device)
         if notes is None:
             return
         region = notes.setdefault("planner", _Region())
@@ -91,8 +92,26 @@ def unplanned_call(parameters: Sequence[torch.Tensor]) -> bool:
     Returns:
         Whether the region of autocast that it is in holds a planned call too that casts the same parameters.
     """
-    notes = notes_of_region(parameters[0].device) if parameters else None
+    notes = _notes_of_region(parameters[0].device) if parameters else None
     return notes is not None and notes.setdefault("planner", _Region()).add_unplanned(parameters)
+
+
+def _notes_of_region(device: torch.device) -> dict[str, Any] | None:
+    """A dictionary that lasts as long as autocast keeps casts here; None where it casts nothing.
+
+    Autocast keeps the cast of an empty tensor with those of parameters, and the autograd node of that can
+    be written on. No kernel runs.
+    """
+    with fake.without_modes():
+        empty = _empty_parameter(device)
+        used = torch.mm(empty, empty).grad_fn
+    node: Any = None if used is None else used.next_functions[0][0]
+    return node.metadata if node is not None and node.name() == "ToCopyBackward0" else None
+
+
+@functools.cache
+def _empty_parameter(device: torch.device) -> torch.Tensor:
+    return torch.empty((0, 0), device=device, requires_grad=True)
 
 
 class _Call:

@@ -16,7 +16,7 @@ from planner._torch import autograd
 from planner._torch.joint import aot_metadata
 from planner._torch.tensors import writes
 from planner.errors import PlanMismatch
-from planner.graph.joint_graph import JointGraph
+from planner.graph.trace import TracedGraph
 from planner.hooks.protocol import GraphHook
 
 
@@ -36,10 +36,10 @@ class DoubleBackward(GraphHook):
         self._warned = False
         self._outputs: dict[int, int] = {}
 
-    def on_joint(self, module: GraphModule, joint: JointGraph) -> None:
-        """Look at the operations of the joint graph."""
+    def on_traced(self, traced: TracedGraph) -> None:
+        joint = traced.reading
         inputs = [aot_metadata.input_position(primal) for primal in joint.primals]
-        self._outputs = aot_metadata.output_positions(module, joint.forward_outputs)
+        self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
         if any(op.random for op in joint.ops):
             self._obstacle = "it draws random numbers, or an operation from outside PyTorch may"
         elif joint.mutated:

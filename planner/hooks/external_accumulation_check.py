@@ -3,7 +3,7 @@
 Without a plan the autograd engine adds the gradients of a tensor's uses one by one, the last use first. A
 graph hands out the sum of those inside it. That is the same if nothing came before it; if something did, the
 sum is rounded in another order. Where a plan knows of such meetings the graph hands out its parts (see
-:mod:`planner.graph.trace`); here those are noticed that it does not know of.
+:mod:`planner.graph.passes.per_use_gradients`); here those are noticed that it does not know of.
 
 An input whose gradient is such a sum costs a hook per step on whatever that gradient is handed to; others
 cost nothing. The engine adds to what came first in place, so the memory that arrives tells what did.
@@ -18,7 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.tensors import has_hooks
 from planner.graph.accumulation import is_sum
-from planner.hooks.protocol import GraphHook, TracedGraph
+from planner.graph.trace import TracedGraph
+from planner.hooks.protocol import GraphHook
 
 
 class ExternalAccumulationCheck(GraphHook):

@@ -6,32 +6,10 @@ something to look for.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.fx import GraphModule
-
 from planner._torch.joint import aot
-
-
-@dataclass(frozen=True)
-class TracedGraph:
-    """A joint graph as AOTAutograd traced it, after its corrections.
-
-    Attributes:
-        joint: Forward and backward.
-        forward_outputs: How many of its outputs the forward has.
-        inputs: How many inputs Dynamo's graph has.
-        per_use_inputs: Positions of the inputs whose gradients are handed out unsummed, one for each use.
-        cached_casts: Inputs of which autocast keeps casts beyond the graph, by position, and what these are.
-    """
-
-    joint: GraphModule
-    forward_outputs: int
-    inputs: int
-    per_use_inputs: frozenset[int]
-    cached_casts: dict[int, torch.dtype]
+from planner.graph.trace import TracedGraph
 
 
 class GraphHook:

@@ -7,7 +7,8 @@ import torch
 
 from planner._torch.joint import aot_metadata
 from planner.graph.tangent_layouts import has_steps, memory_steps
-from planner.hooks.protocol import GraphHook, TracedGraph
+from planner.graph.trace import TracedGraph
+from planner.hooks.protocol import GraphHook
 
 
 class TangentLayoutCheck(GraphHook):

@@ -14,7 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch.joint import aot, aot_metadata
-from planner.hooks.protocol import GraphHook, TracedGraph
+from planner.graph.trace import TracedGraph
+from planner.hooks.protocol import GraphHook
 
 aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ from torch.fx.node import map_arg
 from planner._torch.execution import op_bindings
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.joint.aot import BoxedFunction
-from planner.graph.eager_numerics import is_sum_in_place
 from planner.graph.in_place import OnCopy, operator_in_place
+from planner.graph.passes.in_place_accumulation import add_as_in_place, is_sum_in_place
 from planner.lowering.view_elimination import simplify
 
 aten = torch.ops.aten
@@ -172,17 +172,6 @@ class _Writer:
             self.constants[name] = value  # held, so that the id stays this object's
             self._constant_names[id(value)] = name
         return name
-
-
-def add_as_in_place(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The sum of two gradients, as it lies in memory where the second is added to the first in place."""
-    total: torch.Tensor = op_bindings.ADD(first, second)
-    steps, found = first.stride(), total.stride()
-    if steps != found and all(
-        a == b or n == 1 for a, b, n in zip(steps, found, total.shape, strict=True)
-    ):  # others of the first are not dense, and nothing is added to them in place
-        total.as_strided_(total.shape, steps)
-    return total
 
 
 class _Unpacked:

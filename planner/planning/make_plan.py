@@ -165,11 +165,11 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                 structure=captured_graph.structure,
                 occurrence=captured_graph.occurrence,
                 occurrences=captured_graph.occurrences,
-                unused_outputs=list(captured_graph.unused_outputs),
-                per_use_inputs=list(captured_graph.per_use_inputs),
+                unused_outputs=list(captured_graph.spec.unused_outputs),
+                per_use_inputs=sorted(captured_graph.spec.per_use_inputs),
                 gradient_layouts=[
                     GradientLayout(output=output, dimensions=list(dimensions))
-                    for output, dimensions in sorted(captured_graph.gradient_layouts.items())
+                    for output, dimensions in sorted(captured_graph.spec.tangent_layouts.items())
                 ],
                 ops=ops,
                 backward=backward,

@@ -15,21 +15,23 @@ from planner._torch.joint import aot
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.errors import CaptureError, warn
-from planner.graph.autocast_casts import AutocastContext, share_casts
-from planner.graph.dynamo_graph import detach_outputs, is_tensor_output, structure_of
-from planner.graph.joint_graph import JointGraph, read_joint
-from planner.graph.trace import compile_by_use
+from planner.graph.dynamo_graph import is_tensor_output, structure_of
+from planner.graph.joint_graph import JointGraph
+from planner.graph.joint_pass import AutocastContext
+from planner.graph.passes import JOINT_PASSES
+from planner.graph.spec import GraphSpec
+from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.awaiting_backward import Awaiting, Calls
 from planner.hooks.double_backward import DoubleBackward
 from planner.hooks.dropped_outputs import DroppedOutputs
 from planner.hooks.external_accumulation_check import ExternalAccumulationCheck
-from planner.hooks.protocol import CompiledGraph, GraphHook, TracedGraph
+from planner.hooks.protocol import CompiledGraph, GraphHook
 from planner.hooks.tangent_layout_check import TangentLayoutCheck
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
-from planner.lowering.codegen import compile_graph
-from planner.lowering.partition import no_recomputation, user_outputs
+from planner.lowering.lowerings import chosen_lowering
+from planner.lowering.partition import no_recomputation
 from planner.planfile.plan import GraphRecord, Plan
 from planner.runtime.first_forward import Path
 from planner.runtime.own_errors import unplanned
@@ -77,10 +79,13 @@ class PlanBackend:
             isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
         ):
             return graph.forward
+        spec = GraphSpec()
         if record is not None:
-            record = among_sizes(record, graph, example_inputs)
-        unused = record.unused_outputs if record is not None else []
-        absent = [i for i in unused if not is_tensor_output(graph, i)]
+            spec = among_sizes(GraphSpec.of(record), graph, example_inputs)
+        elif self._plan.coverage != "one-graph" and any(g.per_use_inputs for g in self._plan.graphs):
+            # A graph that the plan has not seen, of a model in which gradients meet: any of its own may.
+            spec = GraphSpec(per_use_inputs=frozenset(range(len(example_inputs))))
+        absent = [i for i in spec.unused_outputs if not is_tensor_output(graph, i)]
         if absent:
             warn(
                 f"the plan says that the loss leaves output {absent[0]} unused, and the model has no such "
@@ -89,18 +94,20 @@ class PlanBackend:
             return graph.forward
         if not any(map(fake.is_size, example_inputs)):
             try:
-                return self._compile(graph, example_inputs, record)
+                return self._compile(graph, example_inputs, record, spec)
             except aot.DATA_DECIDE as error:  # Dynamo would go on without a word
                 warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
             except Exception as error:
                 unplanned("a part of the forward", error)
             return graph.forward
         try:
-            return self._compile(graph, example_inputs, record, exactly=True)
+            return self._compile(graph, example_inputs, record, spec, exactly=True)
         except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
             logger.info("compiled for each shape, not for symbolic sizes: %s", error)
         return StaticShapes(
-            graph, lambda graph, inputs: self._compile(graph, inputs, record), self._beyond_static_shapes
+            graph,
+            lambda graph, inputs: self._compile(graph, inputs, record, spec),
+            self._beyond_static_shapes,
         )
 
     def _beyond_static_shapes(self, sizes: str) -> None:
@@ -114,20 +121,20 @@ class PlanBackend:
         graph: GraphModule,
         example_inputs: Sequence[Any],
         record: GraphRecord | None,
+        spec: GraphSpec,
         *,
         exactly: bool = False,
     ) -> Callable[..., Any]:
         """The callable of a graph. If ``exactly``, an error where it is not made of the plan's operations."""
-        unused = record.unused_outputs if record is not None else []
-        by_use = record.per_use_inputs if record is not None else []
-        layouts = {g.output: g.dimensions for g in record.gradient_layouts} if record is not None else {}
-        around, kept = AutocastContext.here(), dict[int, torch.dtype]()
+        lower = chosen_lowering()
 
-        def partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
-            traced = TracedGraph(joint, outputs, len(example_inputs), frozenset(by_use), kept)
+        def partition(traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
+            if exactly and record is not None and not matches(record, traced.reading):
+                raise CaptureError("traced into other operations than planned")
             for hook in hooks:
                 hook.on_traced(traced)
-            return self._partition(record, double_backward, again, joint, outputs, exactly)
+            halves = again.emitted(traced.reading, self._sequence(record, traced.reading))
+            return halves.forward, halves.backward
 
         def compile_backward(module: GraphModule) -> aot.BoxedFunction:
             function = backward.compile(module)
@@ -137,31 +144,30 @@ class PlanBackend:
 
         obstacle = "it was called under autocast" if self._autocast else None
         if self._plan.coverage != "one-graph":
-            if record is None and any(g.per_use_inputs for g in self._plan.graphs):
-                # A graph that the plan has not seen, of a model in which gradients meet: any of its own may.
-                by_use = list(range(len(example_inputs)))
             # Held for a second run, what one part hands to another would live for longer than planned.
             obstacle = "it is captured in several parts"
-        double_backward = DoubleBackward(graph, obstacle, warn)
-        backward = UndefinedGradients(lambda module: compile_graph(module, "backward", fixed_outputs=0))
+        double_backward, unused = DoubleBackward(graph, obstacle, warn), spec.unused_outputs
+        backward = UndefinedGradients(lambda module: lower(module, "backward"))
         again = ReadAgain(self._plan, graph, example_inputs)
         hooks: list[GraphHook] = [
             AutocastCastCache(warn), TangentLayoutCheck(warn), ExternalAccumulationCheck(warn),
             backward, double_backward, again,
             UnusedOutputs(unused), DroppedOutputs(unused, self._plan, warn), Awaiting(self._calls),
         ]  # fmt: skip
-        compiled = compile_by_use(
-            detach_outputs(graph, unused),
+        compiled = trace_joint(
+            graph,
             example_inputs,
-            by_use,
-            prepare=lambda joint: kept.update(share_casts(joint, graph, example_inputs, around)),
+            spec,
+            JOINT_PASSES,
             partition=partition,
-            forward_compiler=_compile_forward,
-            backward_compiler=compile_backward,
-            layouts=layouts,
+            compile_forward=lambda module: lower(module, "forward"),
+            compile_backward=compile_backward,
+            autocast=AutocastContext.here(),
         )
-        if compiled.left or compiled.relaid:
-            where = f"input {min(compiled.left)}" if compiled.left else f"output {min(compiled.relaid)}"
+        if compiled.followed != spec:
+            summed = spec.per_use_inputs - compiled.followed.per_use_inputs
+            relaid = spec.tangent_layouts.keys() - compiled.followed.tangent_layouts.keys()
+            where = f"input {min(summed)}" if summed else f"output {min(relaid)}"
             warn(
                 f"the gradients of {where} of a graph cannot be added up, or laid out in memory, as planned: "
                 "gradients may differ in the last bits from those without a plan. planner.verify() tells"
@@ -180,22 +186,6 @@ class PlanBackend:
         if not occurrences:
             return matching[count % len(matching)]
         return next((g for g in matching if g.occurrence == count % occurrences), None)
-
-    def _partition(
-        self,
-        record: GraphRecord | None,
-        double_backward: DoubleBackward,
-        again: ReadAgain,
-        module: GraphModule,
-        outputs: int,
-        exactly: bool,
-    ) -> tuple[GraphModule, GraphModule]:
-        joint = read_joint(module, outputs)
-        if exactly and record is not None and not matches(record, joint):
-            raise CaptureError("traced into other operations than planned")
-        double_backward.on_joint(module, joint)
-        halves = again.emitted(joint, self._sequence(record, joint))
-        return halves.forward, halves.backward
 
     def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:
         """What a graph's backward runs, in order; says so where the plan is not followed to the letter."""
@@ -241,7 +231,3 @@ class PlanBackend:
 
 def _grown(record: GraphRecord, joint: JointGraph) -> bool:
     return total_bytes(joint) > planned_bytes(record)
-
-
-def _compile_forward(module: GraphModule) -> aot.BoxedFunction:
-    return compile_graph(module, "forward", fixed_outputs=user_outputs(module))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from planner._torch import distributed
 from planner.errors import PlanMismatch
+from planner.graph.spec import GraphSpec
 from planner.planfile.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ PATIENCE = timedelta(seconds=30)
 
 _NOT_RUN: Any = {"fingerprint": True, "kept": True, "ops": {"__all__": {"bytes", "seconds"}}}
 """Of a graph's record what nothing that runs depends on: sizes, costs, and what is there for readers."""
+_IN_SPEC: Any = dict.fromkeys(("unused_outputs", "per_use_inputs", "gradient_layouts"), True)
+"""What of it :class:`GraphSpec` holds."""
 
 
 def decisions_digest(plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> str:
@@ -42,7 +45,8 @@ def decisions_digest(plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> str:
         "coverage": plan.coverage,
         "training": plan.model.training,
         # All but what is named: a field that is new counts until somebody says that it need not.
-        "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN) for graph in plan.graphs],
+        "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN | _IN_SPEC) for graph in plan.graphs],
+        "specs": [GraphSpec.of(graph).digest for graph in plan.graphs],
         "on_new_shape": on_new_shape,
     }
     if on_new_shape != "reapply":

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from planner._torch import fake
 from planner.graph.joint_graph import JointGraph
+from planner.graph.spec import GraphSpec
 from planner.planfile.plan import GraphRecord
 
 _LONGEST_COMPARISON = 20_000
@@ -147,21 +148,19 @@ def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, 
     return pairs
 
 
-def among_sizes(record: GraphRecord, graph: GraphModule, inputs: Sequence[Any]) -> GraphRecord:
-    """A record with its positions of inputs and outputs as they are in a graph, where symbolic sizes may lie
-    between; the plan was made for numbers."""
+def among_sizes(spec: GraphSpec, graph: GraphModule, inputs: Sequence[Any]) -> GraphSpec:
+    """A specification with its positions of inputs and outputs as they are in a graph, where symbolic sizes
+    may lie between; the plan was made for numbers."""
     outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
     values = [o.meta.get("example_value") if isinstance(o, Node) else o for o in outputs]
     if not any(map(fake.is_size, (*inputs, *values))):
-        return record
+        return spec
     of_input, of_output = _positions(inputs), _positions(values)
-    layouts = [g.model_copy(update={"output": of_output(g.output)}) for g in record.gradient_layouts]
-    places = {
-        "unused_outputs": [of_output(i) for i in record.unused_outputs],
-        "per_use_inputs": [of_input(i) for i in record.per_use_inputs],
-        "gradient_layouts": layouts,
-    }
-    return record.model_copy(update=places)
+    return GraphSpec(
+        tuple(of_output(i) for i in spec.unused_outputs),
+        frozenset(of_input(i) for i in spec.per_use_inputs),
+        {of_output(i): dimensions for i, dimensions in spec.tangent_layouts.items()},
+    )
 
 
 def _positions(values: Sequence[Any]) -> Callable[[int], int]:

@@ -168,8 +168,7 @@ def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:
 # Decompositions that tracing may keep: of batch normalisations, which must not update statistics
 # inside a graph (cuDNN's has another one, see planner/_torch/cuda/batch_norm.py); and of operations that only
 # arrange views or sizes. That of dropout, whose mask then takes a byte an element (see
-# planner/graph/eager_numerics.py), is
-# `dropout_of_eager`.
+# planner/graph/passes/cpu_dropout.py), is `dropout_of_eager`.
 _HARMLESS_DECOMPOSITIONS = {
     "native_batch_norm", "cudnn_batch_norm", "empty", "one_hot", "broadcast_tensors",
     "tensor_split", "unsafe_chunk", "pad_sequence",

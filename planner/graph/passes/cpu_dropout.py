@@ -1,13 +1,9 @@
-"""Where AOTAutograd traces something else than eager runs, put back what eager runs.
+"""Dropout on the CPU as eager computes it.
 
 Tracing takes ``native_dropout`` on every device. On the CPU eager multiplies by a mask that is
 divided by the probability to keep, where ``native_dropout`` multiplies the mask by the reciprocal.
 In half precision only their backwards round differently, in single precision both halves do, for
 about every fourth probability.
-
-Where two gradients meet, the engine adds the later to the earlier in place, if nobody else holds that. A sum
-that is traced is a tensor of its own, whose dimensions of one element get other steps. Kernels that look for
-images whose channels come last look at those steps as well, and then sum in another order.
 """
 
 import operator
@@ -16,51 +12,22 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch import fake
-from planner.graph.accumulation import is_sum
+from planner.graph.joint_pass import TraceContext
 
 aten = torch.ops.aten
 
-IN_PLACE = "planner_sum_in_place"
-"""Key among what is known of a node: see :func:`is_sum_in_place`."""
 
-
-def match_eager(module: GraphModule) -> None:
-    """Change a joint graph, in place, so that it computes what eager computes, bit for bit."""
-    for node in list(module.graph.nodes):
+def divide_masks(joint: GraphModule, context: TraceContext) -> None:
+    """Divide masks of dropout by the probability to keep."""
+    if context.cuda:
+        return
+    for node in list(joint.graph.nodes):
         if node.op != "call_function":
             continue
         if node.target is aten.native_dropout.default:
-            _dropout(module, node)
+            _dropout(joint, node)
         elif node.target is aten.native_dropout_backward.default:
-            _dropout_backward(module, node)
-    _mark_sums_in_place(module)
-
-
-def is_sum_in_place(node: Node) -> bool:
-    """Whether eager adds up two gradients in the memory of the first."""
-    return IN_PLACE in node.meta
-
-
-def _mark_sums_in_place(module: GraphModule) -> None:
-    last: dict[int, Node] = {}  # by storage, the last node that uses it
-    for node in module.graph.nodes:
-        for used in node.all_input_nodes:
-            if isinstance(used.meta.get("val"), torch.Tensor):
-                last[fake.storage_key(used.meta["val"])] = node
-    for node in module.graph.nodes:
-        if (
-            node.meta.get("partitioner_tag") == "is_backward"
-            and is_sum(node)
-            and _may_be_image(node.meta["val"])
-        ):
-            first: Node = node.args[0]
-            made = first.op == "call_function" and first.meta.get("partitioner_tag") == "is_backward"
-            if made and last[fake.storage_key(first.meta["val"])] is node:
-                node.meta[IN_PLACE] = True
-
-
-def _may_be_image(value: torch.Tensor) -> bool:
-    return value.dim() in (4, 5) and any(isinstance(size, int) and size == 1 for size in value.shape)
+            _dropout_backward(joint, node)
 
 
 def _dropout(module: GraphModule, node: Node) -> None:

@@ -5,10 +5,9 @@ again, the gradients of its uses meet in half precision and are cast back once. 
 and adds up what has been cast back, which rounds differently and takes more memory.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,6 +16,7 @@ from torch.fx.node import map_arg
 from planner._torch import fake
 from planner._torch.joint import aot_metadata
 from planner._torch.tensors import ENTER_AUTOCAST, EXIT_AUTOCAST, is_view
+from planner.graph.joint_pass import AutocastContext, TraceContext
 
 aten = torch.ops.aten
 
@@ -25,21 +25,10 @@ _CALLER_REGION = 0
 _EXPLICIT = {"to", "type", "type_as", "half", "bfloat16", "float", "_to_copy"}
 
 
-def share_casts(
-    joint: GraphModule, graph: GraphModule, inputs: Sequence[Any], around: "AutocastContext"
-) -> dict[int, torch.dtype]:
-    """Change a joint graph, in place, so that every region of autocast casts a parameter once.
-
-    Args:
-        joint: The joint graph.
-        graph: The forward that it was traced from.
-        inputs: Example inputs of that forward.
-        around: What the forward as a whole runs in.
-
-    Returns:
-        The inputs whose casts eager keeps beyond the forward, by position, and what they are cast to.
-    """
-    regions = _regions(graph, around)
+def share_casts(joint: GraphModule, context: TraceContext) -> None:
+    """Let every region of autocast cast a parameter once; note the casts that eager keeps for longer."""
+    inputs = context.inputs
+    regions = _regions(context.forward, context.autocast)
     groups: dict[tuple[Node, Any, int], list[Node]] = {}
     for node in joint.graph.nodes:
         if node.target is not aten._to_copy.default or node.meta.get("partitioner_tag") == "is_backward":
@@ -53,49 +42,10 @@ def share_casts(
     for casts in groups.values():
         _share(joint, casts)
     joint.recompile()
-    kept: dict[int, torch.dtype] = {}
     for source, dtype, region in groups:
         position = aot_metadata.input_position(source)
         if region == _CALLER_REGION and position is not None:
-            kept[position] = dtype
-    return kept
-
-
-class AutocastContext(NamedTuple):
-    """What a forward is called in.
-
-    Attributes:
-        inside: Whether that is inside of ``with torch.autocast``, be it switched off: casts are kept until
-            the outermost of these ends.
-        keeps: Whether autocast keeps casts (``cache_enabled``).
-    """
-
-    inside: bool
-    keeps: bool
-
-    @classmethod
-    def here(cls) -> "AutocastContext":
-        """Those of this moment."""
-        torch.autocast_increment_nesting()
-        return cls(torch.autocast_decrement_nesting() > 0, torch.is_autocast_cache_enabled())
-
-
-def notes_of_region(device: torch.device) -> dict[str, Any] | None:
-    """A dictionary that lasts as long as autocast keeps casts here; None where it casts nothing.
-
-    Autocast keeps the cast of an empty tensor with those of parameters, and the autograd node of that can
-    be written on. No kernel runs.
-    """
-    with fake.without_modes():
-        empty = _empty_parameter(device)
-        used = torch.mm(empty, empty).grad_fn
-    node: Any = None if used is None else used.next_functions[0][0]
-    return node.metadata if node is not None and node.name() == "ToCopyBackward0" else None
-
-
-@functools.cache
-def _empty_parameter(device: torch.device) -> torch.Tensor:
-    return torch.empty((0, 0), device=device, requires_grad=True)
+            context.cached_casts[position] = dtype
 
 
 def _regions(graph: GraphModule, around: AutocastContext) -> dict[str, int]:

@@ -1,0 +1,68 @@
+"""The interface of what corrects a traced joint graph, and what a correction is told.
+
+A joint graph does not always compute what eager computes, bit for bit. Each way in which it differs is put
+right by one pass, in a file of its own in `planner/graph/passes/`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch.fx import GraphModule
+
+
+class AutocastContext(NamedTuple):
+    """The region of autocast that a forward is called in.
+
+    Attributes:
+        inside: Whether that is inside of ``with torch.autocast``, be it switched off: casts are kept until
+            the outermost of these ends.
+        keeps: Whether autocast keeps casts (``cache_enabled``).
+    """
+
+    inside: bool
+    keeps: bool
+
+    @classmethod
+    def here(cls) -> Self:
+        """That of this moment."""
+        torch.autocast_increment_nesting()
+        return cls(torch.autocast_decrement_nesting() > 0, torch.is_autocast_cache_enabled())
+
+
+@dataclass
+class TraceContext:
+    """What passes know of the graph that is traced, and what they find out.
+
+    Attributes:
+        forward: The forward as Dynamo made it.
+        inputs: Its example inputs.
+        autocast: What the forward as a whole is called in.
+        cuda: Whether it will run on CUDA, though its tensors without data are on the CPU.
+        uses: How many gradients the engine adds up for each input whose gradients are to be handed out
+            unsummed, where these are more than one, by position.
+        unsummed: Found out: those of them for which that was possible.
+        cached_casts: Found out: inputs of which autocast keeps casts beyond the graph, by position, and what
+            these are.
+    """
+
+    forward: GraphModule
+    inputs: Sequence[Any]
+    autocast: AutocastContext
+    cuda: bool = False
+    uses: Mapping[int, int] = field(default_factory=dict)
+    unsummed: set[int] = field(default_factory=set)
+    cached_casts: dict[int, torch.dtype] = field(default_factory=dict)
+
+
+class JointPass(Protocol):
+    """Changes a joint graph in place, so that it computes what eager computes."""
+
+    def __call__(self, joint: GraphModule, context: TraceContext) -> None:
+        """Correct one graph.
+
+        Args:
+            joint: The joint graph as AOTAutograd traced it and earlier passes left it.
+            context: What is known of it.
+        """

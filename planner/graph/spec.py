@@ -1,0 +1,44 @@
+"""How one graph is to be traced: what a plan found out about the step around it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from planner.planfile.schema import GraphRecord
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """What tracing must know of a graph besides the graph itself.
+
+    Planning finds it out, the plan file keeps it, training follows it, and the ranks of a job compare it.
+
+    Attributes:
+        unused_outputs: Positions of the outputs that no gradient reaches: they are cut off from
+            differentiation.
+        per_use_inputs: Positions of the inputs whose gradients are handed out unsummed, one for each use.
+        tangent_layouts: Of outputs whose gradients lie otherwise in memory than they do, by position: the
+            gradients' dimensions, those of the largest steps first.
+    """
+
+    unused_outputs: tuple[int, ...] = ()
+    per_use_inputs: frozenset[int] = frozenset()
+    tangent_layouts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, record: GraphRecord) -> Self:
+        """That of a plan's graph."""
+        return cls(
+            tuple(record.unused_outputs),
+            frozenset(record.per_use_inputs),
+            {layout.output: tuple(layout.dimensions) for layout in record.gradient_layouts},
+        )
+
+    @property
+    def digest(self) -> str:
+        """Equal for specifications by which graphs are traced alike."""
+        layouts = sorted(self.tangent_layouts.items())
+        content = [sorted(self.unused_outputs), sorted(self.per_use_inputs), layouts]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
