@@ -1,5 +1,6 @@
 """Functions and operators of the user's inside a planned module."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 import planner
 from planner.planfile.plan import Plan
-from tests.side_by_side import Layers, assert_trains_alike, layers, plan_of
+from tests.side_by_side import Layers, assert_same, assert_trains_alike, layers, left_by, plan_of
 from tests.test_loops import steps
 
 
@@ -231,3 +232,24 @@ def test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan() -> None:
     model, x = OneImage().train(), torch.randn(1, 48, 7, 7)
     report = planner.verify(model, (x,), plan=plan_of(model, (x,)), repeats=0)
     assert report.ok, report.problems
+
+
+class Pooled(nn.Module):
+    """A weighted mean of tokens: products with a matrix of one row, whose steps say which kernel runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weigh, self.last = nn.Linear(48, 48), nn.Linear(48, 1), nn.Linear(48, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        weights = self.weigh(x).squeeze(-1).softmax(1)
+        return self.last(torch.einsum("bn,bnd->bd", weights, x)).square().mean()
+
+
+def test_products_with_one_row_run_as_without_a_plan() -> None:
+    torch.manual_seed(0)
+    model, x = Pooled(), torch.randn(4, 64, 48)
+    twin = copy.deepcopy(model)
+    plan_of(model, (x,)).apply(model)
+    assert_same(left_by(model, steps((x,))), left_by(twin, steps((x,))))

@@ -2,11 +2,12 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import planner
-from tests.side_by_side import no_plan_warnings
+from tests.side_by_side import assert_same, left_by, no_plan_warnings, plan_of
 
 
 class Scored(nn.Module):
@@ -43,3 +44,63 @@ def test_an_output_that_the_loss_does_not_use_is_written_to_in_place() -> None:
         assert mine.grad is not None
         assert its.grad is not None
         assert torch.equal(mine.grad, its.grad)
+
+
+class Parts(nn.Module):
+    """Graphs that hand something on, and the part of the loss's making that each variant is about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+
+class AddsUp(Parts):
+    """Every graph adds to a total in place, which the next one takes."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = torch.zeros(len(x))
+        for layer in self.layers:
+            x = layer(x).tanh()
+            total += x.sum(1)
+            torch._dynamo.graph_break()
+        return (total.tanh(),)
+
+
+class WritesThroughAView(Parts):
+    """The second graph hands out a view of what it was given; the third writes through it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = self.layers[0](x).sin()
+        torch._dynamo.graph_break()
+        half, other = first[:4], first.exp()
+        torch._dynamo.graph_break()
+        half.add_(self.layers[1](x)[:4])
+        torch._dynamo.graph_break()
+        return (half * self.layers[2](other)[:4],)
+
+
+class LeavesAPart(Parts):
+    """A part is handed on from graph to graph, and the loss uses the other."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        left, used = self.layers[0](x).tanh(), self.layers[1](x).tanh()
+        torch._dynamo.graph_break()
+        used, left = self.layers[2](used).tanh() * left.detach(), left.view(-1)
+        torch._dynamo.graph_break()
+        return used.square(), left.square()
+
+
+@pytest.mark.parametrize("build", [AddsUp, WritesThroughAView, LeavesAPart])
+def test_what_graphs_hand_on_gets_its_gradient_or_none(build: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(8, 16)
+
+    def loop(module: nn.Module) -> None:
+        for _ in range(2):
+            module(x)[0].square().sum().backward()
+
+    twin = copy.deepcopy(model)
+    plan_of(model, (x,), loss=lambda output: output[0].square().sum()).apply(model)
+    with no_plan_warnings():
+        ours = left_by(model, loop)
+    assert_same(ours, left_by(twin, loop))

@@ -49,6 +49,31 @@ def test_views_that_undo_each_other_go() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_steps_of_single_elements_stay_as_they_are() -> None:
+    """BLAS chooses what it runs by them, and so the last bits."""
+    sizes = {"one view": [[4, 1, 6]], "two views": [[4, 6], [4, 1, 6]], "at the end": [[4, 6, 1], [4, 6, 1]]}
+    for name, shapes in sizes.items():
+        built = Built(torch.randn(4, 6, 1))
+        seen = built.call(aten.permute.default, built.inputs[0], [0, 2, 1])
+        for shape in shapes:
+            seen = built.call(aten.view.default, seen, shape)
+        built.graph.output([seen])
+        plain = torch.fx.GraphModule(torch.nn.Module(), built.graph)
+        (expected,) = plain(torch.randn(4, 6, 1))
+        (found,) = compile_graph(plain, "forward", fixed_outputs=0)([torch.randn(4, 6, 1)])
+        assert found.stride() == expected.stride(), name
+
+
+def test_a_slice_of_every_second_element_of_one_is_taken() -> None:
+    built = Built(torch.randn(4, 1))
+    made = built.call(aten.sin.default, built.inputs[0])
+    built.graph.output([built.call(aten.slice.Tensor, made, 1, 0, 9, 2)])
+    plain = torch.fx.GraphModule(torch.nn.Module(), built.graph)
+    (expected,) = plain(torch.randn(4, 1))
+    (found,) = compile_graph(plain, "forward", fixed_outputs=0)([torch.randn(4, 1)])
+    assert found.stride() == expected.stride()
+
+
 def test_no_tensor_is_returned_twice_and_the_users_outputs_stay() -> None:
     built = Built(torch.randn(3))
     (x,) = built.inputs

@@ -13,6 +13,12 @@ def is_operator(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def returns_no_views(operator: Any) -> bool:
+    """Whether everything that an operator returns is memory of its own."""
+    returns = operator._schema.returns if isinstance(operator, OpOverload) else ()
+    return bool(returns) and all(r.alias_info is None for r in returns)
+
+
 def uses_generator(operator: Any) -> bool:
     """Whether an operator draws random numbers."""
     return isinstance(operator, torch._ops.OpOverload) and (

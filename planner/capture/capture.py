@@ -209,7 +209,7 @@ class _Capture:
             put_back = remember(module)
             self.report("recording the compiled step", 0.8)
             recording, forward_events = self._record(target, "running the compiled step", runners)
-            waiting = runners[traced:]
+            waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
             if waiting:  # some code first ran now: a forward may go another way the second time
                 attempts += 1
             elif not asked:

@@ -31,6 +31,7 @@ from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.protocol import CompiledGraph
+from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Halves, emit, no_recomputation
 from planner.training_step.recorder import StepRecorder
@@ -94,6 +95,7 @@ class GraphRunner:
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
         self._compiled: Callable[..., Any] | None = None
+        self._without: tuple[int, ...] = ()
         self._instances: dict[int, int] = {}
         self._executions = 0
         self._known: list[list[torch.Tensor | None]] = []  # by execution: values of outputs without data
@@ -102,6 +104,11 @@ class GraphRunner:
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._around, self._autocast = AutocastContext.here(), autocast_state()
         self.casts = AutocastCastCache()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether an output got a gradient that it was traced without."""
+        return self._compiled is not None and self._without != self.unused_outputs
 
     @property
     def unused_outputs(self) -> tuple[int, ...]:
@@ -122,7 +129,7 @@ class GraphRunner:
                 key = fake.storage_key(tensor)
                 alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
                 outputs[i] = tensor.clone() if alone else tensor.view_as(tensor)
-                self.gradients.watch(i, outputs[i], of_input=key in given)
+                self.gradients.watch(i, outputs[i], of_input=key in given, alone=alone)
         return tuple(outputs)
 
     def sums(self) -> dict[int, int]:
@@ -147,6 +154,7 @@ class GraphRunner:
 
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
+        self.gradients.end()
         with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled):
             compiled = trace_joint(
                 self.graph,
@@ -159,7 +167,9 @@ class GraphRunner:
                 autocast=self._around,
                 cuda=self._cuda,
             )
-        self._compiled, self.spec = CompiledGraph(compiled.call, [self.casts]), compiled.followed
+        self._without = self.unused_outputs
+        unused = UnusedOutputs(self._without, self.gradients.received.add)
+        self._compiled, self.spec = CompiledGraph(compiled.call, [self.casts, unused]), compiled.followed
         self.gradients.layouts = dict(self.spec.tangent_layouts)
 
     def _inputs_as_captured(self) -> list[Any]:

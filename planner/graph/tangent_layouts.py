@@ -8,6 +8,7 @@ import functools
 import torch
 
 from planner._torch.joint import aot_metadata
+from planner._torch.versions import version_of
 from planner.graph.joint_graph import JointGraph
 
 
@@ -16,7 +17,7 @@ class TangentLayouts:
 
     Attributes:
         awaited: Outputs that could have a gradient.
-        received: Outputs that got one.
+        received: Outputs that got one, see also :meth:`end`.
         layouts: Of outputs whose gradients lay otherwise in memory than they do, by position: the gradients'
             dimensions, those of the largest steps first.
     """
@@ -26,16 +27,21 @@ class TangentLayouts:
         self.received: set[int] = set()
         self.layouts: dict[int, tuple[int, ...]] = {}
         self._arrived: dict[int, list[tuple[int, ...]]] = {}
+        self._aliases: list[tuple[int, torch.Tensor, int | None]] = []
 
-    def watch(self, output: int, tensor: torch.Tensor, *, of_input: bool) -> None:
+    def watch(self, output: int, tensor: torch.Tensor, *, of_input: bool, alone: bool) -> None:
         """Watch an output.
 
         Args:
             output: Its position.
             tensor: The output, as a tensor that nothing inside the graph uses.
             of_input: Whether it is a view of an input; these are taken as without a plan.
+            alone: Whether it shares no memory with an input or another output.
         """
         self.awaited.add(output)
+        if not alone:
+            alias = tensor.detach()
+            self._aliases.append((output, alias, version_of(alias)))
         steps = None if of_input else memory_steps(tensor)
         tensor.register_hook(functools.partial(self._receive, output, steps))
 
@@ -45,6 +51,12 @@ class TangentLayouts:
         if steps is not None and 0 not in arrived and arrived != steps:
             self.layouts[output] = _order(gradient)
             self._arrived.setdefault(output, []).append(arrived)
+
+    def end(self) -> None:
+        """The step is over. A change in place of what several look at leads their gradients past the hooks:
+        such outputs count as having got one."""
+        self.received.update(output for output, alias, before in self._aliases if version_of(alias) != before)
+        self._aliases.clear()
 
     def relaid(self, joint: JointGraph) -> int:
         """How often a gradient arrived that a traced backward may take a copy of, since it was traced for one

@@ -1,6 +1,7 @@
 """Outputs that a plan takes for unused say so when a gradient arrives at them."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ class UnusedOutputs(GraphHook):
 
     Args:
         outputs: Their positions.
+        arrived: Called with the position of one that gets a gradient; raises if not given.
     """
 
-    def __init__(self, outputs: Sequence[int]) -> None:
-        self._outputs = outputs
+    def __init__(self, outputs: Sequence[int], arrived: Callable[[int], None] | None = None) -> None:
+        self._outputs, self._arrived = outputs, arrived or _refuse
 
     def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
         anchor = next((a for a in args if isinstance(a, torch.Tensor) and a.requires_grad), None)
@@ -30,13 +32,20 @@ class UnusedOutputs(GraphHook):
             return results
         replaced = list(results)
         for index in self._outputs:
-            replaced[index] = _guarded(anchor, replaced[index])
+            replaced[index] = _guarded(anchor, replaced[index], functools.partial(self._arrived, index))
         return replaced
 
 
-def _guarded(anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+def _refuse(_output: int) -> None:
+    raise PlanMismatch(
+        "a gradient arrives at an output of the model that the planned loss did not use. Plan again with "
+        "loss= a callable that computes the loss you train with, or planner.remove(model)"
+    )
+
+
+def _guarded(anchor: torch.Tensor, output: torch.Tensor, arrived: Callable[[], None]) -> torch.Tensor:
     version = version_of(output)
-    guarded: torch.Tensor = _Unused.apply(anchor, output)  # type: ignore[no-untyped-call]
+    guarded: torch.Tensor = _Unused.apply(anchor, output, arrived)  # type: ignore[no-untyped-call]
     if version is not None:
         set_version(output, version)  # nothing was written
     return guarded
@@ -44,15 +53,20 @@ def _guarded(anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 class _Unused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, output: torch.Tensor, arrived: Callable[[], None]
+    ) -> torch.Tensor:
+        # The engine also comes by without a gradient: where a later graph uses the output for nothing that
+        # the loss uses.
+        ctx.set_materialize_grads(False)
+        ctx.arrived = arrived
         # As if it were written to in place: a view, which it would be otherwise, could not be by the user.
         if not is_view(output):
             ctx.mark_dirty(output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise PlanMismatch(
-            "a gradient arrives at an output of the model that the planned loss did not use. Plan again with "
-            "loss= a callable that computes the loss you train with, or planner.remove(model)"
-        )
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if gradients[0] is not None:
+            ctx.arrived()
+        return None, None, None

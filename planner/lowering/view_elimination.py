@@ -1,9 +1,11 @@
 """Fewer calls for the same tensors: views that change nothing, or that undo each other, are left out.
 
 Traced graphs are full of them: ``detach`` of what is saved, ``t`` of ``t`` in the backward of every
-linear layer, ``expand`` to the same size. Only views go, so storages live exactly as long as before.
+linear layer, ``expand`` to the same size. Only views go, so storages live exactly as long as before. Steps in
+memory stay what they are, also those of dimensions of one element, by which BLAS chooses what it runs.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from planner._torch.execution import op_bindings
+from planner._torch.operators import returns_no_views
 
 aten = torch.ops.aten
 
@@ -78,6 +81,10 @@ def _alias(_graph: FxGraph, _node: Node, source: Node) -> Node | None:
 
 
 def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
+    if node.target in _RESHAPES and not _steps_follow(node, source):
+        return None
+    if node.target is aten.slice.Tensor and len(node.args) > 4:
+        return None  # every so many elements, of one perhaps
     if op_bindings.same_sizes(source.meta["val"], node.meta["val"]):
         return source
     before = source.args[0] if source.args else None
@@ -90,6 +97,24 @@ def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
         node.update_arg(0, before)
         return _simpler(graph, node)
     return None
+
+
+def _steps_follow(node: Node, source: Node) -> bool:
+    """Whether the steps of a reshaped tensor are the same by whatever way it is reshaped.
+
+    Of dimensions of one element they depend on the way, and are not always those told without data.
+    """
+    if not any(isinstance(size, int) and size == 1 for size in node.meta["val"].shape):
+        return True
+    while source.target in _RESHAPES and isinstance(source.args[0], Node):
+        source = source.args[0]
+    return _makes_storage(source) and op_bindings.is_row_by_row(source.meta["val"])
+
+
+def _makes_storage(node: Node) -> bool:
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return returns_no_views(node.target)
 
 
 def _permutation(graph: FxGraph, node: Node, source: Node) -> Node | None:
