@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.costs.devices import find_device
-from planner.costs.roofline import Roofline, bytes_moved, op_flops, op_seconds, tensor_bytes
+from planner.costs.roofline import Roofline, bytes_moved, op_flops, roofline, tensor_bytes
 
 aten = torch.ops.aten
 CPU = find_device("cpu")
@@ -30,7 +30,7 @@ def flops(func: Any, *args: Any, **kwargs: Any) -> float:
 
 
 def seconds(func: Any, *args: Any, **kwargs: Any) -> float:
-    return op_seconds(*run(func, *args, **kwargs), CPU)
+    return roofline(CPU).seconds(*run(func, *args, **kwargs))
 
 
 def cpu_seconds(flops: float, moved: float) -> float:
@@ -162,7 +162,7 @@ def test_what_is_no_operator_is_free() -> None:
     import operator
 
     pair = (torch.empty(3), torch.empty(3))
-    assert op_seconds(operator.getitem, (pair, 0), {}, pair[0], CPU) == 0
+    assert roofline(CPU).seconds(operator.getitem, (pair, 0), {}, pair[0]) == 0
 
 
 def test_lookups_read_only_the_rows_they_take() -> None:
@@ -182,7 +182,7 @@ def test_allocation_moves_nothing_and_filling_only_writes() -> None:
 def test_half_precision_is_faster_on_a_gpu() -> None:
     def on_a100(dtype: torch.dtype) -> float:
         a = torch.empty(4096, 4096, dtype=dtype)
-        return op_seconds(*run(aten.mm.default, a, a), A100)
+        return roofline(A100).seconds(*run(aten.mm.default, a, a))
 
     assert on_a100(torch.float32) == pytest.approx(2 * 4096**3 / 19.5e12 + 4e-6)
     assert on_a100(torch.bfloat16) == pytest.approx(2 * 4096**3 / 312e12 + 4e-6)
@@ -192,8 +192,8 @@ def test_convolutions_use_tf32_by_default() -> None:
     x, w = torch.empty(32, 256, 56, 56), torch.empty(256, 256, 3, 3)
     call = run(aten.convolution.default, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     arithmetic = 2 * 32 * 56 * 56 * 256 * 256 * 9
-    assert op_seconds(*call, A100) == pytest.approx(arithmetic / 156e12 + 4e-6)
-    assert op_seconds(*call, find_device("V100-32GB")) == pytest.approx(arithmetic / 15.7e12 + 4e-6)
+    assert roofline(A100).seconds(*call) == pytest.approx(arithmetic / 156e12 + 4e-6)
+    assert roofline(find_device("V100-32GB")).seconds(*call) == pytest.approx(arithmetic / 15.7e12 + 4e-6)
 
 
 def test_answers_are_remembered_by_what_they_depend_on() -> None:

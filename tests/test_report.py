@@ -12,7 +12,7 @@ from planner.planfile.plan import LiveModule, Plan
 from planner.report import figure
 from planner.report.frontier import render_frontier
 from planner.report.modules import module_rows
-from planner.report.text import format_seconds, module_table, printable, render, sparkline, timeline_chart
+from planner.report.text import format_seconds, module_table, printable, render, timeline_chart
 from planner.report.verification import render_verification
 from tests.plans import LAYER_OPS, MIB, layered_plan
 
@@ -96,12 +96,6 @@ def test_the_chart_fits_and_shows_the_budget(width: int, budget_text: str) -> No
     assert ("─ budget" in chart) == (budget_text != "min")
     assert "█" in chart
     assert "backward" in chart
-
-
-def test_sparkline() -> None:
-    assert sparkline([0, 4, 8]) == " " * 20 + "▄" * 20 + "█" * 20
-    assert sparkline([]) == " " * 60
-    assert len(sparkline(range(1000), width=30)) == 30
 
 
 @pytest.mark.parametrize(

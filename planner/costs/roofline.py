@@ -28,21 +28,6 @@ FlopFormula = Callable[[Sequence[Any]], float]
 """FLOPs from an operation's positional arguments."""
 
 
-def op_seconds(
-    func: object, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, device: Device
-) -> float:
-    """Predicts the seconds that one operation takes on `device`.
-
-    Args:
-        func: The operator overload; anything else (``operator.getitem``, size arithmetic) is free.
-        args, kwargs: Its arguments; tensors (fake ones do) may be nested in lists.
-        outputs: What it returned: a tensor or a nest of them.
-
-    The answer is remembered by operator, shapes, strides, dtypes and other arguments.
-    """
-    return roofline(device).seconds(func, args, kwargs, outputs)
-
-
 @functools.lru_cache(maxsize=32)
 def roofline(device: Device) -> "Roofline":
     """The roofline of a device, always the same one."""
@@ -55,12 +40,19 @@ class Costs(Protocol):
     name: str
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
-        """Seconds of one operation, as :func:`op_seconds` describes it."""
+        """The seconds that one operation takes.
+
+        Args:
+            func: The operator overload; anything else (``operator.getitem``, size arithmetic) is free.
+            args, kwargs: Its arguments; tensors (fake ones do) may be nested in lists.
+            outputs: What it returned: a tensor or a nest of them.
+        """
         ...
 
 
 class Roofline:
-    """The roofline of one device, with a memory of what it was asked before."""
+    """The roofline of one device; answers are remembered by operator, shapes, strides, dtypes and other
+    arguments."""
 
     name = "roofline"
 
@@ -69,7 +61,7 @@ class Roofline:
         self._seconds: dict[object, float] = {}
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
-        """As :func:`op_seconds`."""
+        """See :meth:`Costs.seconds`."""
         if not isinstance(func, OpOverload) or func in _ALWAYS_FREE:
             return 0.0
         if func.is_view and func.overloadpacket not in _VIEW_OR_COPY:

@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -143,13 +142,6 @@ def timeline_chart(plan: Plan, *, width: int = 100, height: int = 10) -> Text:
     chart.append(f"\n{'0 B':>11} └{axis}")
     chart.append(f"\n{'':>13}{'forward':<{split}}{'backward' if columns - split >= 8 else ''}")
     return chart
-
-
-def sparkline(values: Sequence[int], width: int = 60) -> str:
-    """Draw values as one line of bars, of each stretch the largest."""
-    points = _stretched(list(values), width)
-    highest = max(points, default=0) or 1
-    return "".join(_EIGHTHS[round(8 * value / highest)] for value in points)
 
 
 def module_table(plan: Plan, *, width: int = 100) -> Table:

@@ -37,8 +37,6 @@ from solvers.model.solver import solver
 NAME = "chain"
 SLOTS = 400
 """Into how many slots the memory is cut."""
-MOST_BLOCKS = 64
-"""More blocks than this are merged: the table grows with the cube of their number."""
 SCANNED_FACTOR = 1.3
 """Tables are scanned for memory up to this factor of the budget: simulated peaks may be lower."""
 SCANNED_SLOTS = 30
@@ -48,7 +46,7 @@ LEAST_PEAK_TRIALS = 16
 LEAST_PEAK_SLOWER = 1.02
 """Of these, plans that are slower than allowed by more than this factor are left out: the table overrates."""
 COUNTS = (64, 48, 32, 24, 10)
-"""Numbers of blocks tried."""
+"""Numbers of blocks tried: the table grows with the cube of their number."""
 TOGETHER = 60_000
 """About how many entries of a table are computed together: as many as a cache holds."""
 

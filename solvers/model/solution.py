@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from solvers.model.arrays import Schedule
-from solvers.model.graph import Graph
-from solvers.model.schedule import simulate
 
 Progress = Callable[[str, float], None]
 """Called with a short text and the fraction done (0 to 1)."""
@@ -57,24 +55,3 @@ class Solution:
         if self.bound_seconds is None or not self.feasible:
             return None
         return max(0.0, self.seconds / self.bound_seconds - 1.0) if self.bound_seconds > 0 else None
-
-
-def best_of(
-    solver: str,
-    graph: Graph,
-    schedules: "list[Schedule]",
-    budget: int | None,
-    *,
-    solve_seconds: float,
-) -> Solution:
-    """Simulate candidate schedules and choose: the fastest within ``budget`` (bytes), or for a
-    budget of None (and when none fits) the one of least peak, then least seconds."""
-    judged = [(simulate(graph, s), s) for s in schedules]
-    fitting = [j for j in judged if budget is None or j[0].peak_bytes <= budget]
-    if budget is not None and fitting:
-        timeline, schedule = min(fitting, key=lambda j: (j[0].seconds, j[0].peak_bytes))
-        status = Status.FEASIBLE
-    else:
-        timeline, schedule = min(judged, key=lambda j: (j[0].peak_bytes, j[0].seconds))
-        status = Status.FEASIBLE if budget is None else Status.INFEASIBLE
-    return Solution(solver, status, schedule, timeline.peak_bytes, timeline.seconds, solve_seconds)
