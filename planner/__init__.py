@@ -23,8 +23,9 @@ from planner.errors import (
 from planner.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from planner.api import auto_checkpoint, plan, sweep
+    from planner.api import plan, sweep
     from planner.batch.max_batch import max_batch
+    from planner.lazy.auto_checkpoint import auto_checkpoint
     from planner.planfile.budget import format_bytes
     from planner.planfile.plan import Plan
     from planner.runtime.install import remove
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 # Looked up on first use, so that `import planner` loads neither torch nor a solver.
 _HOMES = {
     "Plan": "planner.planfile.plan",
-    "auto_checkpoint": "planner.api",
+    "auto_checkpoint": "planner.lazy.auto_checkpoint",
     "format_bytes": "planner.planfile.budget",
     "max_batch": "planner.batch.max_batch",
     "plan": "planner.api",

@@ -1,4 +1,4 @@
-"""The public functions: plan, sweep, auto_checkpoint."""
+"""The public functions plan and sweep."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,6 @@ from planner.planning.solve import find_solver, infeasible, least_whole_step, pl
 from planner.planning.solve_for import solve_for
 from planner.problem.selection import select
 from planner.progress import Progress, no_report
-from planner.runtime.install import apply
-from planner.runtime.shape_policy import OnNewShape, checked
 from planner.training_step.inputs import Inputs, read_step
 from solvers import portfolio
 from solvers.model.schedule import simulate
@@ -172,30 +170,3 @@ def sweep(
         raise infeasible(prepared, solutions[0], wanted[0])
     report("planned", 1.0)
     return sorted(plans, key=lambda p: -(p.target.budget_bytes or p.predicted.peak_bytes))
-
-
-@shows_options(PlanKeywords)
-def auto_checkpoint(
-    model: torch.nn.Module,
-    args: Inputs = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    budget: int | str,
-    on_new_shape: OnNewShape = "reapply",
-    progress: Progress | None = None,
-    **options: Unpack[PlanKeywords],
-) -> torch.nn.Module:
-    """Plan and install in one call: ``plan(model, args, kwargs, budget=budget, ...).apply(model)``.
-
-    Args:
-        on_new_shape: What to do with inputs of other shapes, see :meth:`Plan.apply`.
-        **options: See :class:`planner.planning.options.PlanOptions`.
-
-    All other arguments and errors are those of :func:`plan`.
-
-    Returns:
-        The same module, training within the budget.
-    """
-    checked(on_new_shape)
-    made = plan(model, args, kwargs, budget=budget, progress=progress, **options)
-    return apply(made, model, on_new_shape=on_new_shape)

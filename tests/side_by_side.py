@@ -85,7 +85,7 @@ def counting_runs() -> Iterator[Runs]:
 @contextmanager
 def no_plan_warnings() -> Iterator[None]:
     """A :class:`PlanWarning` is an error in here, if it does not only say that more memory may be taken."""
-    memory = r".*(awaits its backward|with retain_graph=True holds|than planned \(strides)"
+    memory = r".*(awaits its backward|with retain_graph=True holds|than planned \(strides|were there already)"
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         warnings.filterwarnings("ignore", memory, PlanWarning)

@@ -305,6 +305,7 @@ def test_what_takes_more_than_predicted_is_told_once(
         for _ in range(2):
             kept.append(model(x))  # a loss that was differentiated may be held
             kept[-1].backward()
+            model.zero_grad()
         model(x)
         model(x).backward()  # what is let go of does not wait
 

@@ -62,9 +62,9 @@ MODELS = [
         "A module with a plan has all of its parameters trainable.",
         (
             Change(
-                "planner/runtime/install.py",
-                "    vars(model)[_Companion.NAME] = _Companion(model)\n",
-                "    vars(model)[_Companion.NAME] = _Companion(model)\n    model.requires_grad_(True)\n",
+                "planner/runtime/installed.py",
+                "    vars(model)[Companion.NAME] = Companion(model)\n",
+                "    vars(model)[Companion.NAME] = Companion(model)\n    model.requires_grad_(True)\n",
             ),
         ),
         ("tests/test_loops.py::test_lora_in_a_frozen_transformer",),
@@ -146,8 +146,8 @@ MODELS = [
         "Deep copies share the installed call, which is bound to the original.",
         (
             Change(
-                "planner/runtime/install.py",
-                "            _install(copied, call.plan, None, call.on_new_shape, call.loss)\n",
+                "planner/runtime/installed.py",
+                "            call.install_in(copied)\n",
                 "            modules.install_call(copied, call)\n",
             ),
         ),
@@ -159,8 +159,8 @@ MODELS = [
         "Deep copies are made without the plan.",
         (
             Change(
-                "planner/runtime/install.py",
-                "            _install(copied, call.plan, None, call.on_new_shape, call.loss)\n",
+                "planner/runtime/installed.py",
+                "            call.install_in(copied)\n",
                 "            modules.install_call(copied, None)\n",
             ),
         ),
@@ -172,11 +172,9 @@ MODELS = [
         "Pickles hold no plan.",
         (
             Change(
-                "planner/runtime/install.py",
-                "        if not isinstance(call, PlannedCall):\n"
-                "            return _companion_from_pickle, (self._model, None)\n",
-                "        if call is not None:\n"
-                "            return _companion_from_pickle, (self._model, None)\n",
+                "planner/runtime/installed.py",
+                "        if not isinstance(call, InstalledCall):\n            return Companion,",
+                "        if call is not None:\n            return Companion,",
             ),
         ),
         ("tests/test_install.py::test_copies_and_pickles_train_by_the_plan",),
@@ -201,9 +199,9 @@ MODELS = [
         (
             Change(
                 "planner/runtime/install.py",
-                "            call = partial(modules.module_call, model) if",
+                "            output = self.run_original(*args, **kwargs)\n",
                 "            self._training = model.training and torch.is_grad_enabled()\n"
-                "            call = partial(modules.module_call, model) if",
+                "            output = self.run_original(*args, **kwargs)\n",
             ),
         ),
         ("tests/test_loops.py::test_forwards_without_gradients_and_in_eval_mode_in_between",),

@@ -120,7 +120,7 @@ def prepare(
     for note in notes:
         warn(note)
     checked_inputs(options.inputs)
-    here = _device_of(model, step)
+    here = device_of(model, step)
     target = find_device(options.device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
     if costs not in get_args(CostSource):
@@ -182,7 +182,7 @@ def _resident(captured: CapturedStep, update: OptimizerStep, device: Device) -> 
     )
 
 
-def _device_of(model: torch.nn.Module, step: Step) -> torch.device:
+def device_of(model: torch.nn.Module, step: Step) -> torch.device:
     for tensor in [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]:
         return tensor.device
     return torch.device("cpu")

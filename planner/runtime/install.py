@@ -4,7 +4,6 @@ The planned module is the same object: its class, attributes, parameters, ``stat
 hooks stay. Only its call goes, while it trains, through the graphs that the plan describes.
 """
 
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -15,19 +14,22 @@ import torch
 from planner._torch import dynamo, modules
 from planner._torch.tracing import torchscript
 from planner._torch.tracing.definitions import Definitions
-from planner._torch.tracing.inside_compile import RUNS_A_PLAN, holds_dtensors, not_compiled
+from planner._torch.tracing.inside_compile import holds_dtensors, not_compiled
 from planner.capture.capture import run_forward
+from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
 from planner.hooks.awaiting_backward import Calls
+from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import Plan
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import RankCheck
 from planner.runtime.first_forward import CapturedAgain, Path
+from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
 from planner.runtime.shape_policy import NewShapes, OnNewShape, checked, shape_key
-from planner.runtime.unplanned import COMPILED_BEFORE, Unplanned, displaced
+from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.sharded import SHARDED
 from planner.training_step.step import Loss
 from planner.training_step.wrappers import refuse_wrappers
@@ -40,7 +42,7 @@ def apply(
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
 ) -> torch.nn.Module:
-    """Make a module train by a plan, in place.
+    """Make a module train by a plan, in place; nothing where plans are off (``PLANNER=0``).
 
     Args:
         plan: A plan that was made for a module of the same class and state.
@@ -55,6 +57,18 @@ def apply(
         ValueError: If ``on_new_shape`` is not one of its three.
     """
     checked(on_new_shape)
+    check_fits(plan, model)
+    if not plans_are_off():
+        put_in(plan, model, on_new_shape=on_new_shape, loss=loss)
+    return model
+
+
+def check_fits(plan: Plan, model: torch.nn.Module) -> None:
+    """See that a plan is for a module of this class and state.
+
+    Raises:
+        PlanMismatch: It is not.
+    """
     if not isinstance(model, torch.nn.Module):
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
     refuse_wrappers(model, "apply the plan to")
@@ -66,17 +80,22 @@ def apply(
             f"the plan is for a {found} with other parameters or buffers (names, shapes or dtypes differ); "
             "plan this one, or build the model as it was built for the plan"
         )
-    previous = modules.installed_call(model)
-    if isinstance(previous, PlannedCall):
-        previous.retire()
-        previous = previous.previous
-    elif previous is not None:
+
+
+def put_in(
+    plan: Plan, model: torch.nn.Module, *, on_new_shape: OnNewShape = "reapply", loss: Loss | None = None
+) -> "PlannedCall":
+    """Install a plan that is known to be for this module; the one that is there already is replaced."""
+    there = modules.installed_call(model)
+    previous = take_out(model)
+    if previous is not None and previous is there:
         warn(COMPILED_BEFORE)
     for part in map(modules.installed_call, model.modules()):
-        if isinstance(part, PlannedCall):
+        if isinstance(part, InstalledCall):
             part.unplanned.planned_call()  # it runs by this plan, not by its own
-    _install(model, plan, previous, on_new_shape, loss).unplanned.wait()
-    return model
+    call = _install(model, plan, previous, on_new_shape, loss)
+    call.unplanned.wait()
+    return call
 
 
 def remove(model: torch.nn.Module) -> torch.nn.Module:
@@ -85,11 +104,9 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
     Returns:
         The same module.
     """
-    installed = modules.installed_call(model)
-    if isinstance(installed, PlannedCall):
-        installed.retire()
-        modules.install_call(model, installed.previous)
-        vars(model).pop(_Companion.NAME, None)
+    if isinstance(modules.installed_call(model), InstalledCall):
+        modules.install_call(model, take_out(model))
+        vars(model).pop(Companion.NAME, None)
     return model
 
 
@@ -101,8 +118,7 @@ def _install(
     loss: Loss | None = None,
 ) -> "PlannedCall":
     call = PlannedCall(model, plan, previous, on_new_shape, loss)
-    modules.install_call(model, call)
-    vars(model)[_Companion.NAME] = _Companion(model)
+    install(model, call)
     return call
 
 
@@ -112,55 +128,26 @@ def installed_plan(model: torch.nn.Module) -> Plan | None:
     return installed.plan if isinstance(installed, PlannedCall) else None
 
 
-class _Companion:
-    """Lives among a planned module's attributes and, when they are copied or pickled, plans the copy too.
-
-    PyTorch leaves out of copies what is installed in place of a module's call. A copy exists, without its
-    attributes, before they are copied: that is when the plan is installed in it.
-    """
-
-    NAME = "_planner_companion"
-
-    def __init__(self, model: torch.nn.Module | None) -> None:
-        self._model = model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Companion":
-        copied = memo.get(id(self._model))
-        call = None if self._model is None else modules.installed_call(self._model)
-        if isinstance(copied, torch.nn.Module) and isinstance(call, PlannedCall):
-            _install(copied, call.plan, None, call.on_new_shape, call.loss)
-        return _Companion(copied)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        call = None if self._model is None else modules.installed_call(self._model)
-        if not isinstance(call, PlannedCall):
-            return _companion_from_pickle, (self._model, None)
-        return _companion_from_pickle, (self._model, call.plan.dumps(), call.on_new_shape)
-
-
-def _companion_from_pickle(
-    model: torch.nn.Module | None, text: str | None, on_new_shape: OnNewShape = "reapply"
-) -> _Companion:
-    if model is not None and text is not None:
+def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape = "reapply") -> Companion:
+    """Install the plan of a pickled module where it is loaded."""
+    if model is not None and not plans_are_off():
         try:
             plan = Plan.loads(text, source="the plan of the pickled model")
             _install(model, plan, None, checked(on_new_shape))
         except PlanFileError as error:
             warn(f"the model is unpickled without its plan: {error}")
-    return _Companion(model)
+    return Companion(model)
 
 
-class PlannedCall:
+class PlannedCall(InstalledCall):
     """What a planned module runs in place of its own call.
 
     Attributes:
         plan: The plan.
-        previous: What was installed before, by ``module.compile()`` for instance.
         on_new_shape, loss: As they were given to :func:`apply`.
-        unplanned: Notices training without the plan.
+        when_accumulating: Called with a step's arguments where gradients are there already when it begins,
+            and the plan is for none; returns what runs the step instead, or None.
     """
-
-    _retired = False
 
     def __init__(
         self,
@@ -170,9 +157,8 @@ class PlannedCall:
         on_new_shape: OnNewShape = "reapply",
         loss: Loss | None = None,
     ) -> None:
-        self.plan, self.previous = plan, previous
-        self._model = model
-        self._training = plan.model.training
+        super().__init__(model, previous, plan.model.training)
+        self.plan = plan
         self.on_new_shape, self.loss = on_new_shape, loss
         self._calls = Calls(warn)
         compile_ = partial(_compiled, weakref.ref(model), self._calls)
@@ -182,23 +168,14 @@ class PlannedCall:
         self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
-        self.unplanned = Unplanned(model, self._training)
-        setattr(self, RUNS_A_PLAN, True)
+        self.when_accumulating: Callable[..., Callable[..., Any] | None] | None = None
+        self._without_gradient: torch.nn.Parameter | None = None  # where it has one, others have too
 
-    def retire(self) -> None:
-        """Another call is installed on purpose."""
-        self.unplanned.planned_call()
-        self._retired = True
+    def install_in(self, copied: torch.nn.Module) -> None:
+        _install(copied, self.plan, None, self.on_new_shape, self.loss)
 
-    def reinstate(self, *, waiting: bool) -> None:
-        """It is installed again; ``waiting`` for the first planned call, which has not come yet."""
-        self._retired = False
-        if waiting:
-            self.unplanned.wait()
-
-    def __del__(self) -> None:  # what is installed in its place lets go of it
-        if not self._retired and not sys.is_finalizing():
-            displaced(self._model, self)
+    def pickled(self) -> tuple[Any, ...]:
+        return unpickled, self.plan.dumps(), self.on_new_shape
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,11 +187,15 @@ class PlannedCall:
                 self._warned_of_casts = unplanned_call([p for p in model.parameters() if p.requires_grad])
                 if self._warned_of_casts:
                     warn(SHARED_WEIGHT_WARNING)
-            call = partial(modules.module_call, model) if self.previous is None else self.previous
-            output = call(*args, **kwargs)
+            output = self.run_original(*args, **kwargs)
             if model.training is not self._training and torch.is_grad_enabled():
                 self.unplanned.called_in_other_mode(output)
             return output
+        if self._without_gradient is not None and self._without_gradient.grad is not None:
+            self._without_gradient = None
+            instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating
+            if (planned := instead(args, kwargs)) is not None:
+                return planned(*args, **kwargs)
         if self._compare_ranks is not None and self._compare_ranks():
             self._compare_ranks = None
         hooks = modules.hooks_on_all_modules()
@@ -227,6 +208,8 @@ class PlannedCall:
                 return modules.module_call(model, *args, **kwargs)
             self._hooks = hooks
             self.unplanned.planned_call()
+            if self.plan.resident.gradient_bytes == 0:
+                self._without_gradient = next((p for p in model.parameters() if p.requires_grad), None)
             if holds_dtensors(model):
                 warn(SHARDED)
         if self._definitions is None:
@@ -238,6 +221,14 @@ class PlannedCall:
             )
             return modules.module_call(model, *args, **kwargs)
         return modules.call_with_forward(model, self._forward, args, kwargs)
+
+    def _tell_of_gradients(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        there = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
+        warn(
+            f"gradients of {format_bytes(there)} were there already when the step began, as with several "
+            "micro-batches a step, and the plan is for none: the step may take as much more than predicted. "
+            "Plan with accumulate=True, or call optimizer.zero_grad() before each step"
+        )
 
     def captured(self) -> None:
         """Look after the classes of what was captured now, too."""

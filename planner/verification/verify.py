@@ -13,7 +13,8 @@ from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.plan import Plan
 from planner.planning.options import check_options
 from planner.progress import Progress
-from planner.runtime.install import PlannedCall, apply, installed_plan
+from planner.runtime.install import check_fits, installed_plan, put_in
+from planner.runtime.installed import InstalledCall
 from planner.training_step.generators import GeneratorStates, OwnGenerators
 from planner.training_step.inputs import InputError, Inputs, read_step
 from planner.training_step.python_state import remember
@@ -117,12 +118,11 @@ def verify(
     step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
     before = _State(model, step)
     installed = modules.installed_call(model)
-    original = installed.previous if isinstance(installed, PlannedCall) else installed
-    waiting = isinstance(installed, PlannedCall) and installed.unplanned.waiting
+    original = installed.previous if isinstance(installed, InstalledCall) else installed
+    waiting = isinstance(installed, InstalledCall) and installed.unplanned.waiting
     try:
-        apply(plan, model)
-        planned = modules.installed_call(model)
-        assert isinstance(planned, PlannedCall)
+        check_fits(plan, model)
+        planned = put_in(plan, model)
         planned.retire()
         sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
         before.restore()
@@ -176,7 +176,7 @@ def verify(
     finally:
         before.restore(gradients=True)
         modules.install_call(model, installed)
-        if isinstance(installed, PlannedCall):
+        if isinstance(installed, InstalledCall):
             installed.reinstate(waiting=waiting)
     return _report(plan, reference, spread, second, peaks[1].peak_bytes, peaks[0].peak_bytes, times)
 

@@ -1,0 +1,94 @@
+"""The public function ``auto_checkpoint``: plan and install, now or at the first training call."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+
+from planner import api
+from planner.environment import budget_of_environment, plans_are_off
+from planner.errors import BudgetError
+from planner.lazy.first_call import install_lazily
+from planner.lazy.make import Wanted, checked_wanted, planned_or_cached
+from planner.planning.options import PlanKeywords, shows_options
+from planner.progress import Progress
+from planner.runtime.install import apply
+from planner.runtime.shape_policy import OnNewShape, checked
+from planner.training_step.inputs import Inputs, check_model, read_step
+from planner.training_step.wrappers import refuse_wrappers
+
+
+@shows_options(PlanKeywords)
+def auto_checkpoint(
+    model: torch.nn.Module,
+    args: Inputs = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    on_new_shape: OnNewShape | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[PlanKeywords],
+) -> torch.nn.Module:
+    """Make a module train within a memory budget.
+
+    Without example inputs the module is planned at its first training call: the first one in training mode
+    and with gradients on, before anything of it runs, with the shapes and the autocast that are there. Calls
+    for evaluation before that run as they are. One line on standard error says what was planned. A loss that
+    is computed outside of the module is not known then: its own memory is not counted unless ``loss=`` says
+    how it is computed, and the line says so.
+
+    With ``torch.distributed`` rank 0 plans and the others take its plan; an error is raised on every rank.
+
+    With example inputs, it is ``plan(model, args, kwargs, budget=budget, ...).apply(model)``.
+
+    Args:
+        model: Any module.
+        args, kwargs: Example inputs, see :func:`planner.plan`; left out to plan at the first training call.
+        budget: See :func:`planner.plan`. Without example inputs the environment variable ``PLANNER_BUDGET``
+            goes before it, and it may be left out where that is set.
+        on_new_shape: What to do with inputs of other shapes, see :meth:`Plan.apply`. If it is left out,
+            "reapply" with example inputs; without them "replan", as the first batch need not be the largest.
+        cache: A file for the plan: it is written there, and read instead of planning where it is for the same
+            module, inputs no smaller than these, budget and options. Otherwise it is replaced.
+        progress: See :func:`planner.plan`.
+        **options: See :class:`planner.planning.options.PlanOptions`.
+
+    Without example inputs ``accumulate=None`` plans again when a step begins with gradients that are there.
+
+    The environment variable ``PLANNER=0`` turns it off: the module is returned as it is.
+
+    Raises:
+        BudgetError: There is no budget.
+        PlanFileError: ``cache`` cannot be written.
+
+    All other errors are those of :func:`planner.plan`; without example inputs those that need the inputs are
+    raised by the first training call.
+
+    Returns:
+        The same module, training within the budget.
+    """
+    lazily = args is None and kwargs is None
+    if lazily:
+        budget = budget_of_environment() or budget
+    if budget is None:
+        raise BudgetError(
+            'auto_checkpoint needs a budget, as in budget="8GiB"'
+            + (", or the environment variable PLANNER_BUDGET=8GiB" if lazily else "")
+        )
+    policy = checked(on_new_shape or ("replan" if lazily else "reapply"))
+    wanted = checked_wanted(Wanted(budget, policy, cache, options, progress))
+    check_model(model)
+    refuse_wrappers(model, "plan")
+    if plans_are_off():
+        return model
+    if lazily:
+        install_lazily(model, wanted)
+        return model
+    if cache is None:
+        plan = api.plan(model, args, kwargs, budget=budget, progress=progress, **options)
+        return apply(plan, model, on_new_shape=policy)
+    step = read_step(model, args, kwargs, wanted.options.loss, wanted.options.outputs, of="auto_checkpoint")
+    made = planned_or_cached(model, step, wanted)
+    return apply(made.plan, model, on_new_shape=policy)

@@ -1,0 +1,96 @@
+"""Whether a plan file is for a step as it is now."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from planner._torch.autocast_state import autocast_regions
+from planner.costs.devices import find_device
+from planner.costs.optimizer_step import optimizer_step
+from planner.planfile.budget import Budget, parse_budget
+from planner.planfile.fingerprint import class_name, same_class, state_digest
+from planner.planfile.plan import Plan, TensorRecord
+from planner.planning.make_plan import input_records
+from planner.planning.prepare import device_of
+from planner.training_step.step import Step
+from planner.version import __version__
+
+_UNTOLD = ("solver", "time_limit", "keep", "recompute", "checkpoints", "attention", "costs", "loss")
+"""Options that a plan does not tell otherwise."""
+
+
+def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str]:
+    """Entries of ``created_with``: what a plan was made of that it does not tell otherwise."""
+    trainable = [p.numel() for p in model.parameters() if p.requires_grad]
+    given = [f"{name}={_shown(options[name])}" for name in _UNTOLD if options.get(name)]
+    return {
+        "trainable": f"{sum(trainable):,} parameters in {len(trainable)} tensors",
+        "options": " ".join(given)[:256] or "none",
+    }
+
+
+def mismatch(
+    plan: Plan, model: torch.nn.Module, step: Step, budget: int | str, options: Mapping[str, Any]
+) -> str:
+    """Why a plan is not the one that would be made now; empty where it is.
+
+    Inputs that are nowhere larger than the plan's are no reason: they run by it.
+    """
+    here = device_of(model, step)
+    device = find_device(options.get("device"), here)
+    there = plan.resident.gradient_bytes > 0
+    accumulate = options.get("accumulate")
+    if accumulate is None:  # a plan for gradients that are there serves steps without
+        accumulate = there or any(p.grad is not None for p in model.parameters())
+    compared: list[tuple[str, Any, Any]] = [
+        ("planner", plan.created_with.get("planner"), __version__),
+        ("torch", plan.created_with.get("torch"), torch.__version__),
+        ("budget", _amount(plan.target.budget_text), _amount(budget)),
+        ("device", plan.target.device, device.name),
+        ("training mode", plan.model.training, step.in_mode(model)),
+        ("outputs", plan.model.outputs, step.outputs),
+        ("inputs", plan.target.inputs, options.get("inputs", "unchanged")),
+        ("autocast", plan.model.autocast, autocast_regions()),
+        ("accumulate", there, accumulate),
+        *((name, plan.created_with.get(name), now) for name, now in made_of(model, options).items()),
+    ]
+    if not same_class(plan.model.class_name, class_name(model)):
+        return f"of a {plan.model.class_name}"
+    if plan.model.state_digest != state_digest(model):
+        return "of other parameters or buffers"
+    for name, there, now in compared:
+        if there != now:
+            return f"{name} {_shown(there)}, now {_shown(now)}"
+    kept = optimizer_step(options.get("optimizer"), model, device).state_bytes
+    if kept != plan.resident.optimizer_bytes:
+        return f"an optimizer that keeps {plan.resident.optimizer_bytes:,} bytes, now {kept:,}"
+    return _other_inputs(plan.model.inputs, input_records(step))
+
+
+def _other_inputs(planned: list[TensorRecord], found: list[TensorRecord]) -> str:
+    there, now = ({record.path: record for record in records} for records in (planned, found))
+    for path in [*now, *there]:
+        if path not in now or path not in there:
+            return f"{path} is {'an' if path in now else 'no'} input now"
+        then, record = there[path], now[path]
+        kinds = [(r.dtype, r.device, r.requires_grad, len(r.shape)) for r in (then, record)]
+        if kinds[0] != kinds[1] or any(a > b for a, b in zip(record.shape, then.shape, strict=True)):
+            return f"{path} of {_tensor(then)}, now {_tensor(record)}"
+    return ""
+
+
+def _tensor(record: TensorRecord) -> str:
+    return f"{record.dtype} {'x'.join(map(str, record.shape)) or 'scalar'}"
+
+
+def _amount(budget: int | str) -> Any:
+    """A budget to compare: "8GiB" is 8 * 2**30; shares as they are written."""
+    read: Budget = parse_budget(budget, 2**60)
+    return read.text if read.bytes is None or read.text.endswith("%") else read.bytes
+
+
+def _shown(value: Any) -> str:
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    return str(value)

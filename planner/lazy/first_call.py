@@ -1,0 +1,110 @@
+"""What is installed in a module that is to be planned at its first training call."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from planner._torch.tracing import torchscript
+from planner._torch.tracing.inside_compile import not_compiled
+from planner.environment import plans_are_off, tell
+from planner.lazy.make import Made, Wanted, planned_or_cached
+from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
+from planner.runtime.install import PlannedCall, check_fits, put_in
+from planner.runtime.installed import Companion, InstalledCall, install, take_out
+from planner.training_step.inputs import read_step
+from planner.training_step.step import differentiable_outputs, find_loss, tensors_in
+
+LOSS_OUTSIDE = "; the loss is computed outside and its memory not counted: tell it with loss="
+
+
+class PlannedAtFirstCall(InstalledCall):
+    """Plans a module at its first training call, installs the plan, and is gone.
+
+    Args:
+        model: The module.
+        previous: What was installed before.
+        wanted: What to plan with.
+    """
+
+    def __init__(self, model: torch.nn.Module, previous: Callable[..., Any] | None, wanted: Wanted) -> None:
+        super().__init__(model, previous, wanted.options.training)
+        self.wanted = wanted
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model
+        if torchscript.is_traced() or not torch.is_grad_enabled():
+            return self.run_original(*args, **kwargs)
+        if model.training is not self._training:
+            output = self.run_original(*args, **kwargs)
+            self.unplanned.called_in_other_mode(output)
+            return output
+        if not any(t.requires_grad for t in [*model.parameters(), *tensors_in((args, kwargs))]):
+            return self.run_original(*args, **kwargs)  # nothing to differentiate
+        made, planned = self._plan(args, kwargs)
+        planned.when_accumulating = self._plan_again
+        outside = ""
+        try:
+            output = planned(*args, **kwargs)
+            if self.wanted.options.loss is None and find_loss(output) is None:
+                outside = LOSS_OUTSIDE if differentiable_outputs(output) else ""
+            return output
+        finally:
+            _tell(made, outside)
+
+    def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
+        """Plan for gradients that are there already, unless it was said whether they are."""
+        if self.wanted.options.accumulate is not None:
+            return None
+        made, planned = self._plan(args, kwargs)
+        _tell(made, "; planned again, as gradients are there already when a step begins")
+        return planned
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Made, PlannedCall]:
+        model, wanted = self._model, self.wanted
+
+        def make() -> Made:
+            step = read_step(
+                model,
+                args,
+                kwargs,
+                wanted.options.loss,
+                wanted.options.outputs,
+                of="the first training call",
+            )
+            return planned_or_cached(model, step, wanted)
+
+        made = planned_by_rank_zero(model, make, wanted.options)
+        check_fits(made.plan, model)
+        planned = put_in(made.plan, model, on_new_shape=wanted.on_new_shape)
+        planned.unplanned.planned_call()
+        return made, planned
+
+    def install_in(self, copied: torch.nn.Module) -> None:
+        install(copied, PlannedAtFirstCall(copied, None, self.wanted))
+
+    def pickled(self) -> tuple[Any, ...]:
+        """Of the options those that can be pickled: not a loss, an optimizer or a progress."""
+        given = {n: v for n, v in self.wanted.given.items() if n not in ("loss", "optimizer")}
+        return unpickled, replace(self.wanted, given=given, progress=None)
+
+
+def _tell(made: Made, end: str) -> None:
+    if first_rank():
+        tell(made.line() + end)
+
+
+def install_lazily(model: torch.nn.Module, wanted: Wanted) -> None:
+    """Have a module planned at its first training call."""
+    call = PlannedAtFirstCall(model, take_out(model), wanted)
+    install(model, call)
+    call.unplanned.wait()
+
+
+def unpickled(model: torch.nn.Module | None, wanted: Wanted) -> Companion:
+    """Have a module planned where it is loaded, as it was to be where it was pickled."""
+    if model is not None and not plans_are_off():
+        install(model, PlannedAtFirstCall(model, None, wanted))
+    return Companion(model)

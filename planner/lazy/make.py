@@ -1,0 +1,121 @@
+"""Getting a plan for a step: from a file, or made anew and written there."""
+
+import os
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from planner import api
+from planner.errors import PlanFileError
+from planner.lazy.cached import made_of, mismatch
+from planner.planfile.atomic_file import check_writable
+from planner.planfile.budget import format_bytes, parse_budget
+from planner.planfile.plan import Plan
+from planner.planning.options import OptionError, PlanKeywords, PlanOptions, check_options, read_options
+from planner.planning.solve import find_solver
+from planner.progress import Progress
+from planner.runtime.shape_policy import OnNewShape
+from planner.training_step.inputs import check_loss
+from planner.training_step.step import Step
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is to be made with.
+
+    Attributes:
+        budget: See :func:`planner.plan`.
+        on_new_shape: See :meth:`Plan.apply`.
+        cache: The file that keeps the plan, or None.
+        given: Options of :func:`planner.plan`, by name.
+        progress: See :func:`planner.plan`.
+    """
+
+    budget: int | str
+    on_new_shape: OnNewShape
+    cache: str | os.PathLike[str] | None = None
+    given: PlanKeywords = field(default_factory=PlanKeywords)
+    progress: Progress | None = None
+
+    @property
+    def options(self) -> PlanOptions:
+        """All options, as given or else as :func:`planner.plan` has them."""
+        return PlanOptions(**self.given)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan and how it was come by.
+
+    Attributes:
+        plan: The plan.
+        how: The beginning of the line that tells of it.
+        end: Its end.
+    """
+
+    plan: Plan
+    how: str
+    end: str = ""
+
+    def line(self) -> str:
+        """What was planned, in one line."""
+        plan = self.plan
+        whole, unplanned = plan.whole_step, plan.baseline_whole_step
+        now = plan.predicted.peak_bytes if whole is None else whole.total_bytes
+        before = plan.baseline.peak_bytes if unplanned is None else unplanned.total_bytes
+        return (
+            f"{self.how}: {format_bytes(before)} -> {format_bytes(now)}, {100 * plan.overhead:+.0f} % time"
+            f"{self.end}"
+        )
+
+
+def checked_wanted(wanted: Wanted) -> Wanted:
+    """The same, if its options can be read; what needs the model or its inputs is looked at later.
+
+    Raises:
+        PlannerError: As :func:`planner.plan`.
+    """
+    parse_budget(wanted.budget, 2**60)
+    check_options(progress=wanted.progress)
+    options = read_options("auto_checkpoint", PlanKeywords, wanted.given)
+    find_solver(options.solver)
+    check_loss(options.loss)
+    if not isinstance(options.training, bool):
+        raise OptionError(f"training={options.training!r}: expected True or False")
+    if wanted.cache is not None:
+        check_writable(wanted.cache)
+    return wanted
+
+
+def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Made:
+    """The plan of a step: the one in the file where that is for it, else a new one, which is written there.
+
+    Raises:
+        PlannerError: As :func:`planner.plan`; or the file cannot be written.
+    """
+    step = replace(step, training=wanted.options.training)
+    name, cache = type(model).__name__, wanted.cache
+    why = ""
+    if cache is not None and os.path.exists(cache):
+        try:
+            plan = Plan.load(cache)
+            why = mismatch(plan, model, step, wanted.budget, wanted.given)
+        except PlanFileError as error:
+            why = f"{error}".removeprefix(f"{os.fspath(cache)}: ")
+        else:
+            if not why:
+                how = f"{name} trains by {os.fspath(cache)} for {plan.target.budget_text}"
+                return Made(plan.remember(wanted.options), how)
+    started = time.perf_counter()
+    plan = api.plan(
+        model, step.args, step.kwargs, budget=wanted.budget, progress=wanted.progress, **wanted.given
+    )
+    seconds = time.perf_counter() - started
+    end = ""
+    if cache is not None:
+        noted = {**plan.created_with, **made_of(model, wanted.given)}
+        plan = plan.model_copy(update={"created_with": noted}).remember(wanted.options)
+        plan.save(cache)
+        end = f"; {os.fspath(cache)}" + (f", which was for another step: {why}" if why else "")
+    return Made(plan, f"{name} planned for {plan.target.budget_text} in {seconds:.0f} s", end)

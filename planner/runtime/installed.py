@@ -1,0 +1,115 @@
+"""What is put in place of a module's call: a plan, or what will make one at the first training call.
+
+The module stays the same object: its class, attributes, parameters, ``state_dict`` keys and hooks stay.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner._torch import modules
+from planner._torch.tracing.inside_compile import RUNS_A_PLAN
+from planner.runtime.unplanned import Unplanned, displaced
+
+
+class InstalledCall:
+    """What a module runs in place of its own call.
+
+    Args:
+        model: The module.
+        previous: What was installed before, by ``module.compile()`` for instance.
+        training: The mode of the steps that run by a plan.
+
+    Attributes:
+        previous: As given.
+        unplanned: Notices training without the plan.
+    """
+
+    _retired = False
+
+    def __init__(self, model: torch.nn.Module, previous: Callable[..., Any] | None, training: bool) -> None:
+        self.previous = previous
+        self._model, self._training = model, training
+        self.unplanned = Unplanned(model, training)
+        setattr(self, RUNS_A_PLAN, True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the module."""
+        raise NotImplementedError
+
+    def run_original(self, *args: Any, **kwargs: Any) -> Any:
+        """The call as it would be with nothing of ours installed."""
+        if self.previous is None:
+            return modules.module_call(self._model, *args, **kwargs)
+        return self.previous(*args, **kwargs)
+
+    def install_in(self, copied: torch.nn.Module) -> None:
+        """Install the like in a copy of the module."""
+        raise NotImplementedError
+
+    def pickled(self) -> tuple[Any, ...]:
+        """What pickles keep, for :func:`planner.runtime.install.unpickled`."""
+        raise NotImplementedError
+
+    def retire(self) -> None:
+        """Another call is installed on purpose."""
+        self.unplanned.planned_call()
+        self._retired = True
+
+    def reinstate(self, *, waiting: bool) -> None:
+        """It is installed again; ``waiting`` for the first planned call, which has not come yet."""
+        self._retired = False
+        if waiting:
+            self.unplanned.wait()
+
+    def __del__(self) -> None:  # what is installed in its place lets go of it
+        if not self._retired and not sys.is_finalizing():
+            displaced(self._model, self)
+
+
+def install(model: torch.nn.Module, call: InstalledCall) -> None:
+    """Put ``call`` in place of the module's own, and of its copies' and pickles'."""
+    modules.install_call(model, call)
+    vars(model)[Companion.NAME] = Companion(model)
+
+
+def take_out(model: torch.nn.Module) -> Callable[..., Any] | None:
+    """Let go of what is installed in a module, without putting anything in its place.
+
+    Returns:
+        What was there before, or is there of others.
+    """
+    installed = modules.installed_call(model)
+    if not isinstance(installed, InstalledCall):
+        return installed
+    installed.retire()
+    return installed.previous
+
+
+class Companion:
+    """Lives among a planned module's attributes and, when they are copied or pickled, plans the copy too.
+
+    PyTorch leaves out of copies what is installed in place of a module's call. A copy exists, without its
+    attributes, before they are copied: that is when the plan is installed in it.
+    """
+
+    NAME = "_planner_companion"
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Companion":
+        copied = memo.get(id(self._model))
+        call = None if self._model is None else modules.installed_call(self._model)
+        if isinstance(copied, torch.nn.Module) and isinstance(call, InstalledCall):
+            call.install_in(copied)
+        return Companion(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        call = None if self._model is None else modules.installed_call(self._model)
+        if not isinstance(call, InstalledCall):
+            return Companion, (self._model,)
+        restore, *rest = call.pickled()
+        return restore, (self._model, *rest)

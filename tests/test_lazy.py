@@ -1,0 +1,306 @@
+"""``auto_checkpoint`` without example inputs: the first training call plans."""
+
+import copy
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner import environment
+from planner.lazy.cached import made_of, mismatch
+from planner.runtime.install import installed_plan
+from planner.training_step.step import Step
+from planner.verification.measure import measure_peak
+from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings
+from tests.small import Classifier, logits_loss
+
+BY: dict[str, Any] = {"budget": "min", "solver": "sqrt_n"}
+
+
+def _model() -> nn.Module:
+    return layers(lambda: Layers(2))[0]
+
+
+def _batch(size: int = 64, seed: int = 1) -> torch.Tensor:
+    return torch.randn(size, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def _train(model: nn.Module, steps: int = 3) -> list[float]:
+    """Steps of varying size, with evaluation before, between and after."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+    for step in range(steps):
+        with torch.no_grad():
+            losses.append(model.eval()(_batch()).item())
+        model.train()
+        loss = model(_batch(64 - 16 * step, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_first_training_call_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    model = _model()
+    twin = copy.deepcopy(model)
+    assert planner.auto_checkpoint(model, **BY) is model
+    with torch.no_grad():
+        model(_batch())
+    assert installed_plan(model) is None
+    assert capsys.readouterr().err == ""
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(model, _train)
+    assert runs.backward == 3
+    assert_same(ours, left_by(twin, _train))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("planner: Layers planned for min in ")
+    assert " KiB -> " in line
+    assert line.endswith(" % time")
+
+
+@pytest.mark.heavy
+def test_its_plan_is_the_one_that_inputs_give_and_its_peak_is_the_measured_one() -> None:
+    model = _model()
+    given = planner.plan(copy.deepcopy(model), _batch(), **BY)
+    planner.auto_checkpoint(model, **BY)
+    model(_batch()).backward()
+    model.zero_grad()
+    plan = installed_plan(model)
+    assert plan is not None
+    assert plan.dumps() == given.dumps()
+    x = _batch()
+    peak = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
+    assert peak == pytest.approx(plan.predicted.dynamic_peak_bytes, rel=0.005)
+
+
+@pytest.mark.heavy
+def test_autocast_and_the_mode_are_those_of_the_call() -> None:
+    model = planner.auto_checkpoint(_model().eval(), training=False, **BY)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(_batch())
+    loss.backward()
+    plan = installed_plan(model)
+    assert plan is not None
+    assert (plan.model.autocast, plan.model.training) == (["cpu:bfloat16"], False)
+
+
+def test_training_in_the_other_mode_is_told() -> None:
+    model = planner.auto_checkpoint(_model().eval(), **BY)
+    with pytest.warns(planner.PlanWarning, match=r"call model\.train\(\)|Call model\.train\(\)"):
+        model(_batch()).backward()
+    assert installed_plan(model) is None
+
+
+@pytest.mark.heavy
+def test_a_loss_outside_is_told_or_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ({}, {"loss": logits_loss}):
+        torch.manual_seed(0)
+        model = planner.auto_checkpoint(Classifier(), **BY, **options)
+        logits_loss(model(torch.randn(32, 16))).backward()
+        line = capsys.readouterr().err
+        assert ("the loss is computed outside" in line) == (not options)
+        plan = installed_plan(model)
+        assert plan is not None
+        assert bool(plan.graphs[0].unused_outputs) == bool(options)
+
+
+@pytest.mark.heavy
+def test_nothing_runs_where_the_budget_cannot_be_met() -> None:
+    model = planner.auto_checkpoint(_model(), budget="1KiB", solver="sqrt_n")
+    state = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(planner.InfeasibleBudget):
+            model(_batch())
+    assert torch.equal(torch.get_rng_state(), state)
+    planner.remove(model)
+    model(_batch()).backward()
+
+
+@pytest.mark.heavy
+def test_copies_and_pickles_are_planned_at_their_first_call_and_remove_takes_it_out() -> None:
+    model = planner.auto_checkpoint(_model(), **BY)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin(_batch()).backward()
+        assert installed_plan(twin) is not None
+    assert installed_plan(model) is None
+    planner.remove(model)
+    model(_batch()).backward()
+    assert installed_plan(model) is None
+    assert not any("planner" in name for name in vars(model))
+
+
+@pytest.mark.heavy
+def test_inside_other_modules_and_torch_compile() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = planner.auto_checkpoint(_model(), **BY)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x * 2)
+
+    outer = Outer()
+    torch.compile(outer, backend="eager")(_batch()).backward()
+    assert installed_plan(outer.inner) is not None
+    model = planner.auto_checkpoint(_model(), **BY)
+    torch.compile(model, backend="eager")(_batch()).backward()
+    assert installed_plan(model) is not None
+
+
+@pytest.mark.heavy
+def test_verify_plans_nothing_of_its_own() -> None:
+    model = planner.auto_checkpoint(_model(), **BY)
+    plan = planner.plan(model, _batch(), **BY)
+    assert planner.verify(model, _batch(), plan=plan, repeats=0).ok
+    assert installed_plan(model) is None
+    model(_batch()).backward()
+    assert installed_plan(model) is not None
+
+
+@pytest.mark.heavy
+def test_a_plan_is_kept_in_a_file_and_used_where_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+
+    def line(size: int = 64, **options: Any) -> str:
+        model = planner.auto_checkpoint(_model(), cache=path, **{**BY, **options})
+        model(_batch(size)).backward()
+        return capsys.readouterr().err
+
+    assert line().endswith(f"; {path}\n")
+    written = path.read_bytes()
+    assert line(32).startswith(f"planner: Layers trains by {path} for min: ")  # what is smaller runs by it
+    assert path.read_bytes() == written
+    assert "which was for another step: budget min, now 100%" in line(budget="100%", solver="none")
+    path.write_text("{")
+    assert "not valid JSON" in line()
+    assert json.loads(path.read_text())["created_with"]["options"] == "solver=sqrt_n"
+
+
+def test_what_a_kept_plan_is_not_for() -> None:
+    model, options = _model(), {"solver": "sqrt_n"}
+    plan = planner.plan(model, _batch(), **BY)
+    plan = plan.model_copy(update={"created_with": {**plan.created_with, **made_of(model, options)}})
+
+    def reason(now: nn.Module = model, size: int = 64, budget: str = "min", **other: Any) -> str:
+        outputs = other.pop("outputs", "held")
+        step = Step((_batch(size),), outputs=outputs, training=other.pop("training", True))
+        return mismatch(plan, now, step, budget, {**options, **other})
+
+    assert [reason(), reason(size=32), reason(budget=" MIN "), reason(optimizer="sgd")] == [""] * 4
+    assert reason(size=80) == "args[0] of float32 64x32, now float32 80x32"
+    assert reason(budget="80%") == "budget min, now 80%"
+    assert reason(outputs="dropped") == "outputs held, now dropped"
+    assert reason(training=False) == "training mode True, now False"
+    assert reason(accumulate=True) == "accumulate False, now True"
+    assert reason(keep=["layers.0"]) == "options solver=sqrt_n, now solver=sqrt_n keep=['layers.0']"
+    assert reason(optimizer="adam").startswith("an optimizer that keeps 0 bytes, now ")
+    assert reason(Layers(3)) == "of other parameters or buffers"
+    assert reason(nn.Linear(2, 2)) == "of a tests.side_by_side.Layers"
+    assert reason(Layers(2).requires_grad_(False)).startswith("trainable 8,384 parameters in 8 tensors, now")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert reason() == "autocast [], now ['cpu:bfloat16']"
+
+
+@pytest.mark.heavy
+def test_a_kept_plan_serves_example_inputs_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    for _ in range(2):
+        model = planner.auto_checkpoint(_model(), _batch(), cache=path, **BY)
+        assert installed_plan(model) is not None
+    assert installed_plan(model) == planner.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({}, planner.BudgetError, "needs a budget"),
+        ({"budget": "eight"}, planner.BudgetError, "eight"),
+        (
+            {"budget": "min", "solvre": 1},
+            TypeError,
+            "unexpected keyword argument .solvre.: did you mean solver",
+        ),
+        ({"budget": "min", "outputs": "lost"}, ValueError, "outputs='lost'"),
+        ({"budget": "min", "cache": "/nowhere/plan.json"}, planner.PlanFileError, "no directory"),
+        ({"budget": "min", "on_new_shape": "ask"}, ValueError, "on_new_shape"),
+    ],
+)
+def test_wrong_options_are_errors_at_once(options: Any, error: type[Exception], text: str) -> None:
+    model = Layers()
+    with pytest.raises(error, match=text):
+        planner.auto_checkpoint(model, **options)
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.heavy
+def test_plans_are_turned_off_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planner.plan(_model(), _batch(), **BY)
+    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setenv("PLANNER", "0")
+    lazily = planner.auto_checkpoint(_model(), **BY)
+    given = planner.auto_checkpoint(_model(), _batch(), **BY)
+    applied = plan.apply(_model())
+    for model in (lazily, given, applied):
+        model(_batch()).backward()
+        assert installed_plan(model) is None
+    assert capsys.readouterr().err.count("plans are off") == 1
+    assert planner.verify(applied, _batch(), plan=plan, repeats=0).ok
+    monkeypatch.setenv("PLANNER", "maybe")
+    with pytest.raises(ValueError, match="PLANNER is 'maybe': expected 0"):
+        plan.apply(applied)
+
+
+@pytest.mark.heavy
+def test_the_environment_sets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANNER_BUDGET", "100%")
+    for options in ({}, {"budget": "min"}):
+        model = planner.auto_checkpoint(_model(), solver="sqrt_n", **options)
+        model(_batch()).backward()
+        plan = installed_plan(model)
+        assert plan is not None
+        assert plan.target.budget_text == "100%"
+
+
+def test_no_other_variables_are_read() -> None:
+    """Variables of other libraries that change what is true are PyTorch's; ours are these two."""
+    root = Path(planner.__file__).parent
+    readers = {p.name for p in root.rglob("*.py") if "os.environ" in p.read_text()}
+    assert readers == {"environment.py", "attention.py", "allocator_events.py", "measurement_cache.py"}
+
+
+@pytest.mark.heavy
+def test_gradients_that_are_there_already_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    model = planner.auto_checkpoint(_model(), **BY)
+    with no_plan_warnings():
+        for seed in range(3):
+            model(_batch(seed=seed)).backward()
+    plan = installed_plan(model)
+    assert plan is not None
+    assert plan.resident.gradient_bytes == sum(p.nbytes for p in model.parameters())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[1].endswith("planned again, as gradients are there already when a step begins")
+
+
+@pytest.mark.heavy
+def test_gradients_that_an_applied_plan_is_not_for_are_told() -> None:
+    for accumulate in (False, True):
+        model = _model()
+        planner.plan(model, _batch(), accumulate=accumulate, **BY).apply(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model(_batch()).backward()
+        told = [str(w.message) for w in caught if w.category is planner.PlanWarning]
+        assert len(told) == (not accumulate)
+        assert all("gradients of 32.8 KiB were there already" in text for text in told)
