@@ -226,7 +226,7 @@ def test_a_kept_plan_serves_example_inputs_too(tmp_path: Path, capsys: pytest.Ca
         (
             {"budget": "min", "solvre": 1},
             TypeError,
-            "unexpected keyword argument .solvre.: did you mean solver",
+            "argument .solvre.: did you mean solver",
         ),
         ({"budget": "min", "outputs": "lost"}, ValueError, "outputs='lost'"),
         ({"budget": "min", "cache": "/nowhere/plan.json"}, planner.PlanFileError, "no directory"),

@@ -250,8 +250,8 @@ MODELS = [
         (
             Change(
                 "planner/runtime/install.py",
-                "            call = partial(modules.module_call, model) if",
-                "            kwargs = {}\n            call = partial(modules.module_call, model) if",
+                "            output = self.run_original(",
+                "            kwargs = {}\n            output = self.run_original(",
             ),
         ),
         ("tests/test_loops.py::test_generating_between_training_steps",),

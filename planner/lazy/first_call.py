@@ -87,7 +87,9 @@ class PlannedAtFirstCall(InstalledCall):
 
     def pickled(self) -> tuple[Any, ...]:
         """Of the options those that can be pickled: not a loss, an optimizer or a progress."""
-        given = {n: v for n, v in self.wanted.given.items() if n not in ("loss", "optimizer")}
+        given = self.wanted.given.copy()
+        given.pop("loss", None)
+        given.pop("optimizer", None)
         return unpickled, replace(self.wanted, given=given, progress=None)
 
 
