@@ -1,18 +1,22 @@
-"""The solvers by name."""
+"""The solvers by name: every module of these folders that has a ``NAME`` and a function ``solve``."""
 
-from solvers import checkpoint_all, manual, portfolio, store_all
-from solvers.chains import lower_sets, rotor, sqrt_n
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+
 from solvers.model.solver import Solve
-from solvers.programs import exact_ilp, ilp
 
-SOLVERS: dict[str, Solve] = {
-    portfolio.NAME: portfolio.solve,
-    store_all.NAME: store_all.solve,
-    checkpoint_all.NAME: checkpoint_all.solve,
-    manual.NAME: manual.solve,
-    rotor.NAME: rotor.solve,
-    exact_ilp.NAME: exact_ilp.solve,
-    ilp.NAME: ilp.solve,
-    lower_sets.NAME: lower_sets.solve,
-    sqrt_n.NAME: sqrt_n.solve,
-}
+FOLDERS = ("solvers", "solvers.chains", "solvers.programs")
+
+
+def found_solvers() -> Iterator[tuple[str, Solve]]:
+    """All solvers, each with its name."""
+    for folder in FOLDERS:
+        for found in pkgutil.iter_modules(import_module(folder).__path__, f"{folder}."):
+            if not found.ispkg and found.name != __name__:
+                module = import_module(found.name)
+                if hasattr(module, "NAME") and hasattr(module, "solve"):
+                    yield module.NAME, module.solve
+
+
+SOLVERS: dict[str, Solve] = dict(found_solvers())

@@ -8,8 +8,8 @@ from solvers.chains.cut_points import forward_uses, pinned_values
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.programs import exact_ilp
 from solvers.programs.milp import Outcome
-from solvers.programs.reference import exact_model, single_recompute_model
 from solvers.programs.single_recompute import SECONDS, find_stages, write_program
+from solvers.reference.programs import exact_model, single_recompute_model
 from tests.graphs import random_dag, transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

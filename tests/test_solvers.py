@@ -1,12 +1,18 @@
 """What holds for every solver: valid schedules, budgets kept, constraints honoured."""
 
+import re
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import solvers
 from solvers import SOLVERS, Constraints, Graph, GraphError, Status, check, simulate
 from solvers.checkpoint_all import block_of
+from solvers.registry import found_solvers
 from tests.graphs import chain, graphs, transformer
 
 
@@ -107,3 +113,21 @@ def test_checkpointing_every_block_saves_memory() -> None:
     graph = transformer(6)
     solution = SOLVERS["checkpoint_all"](graph, None)
     assert solution.peak_bytes < 0.6 * simulate(graph, graph.base_schedule).peak_bytes
+
+
+def test_a_new_solver_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of docs/design.md, put beside the others."""
+    design = (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", design, re.DOTALL)
+    (tmp_path / "every_second.py").write_text(example)
+    monkeypatch.setattr(solvers, "__path__", [*solvers.__path__, str(tmp_path)])
+    try:
+        found = dict(found_solvers())
+    finally:
+        sys.modules.pop("solvers.every_second", None)
+    assert found.keys() == SOLVERS.keys() | {"every_second"}
+    graph = transformer(1)
+    solution = found["every_second"](graph, None)
+    check(graph, solution.schedule)
+    assert solution.solver == "every_second"
+    assert solution.seconds > graph.base_seconds

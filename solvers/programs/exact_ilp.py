@@ -13,7 +13,7 @@ re-run of each forward operation in captured order, and one for the operation it
     A[v, j] >= R[j]  for every v that slot j reads or writes
     sum of bytes(v) A[v, j] + workspace(j) R[j] <= budget   for every slot
 
-:func:`solvers.programs.reference.exact_model` is this specification in code, and the test of the arrays here.
+:func:`solvers.reference.programs.exact_model` is this specification in code, and the test of the arrays here.
 
 Minimise the sum of seconds(j) R[j]. With R integral A may be fractional: alive is what is used. Frees
 need no variables of their own, since A may fall in any slot.

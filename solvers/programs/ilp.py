@@ -35,7 +35,7 @@ that live only inside a run of re-runs, outputs that a re-run makes besides) is 
 every answer is simulated, a row that fell short is corrected by the difference, and the program is
 solved again. The simulator, not the program, says what a peak is.
 
-:func:`solvers.programs.reference.single_recompute_model` is this specification in code.
+:func:`solvers.reference.programs.single_recompute_model` is this specification in code.
 
 Walls only bound the size of the program. Their spacing is swept from coarse to none at all, as far
 as the time limit goes; times are thinned in large segments. Every program is warm-started from the

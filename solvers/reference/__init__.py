@@ -1,0 +1,1 @@
+"""What solvers compute, written to be read: tests hold the fast forms against these."""
