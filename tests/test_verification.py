@@ -7,7 +7,7 @@ import torch
 
 import planner
 from planner._torch.cuda import batch_norm
-from planner.graph import replay
+from planner.graph.replay import rng
 from planner.runtime.install import installed_plan
 from planner.training_step.generators import OwnGenerators
 from tests.side_by_side import Layers, layers
@@ -59,7 +59,7 @@ def test_a_dropout_mask_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -
     def without_replay(state, kind, index, operator, *arguments, **more):  # type: ignore[no-untyped-def]
         return operator(*arguments, **more)
 
-    monkeypatch.setattr(replay, "run_from_state", without_replay)
+    monkeypatch.setattr(rng, "run_from_state", without_replay)
     report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
     assert not report.ok
     assert not report.gradients_equal

@@ -51,7 +51,7 @@ BELONGINGS = [
         "Re-runs read the inputs themselves.",
         (
             Change(
-                "planner/graph/replay.py",
+                "planner/graph/overwritten.py",
                 "        return tensor.clone()\n",
                 "        return tensor.detach()\n",
             ),
@@ -77,7 +77,7 @@ BELONGINGS = [
         "Re-runs and views read what the weight has by then.",
         (
             Change(
-                "planner/graph/replay.py",
+                "planner/graph/overwritten.py",
                 "    return tensor.detach()\n",
                 "    return tensor\n",
             ),

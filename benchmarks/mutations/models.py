@@ -134,7 +134,7 @@ MODELS = [
         (
             Change(
                 "planner/graph/joint_graph.py",
-                "        return self.batch_norm or not self.reads_mutated\n",
+                "        return self.rule.repeatable(self.node) and not self.reads_mutated\n",
                 "        return True\n",
             ),
         ),

@@ -35,7 +35,7 @@ STEPS = [
         "It is run again from wherever the generator stands.",
         (
             Change(
-                "planner/graph/replay.py",
+                "planner/graph/replay/rng.py",
                 "    _set_states(generators, state.split([len(s) for s in present]))\n    try:\n",
                 "    try:\n",
             ),
@@ -48,7 +48,7 @@ STEPS = [
         "The generator is left where a second run of dropout has moved it.",
         (
             Change(
-                "planner/graph/replay.py",
+                "planner/graph/replay/rng.py",
                 "    finally:\n        _set_states(generators, present)\n",
                 "    finally:\n        del present\n",
             ),
@@ -61,9 +61,9 @@ STEPS = [
         "They are never run again, as they read what the step overwrites.",
         (
             Change(
-                "planner/graph/joint_graph.py",
-                "        return self.batch_norm or not self.reads_mutated\n",
-                "        return not self.batch_norm and not self.reads_mutated\n",
+                "planner/graph/replay/batch_norm.py",
+                "    def call_again(self, node: Node) -> ReplayCall:\n",
+                "    def not_called(self, node: Node) -> ReplayCall:\n",
             ),
         ),
         ("tests/test_training.py::test_batch_norm_statistics_are_updated_once",),

@@ -18,11 +18,12 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from planner._torch import fake, operators
-from planner._torch.cuda.batch_norm import RESULTS, computes_statistics, overwrites_unseen
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.effects import has_effects
 from planner._torch.module_paths import module_of
 from planner._torch.tensors import stored_elements
+from planner.graph.replay import rule_of
+from planner.graph.replay_rule import ReplayRule
 
 aten = torch.ops.aten
 
@@ -40,9 +41,8 @@ class JointOp:
         backward: Whether it was traced in the backward.
         reads: Storage numbers of its tensor inputs, without resident ones, each once.
         allocates: Storage numbers that it brings into being, in order of its outputs.
-        random: Whether it draws random numbers, or may.
-        batch_norm: Whether it is a batch normalisation that computes new running statistics.
-        reads_mutated: Whether it reads an input that the step overwrites.
+        rule: How it is run again.
+        reads_mutated: Whether a second run reads an input that the step overwrites.
     """
 
     index: int
@@ -50,8 +50,7 @@ class JointOp:
     backward: bool
     reads: tuple[int, ...]
     allocates: tuple[int, ...]
-    random: bool
-    batch_norm: bool
+    rule: ReplayRule
     reads_mutated: bool
 
     @property
@@ -60,17 +59,16 @@ class JointOp:
         target = self.node.target
         if self.backward or not operators.is_operator(target) or has_effects(target):
             return False
-        if overwrites_unseen(target, self.node.args):
-            return False
-        return self.batch_norm or not self.reads_mutated
+        return self.rule.repeatable(self.node) and not self.reads_mutated
 
     @property
     def allocates_again(self) -> tuple[int, ...]:
-        """Storage numbers that a second run brings into being: all but new running statistics."""
-        if not self.batch_norm:
+        """Storage numbers that a second run brings into being."""
+        values = self.rule.values_again(self.node)
+        if values is self.node.meta.get("val"):
             return self.allocates
-        results = {fake.storage_key(t) for t in self.node.meta["val"][: RESULTS[self.node.target]]}
-        keep = [fake.storage_key(t) in results for t in self.node.meta["val"]]
+        results = {fake.storage_key(t) for t in _tensors(values)}
+        keep = [fake.storage_key(t) in results for t in _tensors(self.node.meta["val"])]
         return tuple(s for s, kept in zip(self.allocates, keep, strict=True) if kept)
 
     @property
@@ -195,17 +193,16 @@ class JointGraph:
                 self.storage_of[node] = self._storage(node.meta["val"])
             if not allocates and reads and _is_aliasing(node):
                 continue
-            batch_norm = computes_statistics(node.target, node.args)
-            inputs = set(node.all_input_nodes[:3]) if batch_norm else set(node.all_input_nodes)
+            rule = rule_of(node)
+            read_again = [s for n in rule.reads_again(node) for s in self.storages_of(n)]
             op = JointOp(
                 index=len(self.ops),
                 node=node,
                 backward=backward,
                 reads=reads,
                 allocates=tuple(allocates),
-                random=operators.may_draw(node.target),
-                batch_norm=batch_norm,
-                reads_mutated=any(s in mutated_storages for i in inputs for s in self.storages_of(i)),
+                rule=rule,
+                reads_mutated=not mutated_storages.isdisjoint(read_again),
             )
             self.op_of[node] = op.index
             self.ops.append(op)

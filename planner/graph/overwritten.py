@@ -110,3 +110,16 @@ def copy_bytes(primal: Node) -> int:
     steps = [fake.concrete_size(step) for step in value.stride()]
     span = 1 + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True)) if 0 not in sizes else 0
     return int(span * value.element_size())
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and version under another tensor: it stays with it where the first is given other."""
+    return tensor.detach()
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the tensor does, dense or not."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())

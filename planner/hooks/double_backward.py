@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from planner._torch import autograd
 from planner._torch.joint import aot_metadata
+from planner._torch.operators import may_draw
 from planner._torch.tensors import writes
 from planner.errors import PlanMismatch
 from planner.graph.trace import TracedGraph
@@ -40,7 +41,7 @@ class DoubleBackward(GraphHook):
         joint = traced.reading
         inputs = [aot_metadata.input_position(primal) for primal in joint.primals]
         self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
-        if any(op.random for op in joint.ops):
+        if any(may_draw(op.node.target) for op in joint.ops):
             self._obstacle = "it draws random numbers, or an operation from outside PyTorch may"
         elif joint.mutated:
             self._obstacle = "it changes buffers or inputs"

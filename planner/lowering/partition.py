@@ -10,6 +10,7 @@ the numbers they are.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,9 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from planner._torch.cuda import batch_norm
-from planner._torch.cuda.batch_norm import RESULTS
 from planner.errors import CaptureError
-from planner.graph import replay
-from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
-from planner.graph.overwritten import InputReads
+from planner.graph.overwritten import InputReads, alias, copied
 
 _USER_OUTPUTS = "user_outputs"
 
@@ -113,28 +110,16 @@ class _Backward:
                     self._size(user)
             return
         node = self._again(op)
-        node.meta = dict(op.node.meta)
-        if op.batch_norm:
-            node.meta["val"] = op.node.meta["val"][: RESULTS[op.node.target]]
+        node.meta = {**op.node.meta, "val": op.rule.values_again(op.node)}
         for storage in op.allocates_again:
             self._version[storage] += 1
         self._current[op.node] = (self._versions(op.node), node)
 
     def _again(self, op: JointOp) -> Node:
-        def take(tree: Any) -> Any:
-            return map_arg(tree, self._node_again)
-
-        if op.batch_norm:
-            target, arguments = batch_norm.without_statistics(op.node.target, op.node.args)
-            return self.graph.call_function(target, take(arguments))
-        if not op.random:
-            return _copy(self.graph, op.node, self._node_again)
-        if op not in self.states:
-            self.states[op] = self._placeholder(f"{op.node.name}_generator", None)
-        device, in_place = replay.generator_device(op.node), operator_in_place(op.node)
-        target = op.node.target if in_place is None else OnCopy(in_place)
-        arguments = (self.states[op], *device, target, *take(op.node.args))
-        return self.graph.call_function(replay.run_from_state, arguments, take(op.node.kwargs))
+        state = op.rule.state(op.node)
+        if state is not None and op not in self.states:
+            self.states[op] = self._placeholder(f"{op.node.name}_{state.name}", None)
+        return op.rule.emit_again(self.graph, op.node, self._node_again, self.states.get(op))
 
     def node(self, original: Node) -> Node:
         """The node that stands for a joint node at this point, saved or emitted as needed."""
@@ -235,26 +220,27 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
 
     def node(original: Node) -> Node:
         if original not in env:
-            env[original] = _copy(graph, original, node)
+            index = joint.op_of.get(original)
+            emit_node = graph.node_copy if index is None else partial(joint.ops[index].rule.emit_first, graph)
+            env[original] = emit_node(original, node)
         return env[original]
 
     first_readers = body.reads.first_readers()
     taken_as: dict[tuple[Node, bool], Node] = {}
     for primal, copy in body.taken:
         if not copy:
-            taken_as[primal, copy] = _taken(graph, env[primal], replay.alias)
+            taken_as[primal, copy] = _taken(graph, env[primal], alias)
 
     sizes = _sizes_after(joint, body.backward_nodes, body.sizes)
     for size in sizes.get(-1, ()):
         node(size)
     for op in joint.ops[: joint.forward_length]:
         if op in body.states:
-            device = replay.generator_device(op.node)
-            state_of[op] = graph.call_function(replay.generator_state, device)
+            state_of[op] = op.rule.save_state(graph, op.node)
             state_of[op].meta["val"] = torch.empty(0, dtype=torch.uint8)
         for primal in first_readers.get(op.index, ()):
             if (primal, True) in body.taken:
-                taken_as[primal, True] = _taken(graph, env[primal], replay.copied)
+                taken_as[primal, True] = _taken(graph, env[primal], copied)
         node(op.node)
         for size in sizes.get(op.index, ()):
             node(size)
@@ -273,14 +259,6 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
 def _taken(graph: FxGraph, source: Node, function: Callable[..., Any]) -> Node:
     node = graph.call_function(function, (source,))
     node.meta["val"] = source.meta["val"]
-    return node
-
-
-def _copy(graph: FxGraph, original: Node, take: Callable[[Node], Any]) -> Node:
-    node = graph.node_copy(original, take)
-    if replay.needs_reserve(original.target):
-        node.args = (original.target, *node.args)  # type: ignore[arg-type]
-        node.target = replay.with_reserve
     return node
 
 

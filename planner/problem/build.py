@@ -11,14 +11,12 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from planner._torch.cuda.batch_norm import without_statistics
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graph_runner import GraphCall
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import eager_timeline, real_sizes
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
-from planner.graph import replay
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, copy_bytes
@@ -293,23 +291,25 @@ class _Builder:
             op.node.meta.get("val"),
             made,
         )
-        if recomputable and op.random:
-            size = replay.generator_state_bytes(replay.generator_device(op.node)[0])
-            state = self._value(Value(size, f"generator state of {op.node.name}", on_demand=True))
-            row.op = replace(row.op, outputs=(*made, state))
-            row.again = _Again(
-                (*copies.read(op.node.all_input_nodes, storages), state), made, extra_bytes=size
-            )
-        elif recomputable and op.batch_norm:
-            target, arguments = without_statistics(op.node.target, op.node.args)
-            row.again = _Again(
-                copies.read([n for n in arguments[:3] if isinstance(n, Node)], storages),
-                tuple(storages[s] for s in op.allocates_again),
-                Call(target, map_arg(arguments, _example)),
-            )
-        elif recomputable and copies.are_read(op.node.all_input_nodes):
-            row.again = _Again(copies.read(op.node.all_input_nodes, storages), made)
+        if recomputable:
+            self._replay(row, op, storages, copies)
         return row
+
+    def _replay(self, row: _Row, op: JointOp, storages: dict[int, int], copies: "_Copies") -> None:
+        """Say how a row is run again, where that is otherwise than it first ran."""
+        node, state = op.node, op.rule.state(op.node)
+        call, read = op.rule.call_again(node), op.rule.reads_again(node)
+        if state is None and call is None and not copies.are_read(read):
+            return
+        row.again = again = _Again(
+            copies.read(read, storages), tuple(storages[s] for s in op.allocates_again)
+        )
+        if call is not None:
+            again.call = Call(call.target, map_arg(call.args, _example))
+        if state is not None:
+            kept = self._value(Value(state.bytes, f"{state.name} state of {node.name}", on_demand=True))
+            row.op = replace(row.op, outputs=(*row.op.outputs, kept))
+            again.inputs, again.extra_bytes = (*again.inputs, kept), state.held_bytes
 
     def _copy_row(
         self, joint: JointGraph, primal: Node, storages: dict[int, int], region: int, module: str

@@ -1,34 +1,44 @@
-"""Running an operation a second time so that nobody can tell.
+"""Random operations are run again from the generator state that they first saw.
 
-A random operation is re-run from the generator state that it first saw, and the generator is put
-back afterwards; so is an operation from outside PyTorch, which may draw numbers without saying so.
-Inputs are read through aliases, or copies, that the forward takes.
-A batch normalisation is re-run without its running statistics, which the first run has updated
-already. The emitted graphs call these functions.
+Eager draws once; a second draw would give other numbers, and leave the generator elsewhere. So the first run
+leaves the state, the second runs from it, and the generator is put back. Operations from outside PyTorch,
+which may draw numbers without saying so, are run again in this way too. Emitted graphs call these functions.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx import Graph as FxGraph
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from planner._torch import operators
-
-aten = torch.ops.aten
-
-
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and version under another tensor: it stays with it where the first is given other."""
-    return tensor.detach()
+from planner.graph.in_place import OnCopy, operator_in_place
+from planner.graph.replay_rule import ReplayRule, ReplayState, Take
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the tensor does, dense or not."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return tensor.clone()
-    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+class RandomNumbers(ReplayRule):
+    """Operations that draw random numbers, or may."""
+
+    def matches(self, node: Node) -> bool:
+        return operators.may_draw(node.target)
+
+    def state(self, node: Node) -> ReplayState:
+        size = generator_state_bytes(generator_device(node)[0])
+        return ReplayState("generator", size, held_bytes=size)
+
+    def save_state(self, graph: FxGraph, node: Node) -> Node:
+        return graph.call_function(generator_state, generator_device(node))
+
+    def emit_again(self, graph: FxGraph, node: Node, take: Take, state: Node | None) -> Node:
+        device, in_place = generator_device(node), operator_in_place(node)
+        target: Any = node.target if in_place is None else OnCopy(in_place)
+        args, kwargs = map_arg(node.args, take), map_arg(node.kwargs, take)
+        return graph.call_function(run_from_state, (state, *device, target, *args), kwargs)
+
+
+RULES = (RandomNumbers(),)
 
 
 def generator_state(devices: str, device_index: int | None) -> torch.Tensor:
@@ -69,22 +79,6 @@ def generator_device(node: Node) -> tuple[str, int | None]:
                 both = kind != "cpu" and operators.is_foreign(node.target)
                 return f"{kind}+cpu" if both else kind, tensor.device.index
     return "cpu", None
-
-
-def with_reserve(operator: Any, *args: Any) -> Any:
-    """Run oneDNN's recurrent layer so that it keeps what its backward needs.
-
-    The kernel makes its reserve only where autograd is on, whatever its ``train`` argument says,
-    and the emitted graphs run without autograd.
-    """
-    detached = (a.detach() if isinstance(a, torch.Tensor) else a for a in args)
-    with torch.enable_grad():
-        return operator(*(list(map(torch.Tensor.detach, a)) if isinstance(a, list) else a for a in detached))
-
-
-def needs_reserve(operator: Any) -> bool:
-    """Whether an operation must run :func:`with_reserve`."""
-    return operator is aten.mkldnn_rnn_layer.default
 
 
 def _generators(devices: str, device_index: int | None) -> list[torch.Generator]:
