@@ -5,8 +5,8 @@
 Plans small versions of the models of `benchmarks/models.py` and the first models of the tests' zoo, with
 solvers that always answer the same, in this checkout and in one of the other revision (a git worktree in a
 temporary folder). Says where schedules, predicted bytes or digests of graphs differ, and exits with 1 if any
-do. Each side runs in a process of its own with its own code, models included; after `--seconds` what both have
-planned is compared. Where neither side can plan a model, they agree if both give the same reason.
+do. Each side runs in a process of its own with its own code, models included; after `--seconds` what both
+have planned is compared. Where neither side can plan a model, they agree if both give the same reason.
 """
 
 import argparse
