@@ -69,7 +69,7 @@ def least(
         graph: The problem.
         most_seconds: Of the step; schedules that take longer do not count.
         time_limit: Wall seconds.
-        progress: Told about advances.
+        progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
 
     Returns:

@@ -112,7 +112,7 @@ def solve(
         budget: Bytes of dynamic peak. None asks for the least peak.
         time_limit: Wall seconds, 60 where none is given; most answers take a second or two. Where nothing
             fits, finding the least peak may take as long again.
-        progress: Told about advances.
+        progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
         known: Schedules found before (for other budgets, say) that are candidates too.
         most_seconds: Where the least peak is asked for, of the schedules that take no longer.
@@ -170,7 +170,7 @@ def sweep(
         graph: The problem.
         budgets: Bytes of dynamic peak, in any order; None for the least peak.
         time_limit: Wall seconds for all of them; 30 a budget at most.
-        progress: Told about advances.
+        progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
         known: Schedules found before that are candidates for all of them.
 

@@ -291,7 +291,7 @@ def _transposed(model: nn.Module, x: torch.Tensor) -> None:
     [
         (_two_calls, "awaits its backward", "make them one batch"),
         (_retained, "retain_graph=True", "call backward once"),
-        (_transposed, r"lies otherwise in memory than planned", ".contiguous()"),
+        (_transposed, r"has other strides than planned", ".contiguous()"),
     ],
 )
 def test_what_takes_more_than_predicted_is_told_once(

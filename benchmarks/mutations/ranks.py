@@ -43,8 +43,8 @@ RANKS = [
         (
             Change(
                 "planner/runtime/ddp.py",
-                "            if told[rank] != digest:\n",
-                "            if not told[rank]:\n",
+                "            if digests[rank] != digest:\n",
+                "            if not digests[rank]:\n",
             ),
         ),
         ("tests/test_ddp.py::test_two_ranks[other plans]",),

@@ -10,8 +10,8 @@ import torch
 def without_autocast() -> Iterator[None]:
     """Backward passes run outside of autocast, as PyTorch asks of its users.
 
-    A user's backward runs after the region has been left, which lets go of the casts of weights that it
-    keeps; here the region of the caller goes on, so they are let go by hand.
+    A user's backward runs after the region has been left, which frees the casts of weights that it
+    keeps; here the caller's region goes on, so they are freed explicitly.
     """
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):

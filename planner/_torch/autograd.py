@@ -43,7 +43,7 @@ def graph_is_kept() -> bool:
 def exclusively_owned(tensor: torch.Tensor) -> bool:
     """Whether, seen from a dispatch mode, only the caller in C++ holds this tensor and its storage.
 
-    The Python wrappers that a dispatch mode brings into being are allowed for. This is the
+    The Python wrappers that a dispatch mode makes are allowed for. This is the
     condition under which the autograd engine accumulates gradients in place.
     """
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

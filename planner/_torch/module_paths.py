@@ -1,7 +1,7 @@
 """Which of the user's modules the nodes of a Dynamo graph came from, by the names of ``named_modules()``.
 
 Dynamo writes down a source, such as ``L['self'].h.0``. It begins at the function that was captured: at a
-submodule, wherever a graph break lies inside one. The module itself is told by its identity.
+submodule, wherever a graph break lies inside one. The module itself is recognised by its identity.
 """
 
 import re
@@ -42,7 +42,7 @@ def _running(names: dict[str, str]) -> str:
     """The innermost module, of those that have a name, whose call is running in this thread."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # Of no other frames: to look at their locals would hold what they let go of later.
+        # Of no other frames: reading their locals would hold what they free later.
         if id(frame.f_code) in _CALLS:
             name = names.get(str(id(frame.f_locals["self"])))
             if name is not None:
@@ -64,7 +64,7 @@ _INSIDE = re.compile(r"'\]\._modules\['|\._(?:modules|parameters|buffers)\['|'\]
 def source_name(placeholder: torch.fx.Node) -> str | None:
     """What an input of a Dynamo graph is called where it comes from, as in ``args[0]`` or ``0.bias``.
 
-    None for what an earlier graph handed over.
+    None for what an earlier graph returned.
     """
     name = getattr(getattr(placeholder, "_dynamo_source", None), "name", None)
     found = re.fullmatch(r"L\['(args|kwargs|module)'\](.*)", str(name() if callable(name) else name))

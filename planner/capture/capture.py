@@ -1,6 +1,6 @@
 """The training step of a module, captured.
 
-Three passes over a copy of the module; nothing of the user's is touched:
+Three passes over a copy of the module; nothing that belongs to the user is touched:
 
 1. *eager*: the step as it is, recorded operation by operation: the baseline.
 2. *probe*: Dynamo makes the forward into graphs; which of their outputs get a gradient is noted.
@@ -50,7 +50,7 @@ _RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
 _OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
 """Names of kernels that only the CPU has contain one of these."""
 _MOST_PASSES = 4
-"""How often the step may run until it takes the same way twice."""
+"""How often the step may run until it takes the same path twice."""
 
 
 class _NotWithoutData(CaptureError):
@@ -197,7 +197,7 @@ class _Capture:
         )
 
     def _compiled_pass(self, target: torch.nn.Module, runners: list[GraphRunner]) -> tuple[Recording, int]:
-        """Trace the graphs and record the step with them, until it takes the same way twice; then once more
+        """Trace the graphs and record the step with them, until it takes the same path twice; then once more
         if some must return per-use (unsummed) gradients. Returns what :meth:`_record` does."""
         module = self.copied.module
         waiting, put_back, attempts, asked = list(runners), remember(module), 1, False
@@ -210,7 +210,7 @@ class _Capture:
             self.report("recording the compiled step", 0.8)
             recording, forward_events = self._record(target, "running the compiled step", runners)
             waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
-            if waiting:  # some code first ran now: a forward may go another way the second time
+            if waiting:  # some code first ran now: a forward may take another path the second time
                 attempts += 1
             elif not asked:
                 waiting, asked = ask_for_per_use_gradients(recording, runners), True
@@ -234,7 +234,7 @@ class _Capture:
         if sums or relaid:
             self._warn(
                 f"the forward is {len(runners)} graphs, and {sums + relaid} gradients between them are added "
-                "up in another order, or lie otherwise in memory, than without a plan: they may differ in "
+                "up in another order, or have other strides, than without a plan: they may differ in "
                 "the last bits. planner.verify() tells"
             )
         if any(r.casts.again for r in runners):

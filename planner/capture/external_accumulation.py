@@ -1,4 +1,4 @@
-"""Gradients that meet outside of the captured graphs, as a recorded step shows them."""
+"""Gradients that are accumulated outside of the captured graphs, as a recorded step shows them."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,8 @@ def ask_for_per_use_gradients(recording: Recording, runners: Sequence[GraphRunne
 
 def reordered_views(runners: Sequence[GraphRunner]) -> int:
     """How many results of graphs get gradients in another order than without a plan: where several outputs
-    look at one, their gradients come before those of its uses inside, whichever came last in the forward."""
+    are views of one, their gradients come before those of its uses inside, whichever came last in the
+    forward."""
     return sum(_reordered(runner) for runner in runners if runner.joint is not None)
 
 

@@ -1,8 +1,8 @@
 """Dynamo graphs inside a step that is being captured.
 
-A :class:`GraphRunner` stands for one graph that Dynamo made. In the probing pass it runs the graph as
+A :class:`GraphRunner` runs one graph that Dynamo made. In the probing pass it runs the graph as
 it is and notes which outputs get a gradient; then it traces the joint graph; in the compiled pass it
-hands out the results in one event, and tells the recorder so. These are tensors without data, or, in a
+returns the results in one event, and records that. These are tensors without data, or, in a
 step that runs with data, what the graph computes.
 """
 
@@ -66,12 +66,12 @@ class GraphRunner:
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
         joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
-        per_use_inputs: Positions of the inputs whose gradients are to be handed out unsummed.
+        per_use_inputs: Positions of the inputs whose gradients are to be returned unsummed.
         spec: How it was traced, once that is done; see :meth:`trace`.
         gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
             it was traced so.
         casts: What it casts under autocast that would be kept without a plan.
-        recorder: Told about every execution in the compiled pass, see :meth:`record_to`.
+        recorder: Records every execution in the compiled pass, see :meth:`record_to`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class GraphRunner:
         return tuple(outputs)
 
     def sums(self) -> dict[int, int]:
-        """Sums of gradients that the graph hands out in one piece: positions of the inputs that they are of
+        """Sums of gradients that the graph returns: positions of the inputs that they are of
         (-1: of none), by position among the backward's outputs."""
         assert self.joint is not None
         found = {}
@@ -147,7 +147,7 @@ class GraphRunner:
         return position < len(self.example_inputs) and position not in self.spec.per_use_inputs
 
     def record_to(self, recorder: StepRecorder) -> None:
-        """Tell a recorder about the executions of the step that now begins."""
+        """Record the executions of the step that now begins."""
         self.recorder, self._executions = recorder, 0
         self._instances.clear()
         self._saved.clear()
@@ -309,7 +309,7 @@ def collector(
     """A Dynamo backend that puts a runner in the place of every graph of a module, and into ``runners``.
 
     With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
-    they compute their results, by functions that ``lower`` makes; else they hand out tensors without data.
+    they compute their results, by functions that ``lower`` makes; else they return tensors without data.
     """
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:

@@ -69,7 +69,7 @@ def build(reference: str, progress: Progress) -> Built:
 
     Args:
         reference: where the builder is, as for `load_reference`.
-        progress: is told what is being done.
+        progress: called with what is being done.
 
     Raises:
         BuilderError: as `load_reference`, or the builder raises, or returns something else.

@@ -55,7 +55,7 @@ def eager_timeline(
 
 
 def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:
-    """Bytes of the storages that an event brings into being: as measured, else as shapes say."""
+    """Bytes of the storages that an event allocates: as measured, else as shapes say."""
     call = None if event.call is None else recording.calls[event.call]
     sizes = real_sizes(call, memory, [recording.storages[s].bytes for s in event.allocates])
     return [round_bytes(device, size) for size in sizes]

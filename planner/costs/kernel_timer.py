@@ -61,9 +61,9 @@ class MeasuredCosts:
         """
         Args:
             meter: Makes real arguments, on the device at hand.
-            roofline: Tells what is free, and stands in where an operation cannot be run.
+            roofline: Says what is free, and is used where an operation cannot be run.
             cache_path: JSON file that remembers; ``"default"`` is one in the user's cache directory.
-            progress: Told before each operation that is timed.
+            progress: Called before each operation that is timed.
         """
         self.failures: dict[str, str] = {}
         self._meter, self._roofline, self._progress = meter, roofline, progress

@@ -1,9 +1,9 @@
-"""Writes in place whose results lie in memory as what they were written to, as eager's do.
+"""Writes in place whose results have the strides of what they were written to, as in eager.
 
 AOTAutograd traces ``a.sigmoid_()`` as ``sigmoid(a)``, a tensor of its own, which is contiguous where ``a``
-was a stretch of something larger (a chunk of a recurrent cell's gates). Kernels take other paths for it, in
-the backward too, and some (``normal_``) even draw other numbers. Such an operation runs in place all the
-same, on a copy that lies in memory as ``a`` does. :mod:`planner._torch.joint.in_place` finds them while
+was a part of a larger tensor (a chunk of a recurrent cell's gates). Kernels take other paths for it, in the
+backward too, and some (``normal_``) even draw other numbers. So such an operation runs in place, on a copy
+with the strides of ``a``. :mod:`planner._torch.joint.in_place` finds them while
 tracing.
 """
 

@@ -40,7 +40,7 @@ class JointOp:
         node: Its node.
         backward: Whether it was traced in the backward.
         reads: Storage numbers of its tensor inputs, without resident ones, each once.
-        allocates: Storage numbers that it brings into being, in order of its outputs.
+        allocates: Storage numbers that it allocates, in order of its outputs.
         rule: How it is run again.
         reads_mutated: Whether a second run reads an input that the step overwrites.
     """
@@ -63,7 +63,7 @@ class JointOp:
 
     @property
     def allocates_again(self) -> tuple[int, ...]:
-        """Storage numbers that a second run brings into being."""
+        """Storage numbers that a second run allocates."""
         values = self.rule.values_again(self.node)
         if values is self.node.meta.get("val"):
             return self.allocates
@@ -133,7 +133,7 @@ class JointGraph:
         return sum(not op.backward for op in self.ops)
 
     def is_view(self, node: Node) -> bool:
-        """Whether a node only looks at storages that other nodes brought into being."""
+        """Whether a node is a view of storages that other nodes allocated."""
         return node.op == "call_function" and node not in self.op_of and not self.is_size(node)
 
     def is_size(self, node: Node) -> bool:

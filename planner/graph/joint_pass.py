@@ -1,7 +1,7 @@
-"""The interface of what corrects a traced joint graph, and what a correction is told.
+"""The interface of corrections of a traced joint graph, and what they know of it.
 
-A joint graph does not always compute what eager computes, bit for bit. Each way in which it differs is put
-right by one pass, in a file of its own in `planner/graph/passes/`.
+A joint graph does not always compute what eager computes, bit for bit. Each difference is
+corrected by one pass, in a file of its own in `planner/graph/passes/`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """What re-runs read of a forward's inputs: arguments, buffers and parameters.
 
 Eager's backward reads of them what autograd saved. A re-run of an operation reads its inputs once more, and
-gets what they hold by then. A plan takes it that they are left as they are until backward, and a change that
+gets what they hold by then. A plan assumes that they are left as they are until backward, and a change that
 PyTorch counts is an error that says so. Planned with ``inputs="overwritten"``, re-runs read copies, which
 the forward takes and the plan counts.
 """
@@ -37,7 +37,7 @@ def checked_inputs(inputs: str) -> InputsAre:
 
 
 class InputReads:
-    """Which inputs of the forward a joint graph's nodes are, or look at; not those that the step overwrites.
+    """Which inputs of the forward a joint graph's nodes are, or are views of, but for overwritten ones.
 
     Args:
         joint: The graph.

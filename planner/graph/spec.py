@@ -18,9 +18,9 @@ class GraphSpec:
     Attributes:
         unused_outputs: Positions of the outputs that no gradient reaches: they are cut off from
             differentiation.
-        per_use_inputs: Positions of the inputs whose gradients are handed out unsummed, one for each use.
-        tangent_layouts: Of outputs whose gradients lie otherwise in memory than they do, by position: the
-            gradients' dimensions, those of the largest steps first.
+        per_use_inputs: Positions of the inputs whose gradients are returned unsummed, one for each use.
+        tangent_layouts: Of outputs whose gradients have other strides than they do, by position: the
+            gradients' dimensions, those of the largest strides first.
     """
 
     unused_outputs: tuple[int, ...] = ()

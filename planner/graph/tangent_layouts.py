@@ -1,6 +1,6 @@
-"""Gradients that arrive at the outputs of a graph, and how they lie in memory.
+"""Gradients that arrive at the outputs of a graph, and their strides.
 
-A backward that is traced for gradients that lie otherwise than eager's sums over them in another order.
+A backward that is traced for gradients of other strides than eager's sums over them in another order.
 """
 
 import functools
@@ -18,8 +18,8 @@ class TangentLayouts:
     Attributes:
         awaited: Outputs that could have a gradient.
         received: Outputs that got one, see also :meth:`end`.
-        layouts: Of outputs whose gradients lay otherwise in memory than they do, by position: the gradients'
-            dimensions, those of the largest steps first.
+        layouts: Of outputs whose gradients had other strides than they do, by position: the gradients'
+            dimensions, those of the largest strides first.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ class TangentLayouts:
             self._arrived.setdefault(output, []).append(arrived)
 
     def end(self) -> None:
-        """The step is over. A change in place of what several look at leads their gradients past the hooks:
-        such outputs count as having got one."""
+        """The step is over. Where a tensor with several views was changed in place, the views' gradients bypass
+        the hooks: such outputs count as having got one."""
         self.received.update(output for output, alias, before in self._aliases if version_of(alias) != before)
         self._aliases.clear()
 
     def relaid(self, joint: JointGraph) -> int:
         """How often a gradient arrived that a traced backward may take a copy of, since it was traced for one
-        that lies otherwise, or for that of a result which several outputs look at."""
+        of other strides, or for that of a result of which several outputs are views."""
         traced = aot_metadata.gradients_of_outputs(joint.graph)
         return sum(
             i not in traced or steps != memory_steps(traced[i])

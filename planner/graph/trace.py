@@ -1,6 +1,6 @@
 """From a graph of Dynamo's to a joint graph that computes what eager computes.
 
-Planning a step and running the plan take the same way, so that both see the same operations.
+Planning a step and running the plan use the same function, so that both see the same operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class TracedGraph:
         reading: The same, read as operations on storages.
         forward_outputs: How many of its outputs the forward has.
         inputs: How many inputs Dynamo's graph has.
-        per_use_inputs: Positions of the inputs whose gradients are to be handed out unsummed.
+        per_use_inputs: Positions of the inputs whose gradients are to be returned unsummed.
         cached_casts: Inputs of which autocast keeps casts beyond the graph, by position, and what these are.
     """
 

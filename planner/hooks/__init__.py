@@ -1,1 +1,1 @@
-"""What watches a planned graph while it runs."""
+"""Checks and corrections of a planned graph while it runs."""

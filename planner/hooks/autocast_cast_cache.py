@@ -1,15 +1,14 @@
-"""Several calls inside one region of autocast, whose gradients meet in half precision as without a plan.
+"""Several calls inside one region of autocast: their gradients are added in half precision, as in eager.
 
-Without a plan a parameter is cast once in a region, and the gradients of all its uses meet at that cast,
+Without a plan a parameter is cast once in a region, and the gradients of all its uses are added at that cast,
 in half precision, before they are cast back: ``cast(half(later + earlier))``. A planned call casts for
-itself, and the gradients of two calls would be added up in single precision. Where a second call comes in
-one region, the earlier one hands out the difference instead, ``cast(half(later + earlier)) - later``:
-added to what the later one has handed out, that is the gradient without a plan, to the bit. (Halves are
+itself, and the gradients of two calls would be added up in single precision. Where one region has a
+second call, the earlier one returns the difference instead, ``cast(half(later + earlier)) - later``:
+added to what the later one has returned, that is the gradient without a plan, to the bit. (Halves are
 exact in single precision; so is the difference, or else its error is below half a unit in the last place
 of the sum.)
 
-One call in a region, which is the rule, costs a look at a cast of an empty tensor, and nothing in the
-backward.
+One call in a region, the usual case, costs one cast of an empty tensor, and nothing in the backward.
 """
 
 import functools
@@ -37,13 +36,13 @@ SHARED_WEIGHT_WARNING = (
 
 
 class AutocastCastCache(GraphHook):
-    """The casts of one graph that would be kept for others, if it ran without a plan.
+    """The casts of one graph that autocast would cache for others, if it ran without a plan.
 
     Args:
-        warn: Told :data:`SHARED_WEIGHT_WARNING`, once, if it happens.
+        warn: Called with :data:`SHARED_WEIGHT_WARNING`, once, if it applies.
 
     Attributes:
-        again: Whether gradients met that cannot be made to meet as without a plan.
+        again: Whether gradients were added that cannot be added as without a plan.
     """
 
     def __init__(self, warn: Callable[[str], None] | None = None) -> None:
@@ -87,7 +86,7 @@ class AutocastCastCache(GraphHook):
 
 
 def unplanned_call(parameters: Sequence[torch.Tensor]) -> bool:
-    """Take note of a call without the plan of a planned module, in evaluation mode say.
+    """Note a call of a planned module that runs without the plan, in evaluation mode say.
 
     Returns:
         Whether the region of autocast that it is in holds a planned call too that casts the same parameters.
@@ -148,16 +147,16 @@ class _Region:
         self._backward = -1
 
     def add(self, call: _Call) -> bool:
-        """Take note of a call.
+        """Note a call.
 
         Returns:
-            Whether a parameter is used again whose gradients cannot be told apart.
+            Whether a parameter is used again whose gradients cannot be separated.
         """
         self._calls.append(call)
         return bool(len(self._calls) > 1 or self._unplanned) and self._know()
 
     def add_unplanned(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Take note of parameters that are used without a plan; returns what :meth:`add` does."""
+        """Note parameters that are used without a plan; returns what :meth:`add` does."""
         self._know()
         self._unplanned.update(map(id, parameters))
         return not self._unplanned.isdisjoint(self._alone | self._others)
@@ -183,9 +182,9 @@ class _Region:
             node = one.node()
             if node is not None and not one.watched:
                 one.watched = True
-                node.register_hook(lambda found, _, one=one: self._meet(one, found))
+                node.register_hook(lambda found, _, one=one: self._corrected(one, found))
 
-    def _meet(self, call: _Call, found: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _corrected(self, call: _Call, found: tuple[Any, ...]) -> tuple[Any, ...]:
         backward = autograd.current_backward()
         if backward != self._backward:
             self._backward = backward

@@ -1,4 +1,4 @@
-"""Calls whose backward has not come yet: what two of them hold at once no prediction counts."""
+"""Calls whose backward has not run yet: no prediction counts what two of them hold at once."""
 
 import weakref
 from collections.abc import Callable
@@ -14,8 +14,8 @@ class Calls:
     """The calls of one planned module.
 
     Args:
-        warn: Told, once each, that one began while another awaited its backward, and that a backward kept
-            what it could have freed.
+        warn: Called, once each, when a call begins while another awaits its backward, and when a backward
+            keeps what it could have freed.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -45,10 +45,10 @@ class Calls:
 
 
 class Awaiting(GraphHook):
-    """Tells the calls of a module when the backward of one of its graphs runs.
+    """Notes when the backward of one of a module's graphs runs.
 
     Args:
-        calls: They are told.
+        calls: Where it is noted.
     """
 
     watches = True
@@ -66,7 +66,7 @@ class Awaiting(GraphHook):
     def _before(self, call: "_Call") -> None:
         if not autograd.graph_is_kept():
             call.done = True
-        elif not torch.is_grad_enabled():  # create_graph=True is told of elsewhere
+        elif not torch.is_grad_enabled():  # double_backward.py warns of create_graph=True
             self._calls.kept()
 
 

@@ -1,7 +1,7 @@
 """Gradients of gradients: ``create_graph=True`` on what a planned module computed.
 
 A planned backward frees as it goes and cannot be differentiated. Where a backward is asked to be
-differentiable, the captured forward is run again as it is, without the plan, and its gradients are handed on:
+differentiable, the captured forward is run again as it is, without the plan, and its gradients are returned:
 those of eager, with their graph. That takes the memory of the unplanned step. Where the forward cannot be run
 again for sure, differentiating a gradient is an error that says so.
 """
@@ -22,12 +22,12 @@ from planner.hooks.protocol import GraphHook
 
 
 class DoubleBackward(GraphHook):
-    """What happens when the gradients of one planned graph are to be differentiable.
+    """Makes the gradients of one planned graph differentiable where that is asked for.
 
     Args:
         graph: The captured forward.
         obstacle: Why it cannot be run again; None if it can.
-        warn: Told, once, that it runs again without the plan.
+        warn: Called, once, when it runs again without the plan.
     """
 
     watches = True

@@ -1,4 +1,4 @@
-"""Outputs that a plan takes for dropped say so when backward begins and they are still there."""
+"""A warning where outputs that a plan assumes to be dropped still exist when backward begins."""
 
 import gc
 import weakref
@@ -16,13 +16,13 @@ from planner.training_step.step import unique_storages
 class DroppedOutputs(GraphHook):
     """Warns once if outputs that are planned as dropped are held while backward runs.
 
-    Looked at are outputs that the loss does not use, of models that are one graph: nobody but the caller
-    holds those. What the loss uses may be there in any case, saved for backward.
+    Checked are outputs that the loss does not use, of models that are one graph: only the caller holds
+    those. What the loss uses may exist in any case, saved for backward.
 
     Args:
         outputs: Positions of the outputs that the loss does not use.
         plan: The plan.
-        warn: Told of what is held.
+        warn: Called with what is held.
     """
 
     def __init__(self, outputs: Sequence[int], plan: Plan, warn: Callable[[str], None]) -> None:

@@ -1,12 +1,13 @@
-"""Gradients of a planned graph that meet others which the plan has not seen, as of a regulariser.
+"""Gradients of a planned graph that are added to others that the plan has not seen, as of a regulariser.
 
 Without a plan the autograd engine adds the gradients of a tensor's uses one by one, the last use first. A
-graph hands out the sum of those inside it. That is the same if nothing came before it; if something did, the
-sum is rounded in another order. Where a plan knows of such meetings the graph hands out its parts (see
-:mod:`planner.graph.passes.per_use_gradients`); here those are noticed that it does not know of.
+graph returns the sum of those inside it. That is the same if no other gradient arrived before it; otherwise
+the sum is rounded in another order. Where a plan knows of other gradients the graph returns per-use gradients
+(see :mod:`planner.graph.passes.per_use_gradients`); this check finds those that it does not know of.
 
-An input whose gradient is such a sum costs a hook per step on whatever that gradient is handed to; others
-cost nothing. The engine adds to what came first in place, so the memory that arrives tells what did.
+An input whose gradient is such a sum costs a hook per step where that gradient is accumulated; others cost
+nothing. The engine adds in place to the gradient that arrived first, so the memory of the total identifies
+it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ class ExternalAccumulationCheck(GraphHook):
     """Watches the gradients of one planned graph's inputs that are added up inside it.
 
     Args:
-        warn: Told, once, if something came before one of them.
+        warn: Called, once, if another gradient arrived before one of them.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -46,7 +47,7 @@ class ExternalAccumulationCheck(GraphHook):
         self.watches = bool(self._places)
 
     def backward(self, compiled: aot.BoxedFunction) -> aot.BoxedFunction:
-        # Notes where in memory the sums lie that are handed out.
+        # Notes the memory of the sums that are returned.
         if not self._places:
             return compiled
 

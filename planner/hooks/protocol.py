@@ -1,8 +1,7 @@
-"""What watches a planned graph while it runs: one interface, and the callable that tells its watchers.
+"""The interface of hooks on a planned graph, and the callable that calls them.
 
-The autograd node of a compiled graph is the only place where one learns which gradients come and go in a
-user's backward. A :class:`CompiledGraph` finds that node once a call and hands it to every hook that has
-something to look for.
+Only the autograd node of a compiled graph shows which gradients it gets and returns in a user's backward. A
+:class:`CompiledGraph` finds that node once a call and passes it to every hook that needs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +12,16 @@ from planner.graph.trace import TracedGraph
 
 
 class GraphHook:
-    """Watches one planned graph. Methods that are not overridden do nothing.
+    """A hook on one planned graph. Methods that are not overridden do nothing.
 
     Attributes:
-        watches: Whether :meth:`on_forward` has anything to do; told once, after the graph was traced.
+        watches: Whether :meth:`on_forward` has anything to do; read once, after the graph was traced.
     """
 
     watches: bool = False
 
     def on_traced(self, traced: TracedGraph) -> None:
-        """Look at what AOTAutograd traced."""
+        """Called with what AOTAutograd traced."""
 
     def backward(self, compiled: aot.BoxedFunction) -> aot.BoxedFunction:
         """The compiled backward, or another function around it."""
@@ -33,20 +32,20 @@ class GraphHook:
 
         Args:
             node: Its autograd node.
-            args: What it was called with. Who holds these holds the memory of the step's inputs.
+            args: What it was called with. Holding these holds the memory of the step's inputs.
         """
 
     def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
-        """What the forward hands out, or others in its place; ``node`` is None without an autograd node."""
+        """What the forward returns, or others in its place; ``node`` is None without an autograd node."""
         return results
 
 
 class CompiledGraph:
-    """A compiled graph that tells its hooks of every call.
+    """A compiled graph that calls its hooks at every call.
 
     Args:
         call: Runs the graph.
-        hooks: They are told in this order.
+        hooks: Called in this order.
     """
 
     def __init__(self, call: Callable[..., Any], hooks: Sequence[GraphHook]) -> None:

@@ -1,4 +1,4 @@
-"""Do gradients from outside lie in memory as planned?"""
+"""Gradients from outside must have the strides that the backward was traced for."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ from planner.hooks.protocol import GraphHook
 
 
 class TangentLayoutCheck(GraphHook):
-    """Looks at the gradients that a planned graph gets, whether they lie in memory as planned.
+    """Checks that the gradients that a planned graph gets have the strides that were planned.
 
     Args:
-        warn: Told, once, if one does not.
+        warn: Called, once, if one has not.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -42,7 +42,7 @@ class TangentLayoutCheck(GraphHook):
                 continue
             self._warned = True
             self._warn(
-                f"a gradient of shape {tuple(gradient.shape)} lies otherwise in memory than in the planned "
+                f"a gradient of shape {tuple(gradient.shape)} has other strides than in the planned "
                 "step: it is copied, and gradients may differ in the last bits from those without a plan. "
                 "Plan again with loss= a callable that computes the loss you train with"
             )

@@ -1,9 +1,9 @@
 """A planned backward in which some outputs of the graph got no gradient.
 
-Eager then leaves alone what only those outputs depend on: such parameters keep ``grad = None``. AOTAutograd
-hands zeros to the one backward that it traced, which leaves gradients of zeros (weight decay and momentum see
-the difference) and multiplies zeros with whatever the forward left, infinities included. Here the backward is
-told which gradients are not there, and a variant of it runs from which all that they lead to has been taken.
+In eager, parameters that only those outputs depend on then keep ``grad = None``. AOTAutograd passes zeros to
+the one backward that it traced, which leaves gradients of zeros (weight decay and momentum differ then) and
+multiplies zeros with the values of the forward, infinities included. Here a variant of the backward runs,
+without everything that only the undefined gradients lead to.
 """
 
 import threading
@@ -32,7 +32,7 @@ class UndefinedGradients(GraphHook):
         self._module: GraphModule | None = None
         self._tangents: Mapping[int, int] = {}
         self._variants: dict[frozenset[int], aot.BoxedFunction] = {}
-        # What one autograd node is told before it runs, and takes notice of right after, in one thread.
+        # Set by a hook before an autograd node runs, read by its backward right after, in one thread.
         self._next_call = threading.local()
 
     def on_traced(self, traced: TracedGraph) -> None:
@@ -80,7 +80,7 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
 
     Returns:
         A graph with the same inputs and outputs. An output that only absent gradients lead to is None; where
-        they meet others they are left out of sums, and are zeros elsewhere, as the autograd engine has it.
+        they are combined with others they are left out of sums, and are zeros elsewhere, as in the engine.
     """
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

@@ -1,4 +1,4 @@
-"""Outputs that a plan takes for unused say so when a gradient arrives at them."""
+"""An error where a gradient arrives at an output that a plan assumes to be unused."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from planner.hooks.protocol import GraphHook
 class UnusedOutputs(GraphHook):
     """Outputs that the planned loss does not use must not get a gradient unnoticed.
 
-    AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a
-    gradient of zeros where eager leaves None. They are cut off instead, and say so when used.
+    AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a gradient
+    of zeros where eager leaves None. They are cut off instead, and a gradient that arrives is reported.
 
     Args:
         outputs: Their positions.
@@ -56,11 +56,11 @@ class _Unused(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, output: torch.Tensor, arrived: Callable[[], None]
     ) -> torch.Tensor:
-        # The engine also comes by without a gradient: where a later graph uses the output for nothing that
+        # The engine also calls this without a gradient: where a later graph uses the output for nothing that
         # the loss uses.
         ctx.set_materialize_grads(False)
         ctx.arrived = arrived
-        # As if it were written to in place: a view, which it would be otherwise, could not be by the user.
+        # Marked as written to in place: otherwise it would be a view, which the user could not write to.
         if not is_view(output):
             ctx.mark_dirty(output)
         return output

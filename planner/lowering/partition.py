@@ -79,7 +79,7 @@ class _Backward:
     """The backward graph while it grows.
 
     A storage's *version* counts how often it has been computed again; a node of the joint graph
-    stands for a different node of this graph in each version of the storages it looks at.
+    corresponds to a different node of this graph in each version of the storages that it views.
     """
 
     def __init__(self, joint: JointGraph, to_copy: Collection[Node]) -> None:

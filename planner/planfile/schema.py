@@ -157,11 +157,11 @@ class OpRecord(Record):
 
 
 class GradientLayout(Record):
-    """How the gradient of an output lies in memory, where that is not as the output does."""
+    """The order of the dimensions in memory of an output's gradient, where that is not the output's."""
 
     output: Index
     dimensions: list[Annotated[int, Field(ge=0, lt=64)]] = Field(
-        max_length=64, description="its dimensions, those of the largest steps in memory first"
+        max_length=64, description="its dimensions, those of the largest strides first"
     )
 
     @model_validator(mode="after")
@@ -198,7 +198,7 @@ class GraphRecord(Record):
     gradient_layouts: list[GradientLayout] = Field(
         default=[],
         max_length=_MOST_OPS,
-        description="of outputs whose gradients lie otherwise in memory than they do",
+        description="of outputs whose gradients have other strides than they do",
     )
     ops: list[OpRecord] = Field(
         min_length=1, max_length=_MOST_OPS, description="forward operations, then backward"

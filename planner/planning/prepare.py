@@ -102,7 +102,7 @@ def prepare(
         model: The module.
         step: Its step; its loss, outputs and mode count, not those of ``options``.
         options: All else that decides what the step takes.
-        progress: Told about advances.
+        progress: Called with what is being done, and how much of it is done.
 
     Raises:
         PlannerError: As :func:`planner.plan` does.

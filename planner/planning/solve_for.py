@@ -28,7 +28,7 @@ def solve_for(
         room: The dynamic peak that it allows; None for the least.
         solver: Its name.
         time_limit: Wall seconds.
-        progress: Told about advances.
+        progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
 
     Returns:

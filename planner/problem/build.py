@@ -136,7 +136,7 @@ class _Builder:
     _value_of: dict[int, int] = field(default_factory=dict)  # by recorded storage
     _storages: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by graph and instance
     _last_row: list[int] = field(default_factory=list)  # by event
-    _held: dict[int, int | None] = field(default_factory=dict)  # by value: event after which it is let go
+    _held: dict[int, int | None] = field(default_factory=dict)  # by value: event after which it is freed
 
     def run(self) -> None:
         """Make a row of everything that happened in the step."""
@@ -193,7 +193,7 @@ class _Builder:
         return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
     def final_bytes(self, graph: Graph) -> int:
-        """Bytes of what nothing let go of within the step."""
+        """Bytes of what nothing freed within the step."""
         return sum(graph.values[value].bytes for value, event in self._held.items() if event is None)
 
     def _measure(self, meter: WorkspaceMeter | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:

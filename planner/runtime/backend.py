@@ -83,7 +83,8 @@ class PlanBackend:
         if record is not None:
             spec = among_sizes(GraphSpec.of(record), graph, example_inputs)
         elif self._plan.coverage != "one-graph" and any(g.per_use_inputs for g in self._plan.graphs):
-            # A graph that the plan has not seen, of a model in which gradients meet: any of its own may.
+            # A graph that the plan has not seen, of a model with gradients per use: any of its inputs may
+            # need them.
             spec = GraphSpec(per_use_inputs=frozenset(range(len(example_inputs))))
         absent = [i for i in spec.unused_outputs if not is_tensor_output(graph, i)]
         if absent:
@@ -95,7 +96,7 @@ class PlanBackend:
         if not any(map(fake.is_size, example_inputs)):
             try:
                 return self._compile(graph, example_inputs, record, spec)
-            except aot.DATA_DECIDE as error:  # Dynamo would go on without a word
+            except aot.DATA_DECIDE as error:  # Dynamo would go on silently
                 warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
             except Exception as error:
                 unplanned("a part of the forward", error)
@@ -188,7 +189,7 @@ class PlanBackend:
         return next((g for g in matching if g.occurrence == count % occurrences), None)
 
     def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:
-        """What a graph's backward runs, in order; says so where the plan is not followed to the letter."""
+        """What a graph's backward runs, in order; warns where the plan is not followed exactly."""
         if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
             record = next((g for g in self._plan.graphs if matches(g, joint)), None)
         if record is None:

@@ -89,12 +89,12 @@ class RankCheck:
             store = distributed.default_store()
             store.set(f"{name}/{mine}", digest)
             store.wait([f"{name}/{rank}" for rank in others], PATIENCE)
-            told = {rank: store.get(f"{name}/{rank}").decode() for rank in others}
+            digests = {rank: store.get(f"{name}/{rank}").decode() for rank in others}
         except dist.DistError:
             logger.warning("another rank does not say which plan it trains by; plans are not compared")
             return True
         for rank in others:
-            if told[rank] != digest:
+            if digests[rank] != digest:
                 raise PlanMismatch(
                     f"rank {mine} trains by another plan than rank {rank}, or with another on_new_shape=: "
                     "plan once, save the plan, and apply the same file in the same way on all ranks"

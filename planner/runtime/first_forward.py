@@ -39,10 +39,10 @@ class Path:
             followed: How many of the operations that the plan re-runs are re-run in it.
 
         Returns:
-            What to tell the user; empty where that has been told.
+            The warning; empty where it has been given.
         """
-        told, self._left = self._left and self.captured_again, True
-        if told:
+        warned, self._left = self._left and self.captured_again, True
+        if warned:
             return ""
         if self.captured_again:
             return (
@@ -74,7 +74,7 @@ class CapturedAgain:
         compiled: What it runs.
         again: Compiles again, this one and others.
         place: Which of them this is.
-        warn: Told if nothing of the forward was captured.
+        warn: Called if nothing of the forward was captured.
     """
 
     def __init__(

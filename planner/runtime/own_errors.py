@@ -1,4 +1,4 @@
-"""A training step does not end in an error of the planner's own: it runs without the plan, and says so."""
+"""A training step does not fail with an error of the planner: it runs without the plan, with a warning."""
 
 from planner.errors import InfeasibleBudget, PlanMismatch, warn
 

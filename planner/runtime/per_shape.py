@@ -22,7 +22,7 @@ class StaticShapes:
     Args:
         graph: The graph, with symbolic sizes among its inputs.
         compile_: Compiles the graph for inputs with data.
-        beyond: Told the shapes of inputs that run the graph as it is, once for each.
+        beyond: Called with the shapes of inputs that run the graph as it is, once for each.
     """
 
     def __init__(self, graph: GraphModule, compile_: Compile, beyond: Callable[[str], None]) -> None:

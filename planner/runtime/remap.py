@@ -182,7 +182,7 @@ def matches(record: GraphRecord, joint: JointGraph) -> bool:
 
 
 def total_bytes(joint: JointGraph) -> int:
-    """Bytes that all operations of a graph bring into being, together."""
+    """Bytes that all operations of a graph allocate, together."""
     return sum(joint.storage_bytes[s] for op in joint.ops for s in op.allocates)
 
 

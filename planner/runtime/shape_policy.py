@@ -2,7 +2,7 @@
 
 A planned module runs any shape by the plan's schedule. What it looks at here is memory: sizes that are
 nowhere larger than planned ones take no more, for others the step is captured again at their sizes and the
-plan's schedule simulated there. Then the user is told the peak, gets another plan, or an error.
+plan's schedule simulated there. Then the user gets a warning with the peak, another plan, or an error.
 """
 
 import inspect
@@ -82,7 +82,7 @@ class Program:
         planned: The shapes that it was made for.
         run_planned: The compiled forward for these: called with the module, arguments and keyword arguments.
         run_others: The compiled forward for others.
-        covered: Shapes that are known to run as the user was told; what is nowhere larger than one of
+        covered: Shapes that are known to run as the warnings said; what is nowhere larger than one of
             them does so too.
     """
 
@@ -193,7 +193,7 @@ class NewShapes:
         if other and not self._warned_of_strides:
             self._warned_of_strides = True
             warn(
-                f"{other[0]} lies otherwise in memory than planned (strides {found[other[0]]}): copies of it "
+                f"{other[0]} has other strides than planned ({found[other[0]]}): copies of it "
                 "are not predicted, and the step may take more. Pass .contiguous(), or plan with one like it"
             )
 

@@ -1,4 +1,4 @@
-"""Steps that train a planned module without its plan, told of once and in one line.
+"""Steps that train a planned module without its plan: one warning, once.
 
 Nothing of it costs a planned step: hooks on parameters wait for the first one and are gone with it, hooks on
 outputs are put on calls that run without the plan.

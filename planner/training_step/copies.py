@@ -143,7 +143,7 @@ def _on_copies(loss: Loss | None, pairs: _Pairs) -> Loss | None:
 
 
 class _SubstituteTensors(TorchFunctionMode):
-    """Operations on some tensors are done on others that stand for them."""
+    """Operations on some tensors are done on substitutes for them."""
 
     def __init__(self, copies: Mapping[int, torch.Tensor]) -> None:
         super().__init__()

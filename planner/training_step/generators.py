@@ -13,7 +13,7 @@ from planner._torch import pytree
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """Where every generator stands."""
+    """The states of all generators."""
 
     cpu: torch.Tensor
     cuda: list[torch.Tensor]
@@ -36,7 +36,7 @@ class GeneratorStates:
         np.random.set_state(self.numpy)
 
     def same_as(self, other: "GeneratorStates") -> bool:
-        """Whether every generator stands in the same place."""
+        """Whether every generator is in the same state."""
         cuda = len(self.cuda) == len(other.cuda) and all(map(torch.equal, self.cuda, other.cuda))
         numpy = self.numpy[2] == other.numpy[2] and bool((self.numpy[1] == other.numpy[1]).all())
         return bool(torch.equal(self.cpu, other.cpu)) and cuda and self.python == other.python and numpy
@@ -58,7 +58,7 @@ class OwnGenerators:
         self._found = {id(x): x for x in (*held, *given) if isinstance(x, _KINDS)}.values()
 
     def states(self) -> list[Any]:
-        """Where each stands, as can be compared with ``==``."""
+        """The state of each, as can be compared with ``==``."""
         return [_state(generator) for generator in self._found]
 
     def restore(self, states: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """What a training step allocates and frees, seen from outside by running it.
 
 :class:`StepRecorder` is a dispatch mode. It writes down each operation that runs under it, the
-storages that the operation brings into being, and (by weak references) after which operation each
+storages that the operation allocates, and (by weak references) after which operation each
 storage dies. The step runs on fake tensors, or on real ones. Run over the plain module it gives the
 eager step as the user has it today; run over the compiled module it gives the *glue*: what happens
 between the captured graphs.
@@ -26,7 +26,7 @@ _NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::
 
 @dataclass
 class Storage:
-    """One storage that a step brought into being.
+    """One storage that a step allocated.
 
     Attributes:
         bytes: Its size.
@@ -44,7 +44,7 @@ class Event:
     Attributes:
         call: Index into ``recorder.calls``, or None for the execution of a captured graph.
         reads: Indices of the recorded storages that it reads, one per tensor argument (resident: -1).
-        allocates: Indices of the storages that it brings into being, in order of the outputs.
+        allocates: Indices of the storages that it allocates, in order of the outputs.
         backward: Whether it ran inside a backward pass.
         graph: For a captured graph, what ran (:class:`planner.capture.graph_runner.GraphCall`).
     """
@@ -73,8 +73,8 @@ class StepRecorder(autograd.InfrastructureMode):
         mode: A fake mode, under which examples of the operations' arguments are kept.
         resident: Tensors that are there before the step: parameters, buffers, inputs.
         gradients: Gradients that are there before the step, resident as well.
-        foreign: Told, before an operation runs, of those of its arguments that are neither there before the
-            step as far as is known, nor made by it.
+        foreign: Called, before an operation runs, with those of its arguments that are neither there before
+            the step as far as is known, nor made by it.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class StepRecorder(autograd.InfrastructureMode):
         return state
 
     def _accumulates_in_place(self, func: Any, args: Any, kwargs: Any, node: object) -> bool:
-        # The engine sums gradients that meet with `old.add_(new)` if it alone holds `old`, but never
+        # The engine accumulates gradients with `old.add_(new)` if it alone holds `old`, but never
         # for tensor subclasses, so a fake step would count a storage that the real one does not have.
         # `old` is then older than the node whose output is `new`; a node's own sums are not meant.
         if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2:

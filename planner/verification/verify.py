@@ -129,7 +129,7 @@ def verify(
         modules.install_call(model, original)
         report("running the unplanned step", 0.0)
         step.run(model)
-        before.restore_generators()  # what random numbers decide goes the way that was planned
+        before.restore_generators()  # what random numbers decide takes the path that was planned
         state = _State(model, step, before)  # what a first forward caches is there from now on
         taken, unplanned = 0, _unplanned_steps(state.device)
         stages = 5 + unplanned + 2 * (repeats + 1)

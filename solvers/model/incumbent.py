@@ -41,7 +41,7 @@ class Search:
         graph: The problem.
         budget: Bytes of dynamic peak; None asks for the least peak.
         time_limit: Wall seconds after which :attr:`out_of_time` is true; None for no limit.
-        progress: Told about advances.
+        progress: Called with what is being done, and how much of it is done.
         constraints: Applied to all kept values that are tried.
         span: The part of the progress, from and to, that :meth:`tell` reports its fractions within.
         stage_end: Value of :attr:`elapsed` at which the present stage is to give way to the next.

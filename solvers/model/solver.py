@@ -28,7 +28,7 @@ class Solve(Protocol):
             graph: The problem.
             budget: Bytes of dynamic peak; None asks for the least peak.
             time_limit: Wall seconds.
-            progress: Told about advances.
+            progress: Called with what is being done, and how much of it is done.
             constraints: Values that are always kept or always recomputed.
 
         Returns:

@@ -80,7 +80,7 @@ def _of_own_blocks(events: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """At its first start the profiler can be told not to write two lines to standard error per session."""
+    """At its first start the profiler can be set not to write two lines to standard error per session."""
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return

@@ -104,7 +104,7 @@ def same_sizes(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def same_steps(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of the same sizes lie in memory alike, by steps that may be symbolic."""
+    """Whether two tensors of the same sizes have the same strides, which may be symbolic."""
     return [_expression(a) for a in left.stride()] == [_expression(b) for b in right.stride()]
 
 

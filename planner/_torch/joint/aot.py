@@ -56,7 +56,7 @@ def compile_joint(
 
     A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
     ``partition`` is not called. ``layouts`` says of outputs, by position, how their gradients lie in
-    memory: their dimensions, those of the largest steps first. The others' lie as the outputs do, where
+    memory: their dimensions, those of the largest strides first. The others' lie as the outputs do, where
     sizes are symbolic those of all.
     """
 
@@ -97,7 +97,7 @@ def compile_joint(
 
 @contextlib.contextmanager
 def _gradients_laid_out(layouts: Mapping[int, Sequence[int]]) -> Iterator[None]:
-    """AOTAutograd takes it that gradients lie in memory as their outputs do, and copies those that do not."""
+    """AOTAutograd assumes gradients to have the strides of their outputs, and copies those that do not."""
     if not layouts:
         yield
         return
@@ -143,7 +143,7 @@ def _can_lie(tangent: Any, dimensions: Sequence[int]) -> bool:
 
 
 def lies(tensor: torch.Tensor, dimensions: Sequence[int]) -> bool:
-    """Whether a tensor lies in memory densely, its dimensions in that order, the largest steps first."""
+    """Whether a tensor is dense in memory, its dimensions in that order, the largest strides first."""
     return len(dimensions) == tensor.dim() and list(tensor.stride()) == _strides(tensor, dimensions)
 
 

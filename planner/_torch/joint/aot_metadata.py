@@ -59,7 +59,7 @@ def gradients_of_outputs(joint: torch.fx.Graph) -> dict[int, torch.Tensor]:
 def gradients_of_results(joint: torch.fx.Graph) -> dict[int, torch.fx.Node]:
     """The gradients of a joint graph, by position of one of the outputs that they are of.
 
-    Where several outputs look at one result of the graph, its gradient is theirs.
+    Where several outputs are views of one result of the graph, its gradient is theirs.
     """
     found = {}
     for node, source in _gradients(joint):

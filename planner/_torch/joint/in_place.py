@@ -1,4 +1,4 @@
-"""Private PyTorch APIs of functionalisation: finds writes in place whose traced results lie otherwise.
+"""Private PyTorch APIs of functionalisation: finds writes in place whose traced results have other strides.
 
 Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
 """
@@ -32,9 +32,9 @@ _MOVES = frozenset({
 
 @contextlib.contextmanager
 def results_in_place() -> Iterator[None]:
-    """While tracing, the results of writes in place lie in memory as what they were written to.
+    """While tracing, the results of writes in place have the strides of what they were written to.
 
-    The nodes of those whose functional twins lie otherwise are marked, see :mod:`planner.graph.in_place`.
+    The nodes whose functional forms have other strides are marked, see :mod:`planner.graph.in_place`.
     """
     original = FunctionalTensorMode.__torch_dispatch__
 

@@ -1,4 +1,4 @@
-"""Whether classes and functions are still those that a capture has followed; Dynamo takes it that they are.
+"""Whether classes and functions are still those that a capture has followed; Dynamo assumes that they are.
 
 A patch (``nn.LayerNorm.forward = ...``) after the first step would otherwise go unnoticed. Looking at a whole
 class at every step costs more than a step may; the number that Python gives a dictionary's state does not.
@@ -56,7 +56,7 @@ class _Owner:
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner  # held, so that its id stays its own
-        # What stands behind the read-only view that classes give of theirs.
+        # The dictionary behind the read-only view that classes give of theirs.
         self.names: dict[str, Any] = (
             gc.get_referents(vars(owner))[0] if isinstance(owner, type) else vars(owner)
         )

@@ -34,7 +34,7 @@ from planner._torch.tracing.named_functions import look_inside_wrappers
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _BOOKKEEPING = {"transformers.utils.output_capturing"}
-"""Modules that ask for the sake of what Dynamo can follow, not to compute in another way: told the truth."""
+"""Modules that ask because of what Dynamo can follow, not to compute in another way: the answer is true."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 
 
@@ -42,7 +42,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     """Tell code that Dynamo traces for this backend that it is not being compiled.
 
     Libraries ask ``torch.compiler.is_compiling()`` and then compute the same in another way, which
-    differs in the last bits or in memory. PyTorch's own code is told the truth.
+    differs in the last bits or in memory. PyTorch's own code gets the true answer.
     """
     _backends.add(backend)
     _answer_questions()
@@ -74,8 +74,8 @@ def _answer_questions() -> None:
 
 def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
     def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        told = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch" or _keeps_books(tx)
-        if told or not _is_ours(tx):
+        theirs = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch" or _keeps_books(tx)
+        if theirs or not _is_ours(tx):
             return truth(variable, tx, *args, **kwargs)
         return VariableTracker.build(tx, False)
 

@@ -15,7 +15,7 @@ class RunsAsItIs:
 
     Args:
         callback: The callback that captures.
-        failed: Told why it could not; raises what is to be raised.
+        failed: Called with the error; raises what is to be raised.
     """
 
     def __init__(self, callback: Any, failed: Callable[[Exception], None]) -> None:

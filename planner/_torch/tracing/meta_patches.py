@@ -45,7 +45,7 @@ _NORMALISES = {
 
 @contextlib.contextmanager
 def layouts_of_kernels() -> Iterator[None]:
-    """Without data, batch normalisations on the CPU make results that lie in memory as their kernels' do.
+    """Without data, batch normalisations on the CPU make results with the strides of their kernels'.
 
     The kernels' results are contiguous, or channels-last where the input is. PyTorch's shape functions keep
     the order of other inputs, transposed ones say, and then take copies of the result for views.

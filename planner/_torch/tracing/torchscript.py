@@ -15,7 +15,7 @@ def is_traced() -> bool:
 
 
 def leave_out_of_scripts(module: torch.nn.Module, installed: bool) -> None:
-    """Let ``torch.jit.script`` take no notice of what is installed in place of a module's call, for which
+    """Let ``torch.jit.script`` ignore what is installed in place of a module's call, for which
     TorchScript has no type; put things back once nothing is installed."""
     named = [name for name in getattr(module, _IGNORED, ()) if name != _CALL]
     if installed:

@@ -1,8 +1,8 @@
 """Under autocast, one cast of a parameter for all of its uses, as eager has it.
 
 Eager keeps the cast of a parameter for as long as a region of autocast lasts; where the parameter is used
-again, the gradients of its uses meet in half precision and are cast back once. AOTAutograd casts at every use
-and adds up what has been cast back, which rounds differently and takes more memory.
+again, the gradients of its uses are added in half precision and cast back once. AOTAutograd casts at every
+use and adds up what has been cast back, which rounds differently and takes more memory.
 """
 
 import itertools
@@ -116,10 +116,10 @@ def _share(joint: GraphModule, casts: list[Node]) -> None:
             total = joint.graph.call_function(aten.add.Tensor, (earlier.args[0], later.args[0]))
         total.meta = {**later.meta, "val": fake.same_shape(later.args[0].meta["val"])}
         later.args = (total,)
-        (meeting,) = earlier.users
-        (other,) = (n for n in meeting.all_input_nodes if n is not earlier)
-        meeting.replace_all_uses_with(other)
-        joint.graph.erase_node(meeting)
+        (total_of_both,) = earlier.users
+        (other,) = (n for n in total_of_both.all_input_nodes if n is not earlier)
+        total_of_both.replace_all_uses_with(other)
+        joint.graph.erase_node(total_of_both)
         joint.graph.erase_node(earlier)
 
 

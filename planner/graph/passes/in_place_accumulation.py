@@ -1,8 +1,8 @@
-"""Sums of gradients that lie in memory as eager's, which are made in place.
+"""Sums of gradients with the strides of eager's, which are made in place.
 
-Where two gradients meet, the engine adds the later to the earlier in place, if nobody else holds that. A sum
-that is traced is a tensor of its own, whose dimensions of one element get other steps. Kernels that look for
-images whose channels come last look at those steps as well, and then sum in another order.
+Where two gradients are accumulated, the engine adds the later to the earlier in place, if nobody else holds
+that. A sum that is traced is a tensor of its own, whose dimensions of one element get other strides. Kernels
+that look for images whose channels come last look at those steps as well, and then sum in another order.
 """
 
 import torch
@@ -44,7 +44,7 @@ def is_sum_in_place(node: Node) -> bool:
 
 
 def add_as_in_place(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The sum of two gradients, as it lies in memory where the second is added to the first in place."""
+    """The sum of two gradients, with the strides of the first, as if the second were added to it in place."""
     total: torch.Tensor = op_bindings.ADD(first, second)
     steps, found = first.stride(), total.stride()
     if steps != found and all(

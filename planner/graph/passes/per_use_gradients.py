@@ -1,9 +1,9 @@
 """Per-use (unsummed) gradients of a graph, so that they are added up in eager's order.
 
 Without a plan, the autograd engine adds the gradients of a tensor's uses one by one, the last use first:
-``(later + use2) + use1``. A compiled graph hands out ``use2 + use1`` in one piece, and if something arrived
+``(later + use2) + use1``. A compiled graph returns ``use2 + use1`` as one sum, and if something arrived
 from elsewhere before, the sum is rounded in another order. Such an input is passed to the graph once for each
-of its uses: what AOTAutograd traces as one sum is then handed out in its parts, in the order in which they
+of its uses: what AOTAutograd traces as one sum is then returned in its parts, in the order in which they
 were added, and the engine adds them up as it does without a plan.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def uses_of(
     graph: GraphModule, inputs: Sequence[Any], positions: Collection[int]
 ) -> tuple[dict[int, int], set[int]]:
-    """How many gradients the engine adds up for each input whose gradients are to be handed out unsummed.
+    """How many gradients the engine adds up for each input whose gradients are to be returned unsummed.
 
     Args:
         graph: The forward.
@@ -70,7 +70,7 @@ def _counted(
 
 
 def _edges(outputs: Sequence[Any]) -> list[Any]:
-    """For every gradient that is handed on in a backward, the autograd node that it is handed to."""
+    """For every gradient that is passed on in a backward, the autograd node that it is passed to."""
     waiting = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     seen, found = set(waiting), []
     while waiting:
@@ -83,7 +83,7 @@ def _edges(outputs: Sequence[Any]) -> list[Any]:
 
 
 def hand_out_unsummed(joint: GraphModule, context: TraceContext) -> None:
-    """Hand out the parts of sums, at the gradients of the inputs that were added for them."""
+    """Return the parts of sums, at the gradients of the inputs that were added for them."""
     output = joint.graph.output_node()
     flat = list(output.args[0])  # type: ignore[arg-type]
     places = aot_metadata.gradient_places(joint)
