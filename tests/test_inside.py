@@ -68,7 +68,7 @@ class CheckpointedReentrant(Checkpointed):
 def test_checkpoints_of_the_user_are_seen_through(build: type[Layers]) -> None:
     model, plan = _trains(build)
     (note,) = [n for n in plan.notes if "checkpoint" in n]
-    assert "seen through" in note
+    assert "captured like any code" in note
     assert _peak(model, layers()[1]) == plan.predicted.dynamic_peak_bytes
     # The plan may also keep what the user recomputes.
     free = plan_of(layers(build)[0], layers()[1], budget="500%", solver="none")
