@@ -116,7 +116,7 @@ def test_every_budget_is_compared_and_random_states_count(
         found = verify(*args, **kwargs)
         if next(equal):
             return found
-        problems = ["the random generators stand elsewhere after the planned step"]
+        problems = ["the random generators are in another state after the planned step"]
         return replace(found, rng_equal=False, problems=problems)
 
     monkeypatch.setattr(planner, "verify", elsewhere)

@@ -27,7 +27,7 @@ QUICK_SECONDS = 8.0
 """Wall seconds for each estimated batch; graphs of some thousand operations take one or two."""
 MOST_CAPTURES = 8
 OVERHEADS = (0.15, 0.33, None)
-"""What else is told beside the answer: the largest batches at these overheads, None for any."""
+"""Given beside the answer: the largest batches at these overheads, None for any."""
 _NEAR = 0.02
 """How far below the largest those may be, relative: they are estimates, and each step to them is a solve."""
 
@@ -82,7 +82,7 @@ class BatchSearch:
     def run(
         self, start: int = 4, max_overhead: float | None = None, others: Sequence[float | None] = ()
     ) -> MaxBatch:
-        """Search, confirm, and tell; arguments and errors are those of :func:`max_batch`.
+        """Search and confirm; arguments and errors are those of :func:`max_batch`.
 
         Args:
             others: Overheads for which to estimate the largest batch as well.

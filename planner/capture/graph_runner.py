@@ -293,8 +293,8 @@ def notes_on(runners: Sequence[GraphRunner]) -> list[str]:
     if not calls:
         return []
     return [
-        f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: what is recomputed "
-        "is decided by the plan"
+        f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
+        "what is recomputed is decided by the plan"
     ]
 
 

@@ -53,7 +53,7 @@ class TangentLayouts:
             self._arrived.setdefault(output, []).append(arrived)
 
     def end(self) -> None:
-        """The step is over. Where a tensor with several views was changed in place, the gradients of the views
+        """The step is over. Where a tensor with several views was changed in place, the views' gradients
         bypass the hooks: such outputs count as having got one."""
         self.received.update(output for output, alias, before in self._aliases if version_of(alias) != before)
         self._aliases.clear()

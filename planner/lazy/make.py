@@ -1,4 +1,4 @@
-"""Getting a plan for a step: from a file, or made anew and written there."""
+"""Getting a plan for a step: from a file, or made and written there."""
 
 import os
 import time
@@ -46,11 +46,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Made:
-    """A plan and how it was come by.
+    """A plan and where it is from.
 
     Attributes:
         plan: The plan.
-        how: The beginning of the line that tells of it.
+        how: The beginning of the line that reports it.
         end: Its end.
     """
 

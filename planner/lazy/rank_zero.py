@@ -37,7 +37,7 @@ def is_alone() -> bool:
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that plans and tells of it."""
+    """Whether this process is the one that plans and reports it."""
     return is_alone() or dist.get_rank() == 0
 
 

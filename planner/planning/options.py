@@ -69,7 +69,7 @@ class PlanOptions:
             (itself, or as ``output.loss``). Without either, the step differentiates all outputs.
         outputs: Whether the training loop still has the module's outputs while backward runs: "held", as
             in ``out = model(x); out.loss.backward()``, or "dropped", as in ``model(x).loss.backward()`` and
-            in trainers, which hand on the loss alone. Dropped outputs are not counted.
+            in trainers, which pass on the loss alone. Dropped outputs are not counted.
         optimizer: An instance, class or name; its state counts as resident, and its step must fit.
         device: Where the step will run: None for where the model is, or the name of a device.
         attention: Planning for a GPU without one: the kernel of scaled dot product attention, "cudnn",

@@ -1,4 +1,4 @@
-"""Copies of a module and of a step's arguments, on which the step can run without touching the user's."""
+"""Copies of a module and of a step's arguments, on which the step can run without changing the originals."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -111,7 +111,7 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
             modules.install_call(part, None)  # a plan travels with copies
     for original, mine in zip(_state(module), _state(copied), strict=True):
         if mine.grad_fn is not None and original.grad_fn is None:
-            # Scripted modules clone their parameters with history: gradients would go on to the user's.
+            # Scripted modules clone their parameters with history: gradients would reach the user's.
             mine.detach_().requires_grad_(original.requires_grad)
     return copied
 
@@ -130,7 +130,7 @@ def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs
 
 
 def _on_copies(loss: Loss | None, pairs: _Pairs) -> Loss | None:
-    """A loss that uses the copies where it reaches for the user's tensors, as penalties on weights do."""
+    """A loss that uses the copies where it reads the user's tensors, as penalties on weights do."""
     if loss is None:
         return None
     copies = {id(original): mine for original, mine in pairs}

@@ -22,7 +22,7 @@ class GeneratorStates:
 
     @classmethod
     def now(cls) -> Self:
-        """The present states. CUDA's generators are looked at where CUDA is in use already."""
+        """The present states. CUDA's generators are included where CUDA is in use already."""
         in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         cuda = torch.cuda.get_rng_state_all() if in_use else []
         return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
@@ -43,11 +43,11 @@ class GeneratorStates:
 
 
 class OwnGenerators:
-    """Generators that a model holds or a step is given, besides those that everybody draws from.
+    """Generators that a model holds or a step is given, besides the default ones.
 
     Args:
-        model: Attributes of its modules are looked at.
-        args, kwargs: What the step is given; looked into.
+        model: Attributes of its modules are searched.
+        args, kwargs: What the step is given; searched.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OwnGenerators:
         return [_state(generator) for generator in self._found]
 
     def restore(self, states: list[Any]) -> None:
-        """Put each back to where it stood."""
+        """Restore each."""
         for generator, state in zip(self._found, states, strict=True):
             if isinstance(generator, torch.Generator):
                 generator.set_state(torch.tensor(state, dtype=torch.uint8))

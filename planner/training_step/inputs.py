@@ -167,7 +167,7 @@ def _read_named(kwargs: Any, positional: int) -> dict[str, Any]:
 
 
 def _first_batch(loader: DataLoader[Any]) -> Any:
-    """The first batch of a loader; generators stand afterwards where they stood."""
+    """The first batch of a loader; the states of generators are restored."""
     states = GeneratorStates.now()
     holders = (loader, loader.sampler, loader.batch_sampler)
     own = {id(g): g for h in holders for g in getattr(h, "__dict__", {}).values() if _is_generator(g)}
@@ -216,7 +216,7 @@ def _check_call(model: torch.nn.Module, step: Step, what: str) -> None:
 
 
 def _does_not_take(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why a call would fail; empty where it would not, or where that cannot be said."""
+    """Why a call would fail; empty where it would not, or where that is not known."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):

@@ -1,10 +1,10 @@
-"""What is the user's is after planning as it was before, whether a plan came of it or not.
+"""Restoring the user's objects after planning, whether a plan was made or not.
 
-Planning runs the step on copies. A copy may still hold on to what it was made of: a scripted module clones
+Planning runs the step on copies. A copy may still share objects with the original: a scripted module clones
 its parameters with their history, a ``__deepcopy__`` returns the module itself, a function among the
-attributes, or the loss, refers to modules and tensors from around it. What happens to those in a step would
-stay: gradients, tensors without data in places where the user keeps tensors, and, in a step that runs with
-data, changes in place. Here what can be reached so is noted before it changes, and put back.
+attributes, or the loss, refers to modules and tensors from around it. Changes to those in a step would
+remain: gradients, tensors without data in places where the user keeps tensors, and, in a step that runs with
+data, changes in place. Here such objects are noted before they change, and restored.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,14 +53,14 @@ class Belongings:
         self._python = [remember(module), *_around(step.loss), _namespaces(module, step.loss)]
 
     def about_to_run(self, operator: Any, tensors: Iterable[torch.Tensor]) -> None:
-        """Say, in a step that is recorded, that an operator is about to run on tensors that are not of the
-        step's own making."""
+        """Note, in a step that is recorded, that an operator is about to run on tensors that the step did not
+        make."""
         for tensor in tensors:
             if fake.is_fake(tensor):
                 continue
             self._note(tensor)
             before = self._tensors[id(tensor)]
-            # Batch normalisations write to running statistics, and their schemas say nothing of it.
+            # Batch normalisations write to running statistics, which their schemas do not mention.
             writes = schema_of(operator).is_mutable or "batch_norm" in str(operator)
             if before.data is None and writes:
                 with fake.without_modes(), torch.no_grad():

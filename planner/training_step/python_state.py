@@ -10,7 +10,7 @@ CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 def remember(module: nn.Module) -> Callable[[], None]:
-    """Take down the attributes of a module and of all below it, and what is in plain containers among them,
+    """Note the attributes of a module and of all below it, and what is in plain containers among them,
     also those that hooks write to.
 
     Tensors are not copied: what has been written into one stays.

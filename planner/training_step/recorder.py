@@ -1,6 +1,6 @@
-"""What a training step allocates and frees, seen from outside by running it.
+"""What a training step allocates and frees, recorded by running it.
 
-:class:`StepRecorder` is a dispatch mode. It writes down each operation that runs under it, the
+:class:`StepRecorder` is a dispatch mode. It notes each operation that runs under it, the
 storages that the operation allocates, and (by weak references) after which operation each
 storage dies. The step runs on fake tensors, or on real ones. Run over the plain module it gives the
 eager step as the user has it today; run over the compiled module it gives the *glue*: what happens
@@ -58,7 +58,7 @@ class Event:
 
 @dataclass
 class Recording:
-    """Everything that :class:`StepRecorder` saw."""
+    """Everything that :class:`StepRecorder` recorded."""
 
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
@@ -94,14 +94,14 @@ class StepRecorder(autograd.InfrastructureMode):
         self._ended = False
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
-        # Held, so that their identities stay theirs.
+        # Held, so that their identities are not used again.
         self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
         for storage in self._resident:
             self._known[storage_number(storage)] = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Operators of higher order run what they are made of, which comes here by itself.
+        # Operators of higher order run the operators that they are made of, which are recorded themselves.
         if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
         unknown = [t for t in _tensors(args, kwargs) if fake.storage_key(t) not in self._known]
@@ -136,7 +136,7 @@ class StepRecorder(autograd.InfrastructureMode):
         return self._known.get(fake.storage_key(tensor), -1)
 
     def graph_ran(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Write down that a captured graph ran in one piece."""
+        """Note that a captured graph ran as one event."""
         reads = tuple(self.index_of(t) if isinstance(t, torch.Tensor) else -1 for t in arguments)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         self._append(None, reads, tensors, autograd.running_node_number())
@@ -191,7 +191,7 @@ class StepRecorder(autograd.InfrastructureMode):
     def _accumulates_in_place(self, func: Any, args: Any, kwargs: Any, node: object) -> bool:
         # The engine accumulates gradients with `old.add_(new)` if it alone holds `old`, but never
         # for tensor subclasses, so a fake step would count a storage that the real one does not have.
-        # `old` is then older than the node whose output is `new`; a node's own sums are not meant.
+        # `old` is then older than the node whose output is `new`; a node's own sums do not count.
         if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2:
             return False
         old, new = args
@@ -262,7 +262,7 @@ _SPARSE = {
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in whose storages a tensor lies."""
+    """The tensors whose storages a tensor uses."""
     parts = _SPARSE.get(tensor.layout)
     if parts is None:
         return [tensor]

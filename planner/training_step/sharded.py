@@ -1,4 +1,4 @@
-"""Parameters that are shared out among ranks."""
+"""Parameters that are sharded among ranks."""
 
 SHARDED = (
     "parameters are DTensors (fully_shard, tensor parallelism): what gathering and communicating them takes "

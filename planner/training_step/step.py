@@ -14,7 +14,7 @@ from planner.errors import CaptureError, PlannerError
 Loss = Callable[[Any], torch.Tensor]
 Outputs = Literal["held", "dropped"]
 """Whether the module's outputs live on while backward runs: in ``out = model(x); out.loss.backward()`` they
-do, in ``model(x).loss.backward()`` and in trainers, which hand on the loss alone, they do not."""
+do, in ``model(x).loss.backward()`` and in trainers, which pass on the loss alone, they do not."""
 
 
 class OutputsError(PlannerError, ValueError):

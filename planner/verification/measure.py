@@ -1,4 +1,4 @@
-"""What a step really takes: its peak of memory, exact, and its time."""
+"""What a step takes, measured: its exact peak of memory, and its time."""
 
 import gc
 import statistics
@@ -76,7 +76,7 @@ def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> MemoryMea
 def measure_seconds(
     steps: Sequence[Callable[[], object]], repeats: int = 5, *, device: torch.device | str = "cpu"
 ) -> list[float]:
-    """Times steps against each other, interleaved, so that what disturbs one disturbs all.
+    """Times steps against each other, interleaved, so that a disturbance affects all of them.
 
     Args:
         steps: What to time. Each is run once before, untimed.

@@ -14,7 +14,7 @@ Name = tuple[str, str]
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the memory of the host: on a GPU there may be none to spare."""
+    """A copy in the memory of the host: that of a GPU may be full."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 

@@ -240,7 +240,7 @@ def _report(
             problems.append(f"{kind} {called} differs: {difference(value, planned.tensors.get(name))}{alone}")
     rng_equal = reference.rng.same_as(planned.rng) and reference.own_rng == planned.own_rng
     if not rng_equal:
-        problems.append("the random generators stand elsewhere after the planned step")
+        problems.append("the random generators are in another state after the planned step")
     measured_total = plan.resident.total + peak
     if plan.target.budget_bytes is not None and measured_total > plan.target.budget_bytes:
         over = measured_total - plan.target.budget_bytes
@@ -265,7 +265,7 @@ def _report(
 
 
 def _unplanned_steps(device: torch.device) -> int:
-    """How many tell what is deterministic: sums that a GPU does in any order often come out alike twice."""
+    """How many show what is deterministic: sums that a GPU does in any order are often equal twice."""
     return 2 if device.type == "cpu" else 5
 
 
