@@ -86,8 +86,8 @@ def compare(name: str, small: bool) -> list[str]:
         graph = step.problem.graph
         room = step.footprint.room_bytes(step.budget("60%").bytes or 0)
         solution = portfolio.solve(graph, room, time_limit=20)
-        told = solution.seconds / graph.base_seconds - 1 if solution.feasible else float("nan")
-        overheads.append(f"{told:+.1%} by the {'roofline' if step is roofline else 'measured costs'}")
+        predicted = solution.seconds / graph.base_seconds - 1 if solution.feasible else float("nan")
+        overheads.append(f"{predicted:+.1%} by the {'roofline' if step is roofline else 'measured costs'}")
     return [*lines, f"Extra time of a plan for 60 % of the memory: {', '.join(overheads)}.", ""]
 
 

@@ -204,8 +204,8 @@ class _CaseRun:
             problems = [row.problem, f"not compared: {_shortened(error)}"]
             return replace(row, problem="; ".join(filter(None, problems)))
         right = is_right(report)
-        told = "" if right else "; ".join(report.problems[:3])
-        return replace(row, right=right, problem="; ".join(filter(None, [row.problem, told])))
+        found = "" if right else "; ".join(report.problems[:3])
+        return replace(row, right=right, problem="; ".join(filter(None, [row.problem, found])))
 
     def _measured(self, way: str, step: Callable[[], Any]) -> Row:
         device = self.bench.device

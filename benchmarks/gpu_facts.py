@@ -91,8 +91,8 @@ def seeds_of_attention() -> Iterator[str]:
         dropout = 0.125
         result = packet(x, x, x, *extra, dropout)
         tensors = [t for t in result if isinstance(t, torch.Tensor)]
-        told = [f"{str(t.dtype)[6:]}{list(t.shape)}@{t.device.type}" for t in tensors]
-        yield f"{packet.__name__}: {', '.join(told)}; planned on the host: {made_on_host(packet.default)}"
+        found = [f"{str(t.dtype)[6:]}{list(t.shape)}@{t.device.type}" for t in tensors]
+        yield f"{packet.__name__}: {', '.join(found)}; planned on the host: {made_on_host(packet.default)}"
     state = torch.empty(2, dtype=torch.uint64, device="cuda").fill_(0)
     yield f"uint64[2].fill_(0): {state.tolist()}"
 

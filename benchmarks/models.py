@@ -25,7 +25,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 MODELS: dict[str, tuple[str, Callable[[bool], Built]]] = {}
-"""By name: a line of description and the builder, told whether to build the small version."""
+"""By name: a line of description and the builder, whose argument says whether to build the small version."""
 
 REFERENCE = ("gpt", "resnet", "unet")
 """Models of the test suite that the goals are about."""

@@ -245,8 +245,8 @@ def _table_rows(row: dict[str, Any]) -> list[str]:
 
 
 def _remarks(row: dict[str, Any]) -> list[str]:
-    told = [row[key] for key in ("refused", "failed") if key in row]
-    return [*told, *row.get("notes", ())]
+    reasons = [row[key] for key in ("refused", "failed") if key in row]
+    return [*reasons, *row.get("notes", ())]
 
 
 def _one_line(text: str) -> str:

@@ -11,7 +11,7 @@ import sys
 from planner.errors import PlannerError
 
 _OFF, _ON = ("0", "false", "off", "no"), ("", "1", "true", "on", "yes")
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 class EnvironmentSettingError(PlannerError, ValueError):
@@ -31,8 +31,8 @@ def plans_are_off() -> bool:
         raise EnvironmentSettingError(
             f"the environment variable PLANNER is {value!r}: expected 0 to turn plans off, or 1"
         )
-    if "PLANNER" not in _told:
-        _told.add("PLANNER")
+    if "PLANNER" not in _reported:
+        _reported.add("PLANNER")
         tell(f"plans are off, as the environment variable PLANNER={value} says: modules train without")
     return True
 

@@ -262,7 +262,7 @@ def _least(
             best = attempt.fastest or best
             break
         else:
-            proven = best.peak_bytes  # as far as can be told
+            proven = best.peak_bytes  # as far as is known
     search.tell("least peak", 1.0)
     solution = Solution(
         NAME, Status.FEASIBLE, best.schedule, best.peak_bytes, best.seconds, search.elapsed, None

@@ -119,7 +119,7 @@ def test_gradients_of_graphs_in_one_region_meet_as_without_a_plan() -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
-def test_what_cannot_be_told_apart_is_warned_of_once() -> None:
+def test_what_cannot_be_distinguished_is_warned_of_once() -> None:
     torch.manual_seed(0)
     model = Repeats()
     plan = _planned(model, torch.bfloat16)
@@ -150,10 +150,10 @@ def test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of(planned_first
         with torch.autocast("cpu", torch.bfloat16):
             backward(False, False)
     for count in (1, 0):  # said once
-        with warnings.catch_warnings(record=True) as told, torch.autocast("cpu", torch.bfloat16):
+        with warnings.catch_warnings(record=True) as reported, torch.autocast("cpu", torch.bfloat16):
             warnings.simplefilter("always")
             backward(planned_first, not planned_first)
-        assert sum("again inside one region of autocast" in str(w.message) for w in told) == count
+        assert sum("again inside one region of autocast" in str(w.message) for w in reported) == count
 
 
 @pytest.mark.parametrize("planned_with", [True, False])

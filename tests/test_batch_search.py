@@ -1,4 +1,4 @@
-"""The largest batch: it fits, one more does not, and what is told of it is what a plan of it says."""
+"""The largest batch: it fits, one more does not, and its figures are those of its plan."""
 
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,7 @@ def test_the_largest_unplanned_batch_is_the_one_that_just_fits(found: MaxBatch) 
 
 
 @pytest.mark.heavy
-def test_largest_and_fastest_are_both_told(found: MaxBatch) -> None:
+def test_largest_and_fastest_are_both_reported(found: MaxBatch) -> None:
     assert found.ratio is not None
     assert found.ratio > 1.5
     assert found.captures <= 4
@@ -106,7 +106,7 @@ def test_a_budget_for_a_gpu_is_for_all_that_the_step_takes_of_it() -> None:
 
 
 @pytest.mark.heavy
-def test_where_not_one_sample_fits_the_least_is_told() -> None:
+def test_where_not_one_sample_fits_the_least_is_reported() -> None:
     with pytest.raises(planner.InfeasibleBudget, match="one sample needs") as caught:
         planner.max_batch(small_gpt()[0], batches, "200kB", solver="sqrt_n")
     assert caught.value.minimum_bytes > 200_000

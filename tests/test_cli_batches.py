@@ -50,10 +50,10 @@ def test_the_largest_batch_and_its_plan(builders: Path) -> None:
     ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["batch"] > told["unplanned"]["batch"] > 1
-    assert told["plan"]["whole_step"]["allocated_bytes"] <= 2**20
-    assert Plan.load("p.json").model.inputs[0].shape == [told["batch"], 64]
+    reported = json.loads(result.stdout)
+    assert reported["batch"] > reported["unplanned"]["batch"] > 1
+    assert reported["plan"]["whole_step"]["allocated_bytes"] <= 2**20
+    assert Plan.load("p.json").model.inputs[0].shape == [reported["batch"], 64]
 
 
 @pytest.mark.heavy

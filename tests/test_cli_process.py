@@ -261,6 +261,6 @@ def test_an_import_that_we_hide_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     package = made.partition("/")[0].removesuffix(".py")
     error = ModuleNotFoundError(f"No module named '{package}.mine'", name=f"{package}.mine")
-    told = own_packages.hidden_by_own(error)
-    assert f"hides {tmp_path / made.partition('/')[0]}: rename" in told
+    reported = own_packages.hidden_by_own(error)
+    assert f"hides {tmp_path / made.partition('/')[0]}: rename" in reported
     assert own_packages.hidden_by_own(ModuleNotFoundError("", name="numpy.mine")) == ""

@@ -1,4 +1,4 @@
-"""Gradients from outside that the plan has not seen, and that meet the sums of its graphs, are told of."""
+"""Gradients from outside that are added to sums of the graphs, unseen by the plan, give a warning."""
 
 import copy
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def _called_twice(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [_regularised, _called_twice])
-def test_a_weight_that_is_used_elsewhere_too_is_told_of_once(loss: Callable[[nn.Module], Any]) -> None:
+def test_a_weight_that_is_used_elsewhere_too_is_warned_of_once(loss: Callable[[nn.Module], Any]) -> None:
     model = _tied()
     with pytest.warns(planner.PlanWarning, match=r"\(64, 32\).* from outside"):
         loss(model).backward()
@@ -70,7 +70,7 @@ def test_a_weight_that_is_used_elsewhere_too_is_told_of_once(loss: Callable[[nn.
         loss(model).backward()
 
 
-def test_an_input_that_is_used_elsewhere_too_is_told_of() -> None:
+def test_an_input_that_is_used_elsewhere_too_is_warned_of() -> None:
     torch.manual_seed(0)
     before, model = nn.Linear(32, 32), _planned(Twice().train(), torch.randn(16, 32, requires_grad=True))
     with no_plan_warnings():
@@ -113,7 +113,7 @@ def _halved(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("loop", [_as_planned, _accumulated, _kept, _without_backward, _asked_for, _halved])
-def test_nothing_is_told_of_without_reason(loop: Callable[[nn.Module], None]) -> None:
+def test_nothing_is_warned_of_without_reason(loop: Callable[[nn.Module], None]) -> None:
     model = _tied()
     twin = planner.remove(copy.deepcopy(model))
     with no_plan_warnings():

@@ -124,11 +124,11 @@ def test_a_forward_that_always_goes_another_way_is_captured_anew_only_once() -> 
     plan = plan_of(model, args)
     model.broken = True
     plan.apply(model)
-    with warnings.catch_warnings(record=True) as told, counting_runs() as runs:
+    with warnings.catch_warnings(record=True) as reported, counting_runs() as runs:
         warnings.simplefilter("always", planner.PlanWarning)
         for _ in range(4):
             model(*args).backward()
     assert runs.captures == 4
-    texts = [str(w.message) for w in told]
+    texts = [str(w.message) for w in reported]
     assert sum("first forwards" in text for text in texts) == 1
     assert sum("may exceed the budget" in text for text in texts) == 3

@@ -169,7 +169,7 @@ def test_rows_of_other_precisions_stay(tmp_path: Path, monkeypatch: pytest.Monke
         assert [row["precision"] for row in found["rows"]] == ["fp32", "bf16"]
 
 
-def test_promises_that_are_broken_are_told() -> None:
+def test_promises_that_are_broken_are_reported() -> None:
     rows = [
         Row("m", "fp32", "plan 60%", 100, 97, budget_bytes=99, total_bytes=100, right=False),
         Row("m", "fp32", "plan 80%", 100, 101, predicted_overhead=0.1, measured_overhead=0.3),
@@ -203,5 +203,9 @@ def test_a_fact_that_fails_does_not_end_the_others(
     monkeypatch.setattr(gpu_facts, "FACTS", [fails, holds])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert gpu_facts.main() == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told == ["fails: begun", "fails: could not be tried: RuntimeError: no kernel", "holds: as said"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "fails: begun",
+        "fails: could not be tried: RuntimeError: no kernel",
+        "holds: as said",
+    ]

@@ -1,4 +1,4 @@
-"""Measured costs: each operation timed once, remembered, and told in the plan."""
+"""Measured costs: each operation timed once, remembered, and named in the plan."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from tests.small import small_gpt
 aten = torch.ops.aten
 
 
-def costs(path: Path | None, told: list[str] | None = None) -> MeasuredCosts:
-    progress = None if told is None else lambda number, name: told.append(name)
+def costs(path: Path | None, reported: list[str] | None = None) -> MeasuredCosts:
+    progress = None if reported is None else lambda number, name: reported.append(name)
     return MeasuredCosts(WorkspaceMeter("cpu", None), roofline(find_device("cpu")), path, progress)
 
 
@@ -35,17 +35,17 @@ def test_more_work_takes_longer_and_views_nothing() -> None:
 
 
 def test_each_operation_is_timed_once_and_remembered_on_disk(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     path = tmp_path / "seconds.json"
     a, b, c = square(64)
-    first = costs(path, told)
+    first = costs(path, reported)
     seconds = first.seconds(aten.mm.default, (a, b), {}, c)
     assert first.seconds(aten.mm.default, (a, b), {}, c) == seconds
-    assert told == ["aten.mm.default"]
+    assert reported == ["aten.mm.default"]
     first.save()
-    again = costs(path, told)
+    again = costs(path, reported)
     assert again.seconds(aten.mm.default, (a, b), {}, c) == pytest.approx(seconds, abs=1e-9)
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_what_cannot_be_run_costs_what_the_roofline_says() -> None:

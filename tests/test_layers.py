@@ -20,7 +20,7 @@ PRIVATE = {
 MOST_FILES, MOST_LINES = 15, 400
 
 
-def test_the_folders_depend_on_each_other_as_told() -> None:
+def test_the_folders_depend_on_each_other_as_documented() -> None:
     # In a process of its own: it sets up logging for itself.
     code = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

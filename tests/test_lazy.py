@@ -90,7 +90,7 @@ def test_autocast_and_the_mode_are_those_of_the_call() -> None:
     assert (plan.model.autocast, plan.model.training) == (["cpu:bfloat16"], False)
 
 
-def test_training_in_the_other_mode_is_told() -> None:
+def test_training_in_the_other_mode_is_reported() -> None:
     model = planner.auto_checkpoint(_model().eval(), **BY)
     with pytest.warns(planner.PlanWarning, match=r"call model\.train\(\)|Call model\.train\(\)"):
         model(_batch()).backward()
@@ -98,7 +98,7 @@ def test_training_in_the_other_mode_is_told() -> None:
 
 
 @pytest.mark.heavy
-def test_a_loss_outside_is_told_or_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_outside_is_reported_or_planned(capsys: pytest.CaptureFixture[str]) -> None:
     for options in ({}, {"loss": logits_loss}):
         torch.manual_seed(0)
         model = planner.auto_checkpoint(Classifier(), **BY, **options)
@@ -245,7 +245,7 @@ def test_plans_are_turned_off_by_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = planner.plan(_model(), _batch(), **BY)
-    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setattr(environment, "_reported", set())
     monkeypatch.setenv("PLANNER", "0")
     lazily = planner.auto_checkpoint(_model(), **BY)
     given = planner.auto_checkpoint(_model(), _batch(), **BY)
@@ -293,7 +293,7 @@ def test_gradients_that_are_there_already_are_planned_for(capsys: pytest.Capture
 
 
 @pytest.mark.heavy
-def test_gradients_that_an_applied_plan_is_not_for_are_told() -> None:
+def test_gradients_that_an_applied_plan_is_not_for_are_reported() -> None:
     for accumulate in (False, True):
         model = _model()
         planner.plan(model, _batch(), accumulate=accumulate, **BY).apply(model)
@@ -301,6 +301,6 @@ def test_gradients_that_an_applied_plan_is_not_for_are_told() -> None:
             warnings.simplefilter("always")
             for _ in range(3):
                 model(_batch()).backward()
-        told = [str(w.message) for w in caught if w.category is planner.PlanWarning]
-        assert len(told) == (not accumulate)
-        assert all("gradients of 32.8 KiB were there already" in text for text in told)
+        messages = [str(w.message) for w in caught if w.category is planner.PlanWarning]
+        assert len(messages) == (not accumulate)
+        assert all("gradients of 32.8 KiB were there already" in text for text in messages)

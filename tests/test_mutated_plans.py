@@ -236,37 +236,37 @@ def test_many_changed_schedules_train_as_eager_or_are_refused(data: st.DataObjec
     _apply_a_changed_plan(data)
 
 
-def _trained(document: dict[str, Any], told: str | None) -> list[torch.Tensor | None]:
+def _trained(document: dict[str, Any], reported: str | None) -> list[torch.Tensor | None]:
     plan = Plan.loads(json.dumps(document))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", planner.PlanWarning)
         found = _after_a_step(plan.apply(_net()))
     texts = [str(w.message) for w in caught if w.category is planner.PlanWarning]
-    assert [told in text for text in texts] == [True] if told else not texts
+    assert [reported in text for text in texts] == [True] if reported else not texts
     return found
 
 
 @pytest.mark.parametrize(
-    ("by_use", "told"), [([*range(40), 3, 3], "input 39"), ([], None)], ids=["all and more", "none"]
+    ("per_use", "reported"), [([*range(40), 3, 3], "input 39"), ([], None)], ids=["all and more", "none"]
 )
-def test_gradients_by_use_of_any_inputs_are_those_of_eager(by_use: list[int], told: str | None) -> None:
+def test_per_use_gradients_of_any_inputs_are_those_of_eager(per_use: list[int], reported: str | None) -> None:
     document = copy.deepcopy(_plan_document())
-    document["graphs"][0]["per_use_inputs"] = by_use
-    for ours, theirs in zip(_trained(document, told), _after_a_step(_net()), strict=True):
+    document["graphs"][0]["per_use_inputs"] = per_use
+    for ours, theirs in zip(_trained(document, reported), _after_a_step(_net()), strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("output", "dimensions", "told"),
+    ("output", "dimensions", "reported"),
     [(0, [1, 0], "has other strides"), (0, [2, 0, 1], "output 0"), (900, [0, 1], "output 900")],
 )
 def test_layouts_of_gradients_that_are_wrong_do_no_harm(
-    output: int, dimensions: list[int], told: str | None
+    output: int, dimensions: list[int], reported: str | None
 ) -> None:
     document = copy.deepcopy(_plan_document())
     document["graphs"][0]["gradient_layouts"] = [{"output": output, "dimensions": dimensions}]
-    for ours, theirs in zip(_trained(document, told), _after_a_step(_net()), strict=True):
+    for ours, theirs in zip(_trained(document, reported), _after_a_step(_net()), strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.allclose(ours, theirs)  # type: ignore[arg-type]
 

@@ -104,7 +104,7 @@ def test_a_token_that_is_written_through_a_mask() -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
-def test_what_cannot_be_traced_when_it_runs_is_told_of() -> None:
+def test_what_cannot_be_traced_when_it_runs_is_warned_of() -> None:
     torch.manual_seed(0)
     model, inputs = MaskedByMethod().train(), (torch.randn(8, 16, 32), torch.rand(8, 16) < 0.3)
     plan = planner.plan(model, inputs, budget="min", solver="sqrt_n")

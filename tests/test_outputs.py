@@ -100,7 +100,7 @@ def test_verify_does_with_outputs_what_the_plan_does(outputs: Any, tmp_path: Pat
     assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
 
 
-def test_outputs_that_are_held_although_dropped_are_told_of_once() -> None:
+def test_outputs_that_are_held_although_dropped_are_warned_of_once() -> None:
     model, _, kwargs = tagger()
     plan = planner.plan(model, kwargs=kwargs, budget="90%", outputs="dropped", time_limit=1)
     plan.apply(model)

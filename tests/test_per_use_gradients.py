@@ -1,4 +1,4 @@
-"""Gradients that meet between graphs are added up in eager's order, and lie in memory as eager's do."""
+"""Gradients between graphs are added up in eager's order, and have the strides of eager's."""
 
 import copy
 import warnings

@@ -16,11 +16,11 @@ from tests.graphs import graphs, random_dag, transformer
 
 def test_progress_only_advances() -> None:
     graph = transformer(3)
-    told: list[float] = []
+    reported: list[float] = []
     budget = int(0.5 * simulate(graph, graph.base_schedule).peak_bytes)
-    portfolio.solve(graph, budget, time_limit=5, progress=lambda _, done: told.append(done))
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    portfolio.solve(graph, budget, time_limit=5, progress=lambda _, done: reported.append(done))
+    assert reported == sorted(reported)
+    assert reported[-1] == 1.0
 
 
 @pytest.mark.heavy

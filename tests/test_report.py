@@ -206,7 +206,7 @@ def test_reports_fit_narrow_terminals_with_whole_labels(width: int) -> None:
         assert not any("…" in line for line in lines), name
 
 
-def test_the_spread_of_the_extra_time_is_told() -> None:
+def test_the_spread_of_the_extra_time_is_reported() -> None:
     few = _Verified(overheads=[0.1])
     assert "+10.0% (one pair of steps" in _text(render_verification(few))
     assert "no time was measured" in _text(render_verification(_Verified(overheads=[])))

@@ -191,9 +191,9 @@ def test_a_larger_shape_is_announced_with_its_peak() -> None:
     with pytest.warns(PlanWarning, match="larger than .* planned: words is 5x32, planned was 2x32"):
         _assert_same_step(model, twin, *larger)
     plan.apply(model)
-    with pytest.warns(PlanWarning, match="over the budget") as told:
+    with pytest.warns(PlanWarning, match="over the budget") as reported:
         _step(model, *larger)
-    announced = _announced(str(told[0].message))
+    announced = _announced(str(reported[0].message))
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         assert _peak(model, *larger) == announced > plan.predicted.dynamic_peak_bytes
@@ -211,9 +211,9 @@ def test_a_peak_is_announced_where_the_loss_is_outside() -> None:
         loss.backward()
         return loss
 
-    with pytest.warns(PlanWarning, match="bytes of that are its own") as told:
+    with pytest.warns(PlanWarning, match="bytes of that are its own") as reported:
         step()
-    announced = _announced(str(told[0].message))
+    announced = _announced(str(reported[0].message))
     model.zero_grad(set_to_none=True)
     x = torch.randn(100, 16)
 
@@ -269,7 +269,7 @@ def test_error_refuses_before_anything_is_computed() -> None:
 
 
 @pytest.mark.heavy
-def test_policies_are_told_apart() -> None:
+def test_policies_are_distinguished() -> None:
     model, args, _ = small_gpt(2)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")
     with pytest.raises(ValueError, match="'bucket'; expected one of reapply, replan, error"):

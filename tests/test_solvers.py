@@ -80,7 +80,7 @@ def test_none_proves_that_it_is_optimal() -> None:
     assert SOLVERS["none"](graph, 1).status is Status.INFEASIBLE
 
 
-def test_manual_keeps_what_it_is_told() -> None:
+def test_manual_keeps_what_it_is_asked_to() -> None:
     graph = chain(20)
     keep = np.zeros(len(graph.values), dtype=bool)
     keep[[5, 10, 15]] = True

@@ -78,7 +78,7 @@ def test_a_model_can_be_planned_for_evaluation_mode() -> None:
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
-def test_a_step_in_another_mode_than_planned_is_told_once(plan: Plan, trained_before: bool) -> None:
+def test_a_step_in_another_mode_than_planned_is_reported_once(plan: Plan, trained_before: bool) -> None:
     model, args = _built()
     plan.apply(model)
     if trained_before:
@@ -239,7 +239,7 @@ def test_compiling_in_one_graph_says_what_to_do(part_plan: Plan) -> None:
         compiled(*args)
 
 
-def test_compiling_in_place_after_planning_is_told(plan: Plan) -> None:
+def test_compiling_in_place_after_planning_is_reported(plan: Plan) -> None:
     model, _ = _built()
     plan.apply(model)
     (text,) = _warnings_of(lambda: _compiled_in_place(model))
@@ -248,7 +248,7 @@ def test_compiling_in_place_after_planning_is_told(plan: Plan) -> None:
     assert installed_plan(model) is None
 
 
-def test_planning_after_compiling_in_place_is_told_and_runs_the_plan(plan: Plan) -> None:
+def test_planning_after_compiling_in_place_is_reported_and_runs_the_plan(plan: Plan) -> None:
     model, args = _built()
     compiled = _compiled_in_place(model)._compiled_call_impl
     (text,) = _warnings_of(lambda: plan.apply(model))
@@ -294,7 +294,7 @@ def _transposed(model: nn.Module, x: torch.Tensor) -> None:
         (_transposed, r"has other strides than planned", ".contiguous()"),
     ],
 )
-def test_what_takes_more_than_predicted_is_told_once(
+def test_what_takes_more_than_predicted_is_reported_once(
     plan: Plan, step: Callable[[nn.Module, torch.Tensor], None], what: str, remedy: str
 ) -> None:
     model, (x,) = _built()
@@ -315,7 +315,7 @@ def test_what_takes_more_than_predicted_is_told_once(
     assert remedy in texts[0]
 
 
-def test_an_input_that_lies_as_planned_is_not_told_of() -> None:
+def test_an_input_that_lies_as_planned_is_not_warned_of() -> None:
     model, (x,) = _built()
     transposed = x.t().contiguous().t()
     made = plan_of(model, (transposed,))
@@ -347,7 +347,7 @@ def test_fsdp_of_a_planned_module(plan: Plan, original: bool, one_process: None)
             act()
 
 
-def test_sharded_parameters_are_told_of(plan: Plan, one_process: None) -> None:
+def test_sharded_parameters_are_warned_of(plan: Plan, one_process: None) -> None:
     model, args = _built()
     plan.apply(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))

@@ -22,15 +22,15 @@ def test_a_right_plan_is_ok_and_everything_is_left_as_it_was() -> None:
     values = [g.clone() for g in gradients if g is not None]
     state = copy.deepcopy(model.state_dict())
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    told: list[tuple[str, float]] = []
+    reported: list[tuple[str, float]] = []
     report = planner.verify(
-        model, args, kwargs, plan=plan, repeats=2, progress=lambda *stage: told.append(stage)
+        model, args, kwargs, plan=plan, repeats=2, progress=lambda *stage: reported.append(stage)
     )
     assert report.ok, report.problems
     assert report.exact
-    assert [text for text, _ in told[-2:]] == ["timing pair 1 of 2", "timing pair 2 of 2"]
-    assert len(told) == 9
-    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert [text for text, _ in reported[-2:]] == ["timing pair 1 of 2", "timing pair 2 of 2"]
+    assert len(reported) == 9
+    assert [share for _, share in reported] == sorted(share for _, share in reported)
     assert len(report.overheads) == 2
     assert min(report.overheads) <= report.overhead <= max(report.overheads)
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
@@ -194,7 +194,7 @@ class SeedsItself(Layers):
 
 
 @pytest.mark.heavy
-def test_steps_that_are_never_the_same_are_told_from_a_wrong_plan() -> None:
+def test_steps_that_are_never_the_same_are_distinguished_from_a_wrong_plan() -> None:
     model, args, _ = layers(SeedsItself)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")
     report = planner.verify(model, args, plan=plan, repeats=0)

@@ -220,12 +220,12 @@ def test_each_distinct_operator_is_run_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(ran) == 1
 
 
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_is_reported() -> None:
+    reported: list[tuple[int, int]] = []
     calls = [Call(aten.neg.default, (meta(n),)) for n in range(1, 101)]
-    WorkspaceMeter("cpu", None).measure(calls, lambda done, total: told.append((done, total)))
-    assert told[-1] == (100, 100)
-    assert len(told) > 1
+    WorkspaceMeter("cpu", None).measure(calls, lambda done, total: reported.append((done, total)))
+    assert reported[-1] == (100, 100)
+    assert len(reported) > 1
 
 
 def test_nothing_of_the_caller_s_changes() -> None:

@@ -52,7 +52,7 @@ def search(model: nn.Module, make_args: Callable[[int], Any], optimizer: Any) ->
     )
 
 
-def told(found: MaxBatch) -> Result:
+def as_result(found: MaxBatch) -> Result:
     """What a search found, without the plan itself."""
     whole = found.plan.whole_step
     assert whole is not None
@@ -99,7 +99,7 @@ def batches(
 ) -> Result:
     """The largest batches without a plan and at several overheads."""
     looking = search(model, make_args, optimizer)
-    answers = {f"{share:.2f}": told(looking.run(max_overhead=share)) for share in overheads}
+    answers = {f"{share:.2f}": as_result(looking.run(max_overhead=share)) for share in overheads}
     largest = max(looking.steps.captured)
     nearest = min(looking.steps.captured, key=lambda size: abs(size - published["unplanned"]))
     return {

@@ -18,7 +18,7 @@ class Case:
     """A model of the benchmark.
 
     Attributes:
-        build: Makes the model and its inputs on the default device, told whether to be small.
+        build: Makes the model and its inputs on the default device; its argument says whether a small one.
         blocks: The classes of its blocks, which PyTorch's own checkpointing wraps.
     """
 

@@ -38,7 +38,7 @@ EXACTNESS = [
     ),
     Mutation(
         "evaluation-in-the-same-region",
-        "A call in evaluation mode in the region of autocast of a planned one is told of.",
+        "A call in evaluation mode in the region of autocast of a planned one gives a warning.",
         "Only planned calls are noted.",
         (
             Change(
@@ -154,8 +154,8 @@ EXACTNESS = [
     ),
     Mutation(
         "data-decide",
-        "What cannot be traced when it runs, since data decide sizes, is told of.",
-        "Dynamo goes on without the plan, without a word.",
+        "What cannot be traced when it runs, since data decide sizes, gives a warning.",
+        "Dynamo goes on without the plan, silently.",
         (
             Change(
                 "planner/runtime/backend.py",
@@ -163,7 +163,7 @@ EXACTNESS = [
                 "            except ZeroDivisionError as error:",
             ),
         ),
-        ("tests/test_numpy.py::test_what_cannot_be_traced_when_it_runs_is_told_of",),
+        ("tests/test_numpy.py::test_what_cannot_be_traced_when_it_runs_is_warned_of",),
     ),
     Mutation(
         "verified-as-planned",

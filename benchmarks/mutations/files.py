@@ -165,7 +165,7 @@ FILES = [
     Mutation(
         "solver-times-out",
         "A solver that runs out of time gives what it has, in time.",
-        "HiGHS is not told its time limit.",
+        "HiGHS does not get its time limit.",
         (
             Change(
                 "solvers/programs/milp.py",

@@ -98,7 +98,7 @@ LOOPS = [
     ),
     Mutation(
         "calls-in-one-region",
-        "Gradients of several calls inside one region of autocast meet as without a plan.",
+        "Gradients of several calls inside one region of autocast are added as without a plan.",
         "Each call casts its gradients back by itself.",
         (
             Change(
@@ -241,8 +241,8 @@ LOOPS = [
     ),
     Mutation(
         "gradients-from-outside",
-        "Gradients that meet a shared weight's from outside the planned step are told of.",
-        "Nothing looks at what gradients meet.",
+        "Gradients that are added to a shared weight's from outside the planned step give a warning.",
+        "Nothing checks what gradients are added to.",
         (
             Change(
                 "planner/runtime/backend.py",
@@ -250,6 +250,6 @@ LOOPS = [
                 "TangentLayoutCheck(warn),\n",
             ),
         ),
-        ("tests/test_external_accumulation.py::test_a_weight_that_is_used_elsewhere_too_is_told_of_once",),
+        ("tests/test_external_accumulation.py::test_a_weight_that_is_used_elsewhere_too_is_warned_of_once",),
     ),
 ]

@@ -259,7 +259,7 @@ MODELS = [
     Mutation(
         "to-dtype",
         "model.to(dtype) after apply: right, and said where it takes more memory.",
-        "Operations that produce more bytes than planned are not told of.",
+        "Operations that produce more bytes than planned give no warning.",
         (
             Change(
                 "planner/runtime/backend.py",

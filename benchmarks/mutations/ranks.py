@@ -38,8 +38,8 @@ RANKS = [
     ),
     Mutation(
         "ddp-other-plans",
-        "Ranks with different plans are told so at the first forward.",
-        "Ranks leave word of their plans, and compare nothing.",
+        "Ranks with different plans are an error at the first forward.",
+        "Ranks publish their plans, and compare nothing.",
         (
             Change(
                 "planner/runtime/ddp.py",

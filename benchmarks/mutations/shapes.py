@@ -37,8 +37,8 @@ SHAPES = [
         ("tests/test_shapes.py::test_a_hundred_lengths_are_a_few_captures[_gpt]",),
     ),
     Mutation(
-        "larger-shape-is-told",
-        "A shape that is larger than planned is told of in a warning.",
+        "larger-shape-warns",
+        "A shape that is larger than planned gives a warning.",
         "Only plans that may be made again warn of larger shapes.",
         (
             Change(

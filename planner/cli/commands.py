@@ -249,7 +249,7 @@ def verify_command(
     loss: Loss = None,
     outputs: MeasuredOutputs = None,
     repeats: Annotated[
-        int, typer.Option(min=0, help="Timed steps of each kind; the spread of their times is told.")
+        int, typer.Option(min=0, help="Timed steps of each kind; the spread of their times is shown.")
     ] = 3,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -113,17 +113,17 @@ def leave_on_interrupt() -> None:
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return  # started with Ctrl-C ignored, in the background of a shell
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
     def wait() -> None:
-        while os.read(heard, 1) != bytes([signal.SIGINT]):
+        while os.read(reader, 1) != bytes([signal.SIGINT]):
             pass
         interrupted()
 
     threading.Thread(target=wait, name="interrupted", daemon=True).start()
     signal.signal(signal.SIGINT, _interrupted)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
 
 def _interrupted(_number: int, _frame: FrameType | None) -> None:

@@ -78,11 +78,11 @@ def _float32_precisions() -> str:
     if hasattr(cudnn, "conv"):
         parts = {"matmul": products, "conv": cudnn.conv, "rnn": cudnn.rnn}
         # Nothing set, "none", is what "ieee" is.
-        told = [f"{n} {part.fp32_precision}".replace("none", "ieee") for n, part in parts.items()]
+        settings = [f"{n} {part.fp32_precision}".replace("none", "ieee") for n, part in parts.items()]
     else:  # before torch 2.9
-        told = [f"matmul {torch.get_float32_matmul_precision()}", f"cudnn {cudnn.allow_tf32}"]
+        settings = [f"matmul {torch.get_float32_matmul_precision()}", f"cudnn {cudnn.allow_tf32}"]
     reduced = products.allow_fp16_reduced_precision_reduction, products.allow_bf16_reduced_precision_reduction
-    return " ".join([*told, f"reduced {reduced}"])
+    return " ".join([*settings, f"reduced {reduced}"])
 
 
 def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -150,7 +150,7 @@ def _tensors(nest: Any) -> Iterator[torch.Tensor]:
 
 
 def _signature(nest: Any, seen: dict[int, int]) -> object:
-    """What the cost depends on, hashable; the same tensor object twice is told from two alike."""
+    """What the cost depends on, hashable; the same tensor object twice differs from two alike."""
     if isinstance(nest, torch.Tensor):
         position = seen.setdefault(id(nest), len(seen))
         if nest.layout is not torch.strided:

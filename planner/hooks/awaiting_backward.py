@@ -20,13 +20,13 @@ class Calls:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._told_of_two = self._told_of_kept = False
+        self._warned_of_two = self._warned_of_kept = False
         self.last = _Call()
 
     def begin(self) -> None:
         """A call of the module begins."""
-        if not self._told_of_two and self.last.awaits_backward():
-            self._told_of_two = True
+        if not self._warned_of_two and self.last.awaits_backward():
+            self._warned_of_two = True
             self._warn(
                 "a forward of the planned module began while an earlier one awaits its backward: both hold "
                 "their memory, and the step may take more than predicted. Plan one module that makes both "
@@ -36,8 +36,8 @@ class Calls:
 
     def kept(self) -> None:
         """A backward kept what it could have freed."""
-        if not self._told_of_kept:
-            self._told_of_kept = True
+        if not self._warned_of_kept:
+            self._warned_of_kept = True
             self._warn(
                 "a backward with retain_graph=True holds what the plan would free, and the step may take "
                 "more than predicted. Add up the losses and call backward once"

@@ -65,7 +65,7 @@ def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], optio
         try:
             made = make()
         except BaseException as error:
-            store.set(f"{name}/answer", json.dumps(_told(error)))
+            store.set(f"{name}/answer", json.dumps(_as_json(error)))
             raise
         packed = zlib.compress(made.plan.dumps().encode())
         parts = [packed[at : at + _PART_BYTES] for at in range(0, len(packed), _PART_BYTES)]
@@ -91,11 +91,11 @@ def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], optio
     return Made(plan.remember(options), answer["how"])
 
 
-def _told(error: BaseException) -> dict[str, object]:
-    told: dict[str, object] = {"error": type(error).__name__, "text": str(error)}
+def _as_json(error: BaseException) -> dict[str, object]:
+    fields: dict[str, object] = {"error": type(error).__name__, "text": str(error)}
     if isinstance(error, InfeasibleBudget):
-        told["bytes"] = [error.minimum_bytes, error.budget_bytes]
-    return told
+        fields["bytes"] = [error.minimum_bytes, error.budget_bytes]
+    return fields
 
 
 def _raised(answer: dict[str, object]) -> PlannerError:

@@ -102,7 +102,7 @@ def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
 def _steps_follow(node: Node, source: Node) -> bool:
     """Whether the steps of a reshaped tensor are the same by whatever way it is reshaped.
 
-    Of dimensions of one element they depend on the way, and are not always those told without data.
+    Of dimensions of one element they depend on the way, and are not always those found without data.
     """
     if not any(isinstance(size, int) and size == 1 for size in node.meta["val"].shape):
         return True

@@ -32,7 +32,7 @@ _SCRIPTS = ("__main__.", "__mp_main__.")
 
 
 def same_class(planned: str, found: str) -> bool:
-    """Whether two names of :func:`class_name` are of one class, as far as can be told.
+    """Whether two names of :func:`class_name` are of one class, as far as is known.
 
     The class of a script is named by ``__main__`` where it runs, ``__mp_main__`` in processes that it starts,
     and by its module's name where it is imported.

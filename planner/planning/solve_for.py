@@ -71,6 +71,6 @@ def solve_for(
         extra = solution.seconds / graph.base_seconds - 1 if graph.base_seconds else 0.0
         raise BudgetError(
             f"budget {budget.text}: the fastest schedule that solver {solver} finds takes {extra:.1%} extra "
-            "time, with what it was told to recompute; allow at least that"
+            "time, with what it was asked to recompute; allow at least that"
         )
     return solution

@@ -80,7 +80,7 @@ def build_problem(
     *,
     copying: bool = False,
 ) -> Problem:
-    """Turn a captured step into the problem that solvers see.
+    """Make of a captured step the problem that solvers see.
 
     Operations of a graph that runs more than once in the step are not recomputable: all its
     executions share one program.

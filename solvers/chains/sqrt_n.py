@@ -250,7 +250,7 @@ def recurse(search: Search, cuts: Cuts, pinned: ValueMask, walls: list[int], par
 
 def splits(first: int, last: int, parts: int) -> list[int]:
     """Segments at whose start to keep a cut when segments ``first`` to ``last`` are run and the
-    backward of ``last`` comes next: ``parts`` equal stretches, the last of them split in turn."""
+    backward of ``last`` comes next: ``parts`` equal stretches, the last of them split again."""
     kept = []
     while last > first:
         step = max(1, -(-(last - first + 1) // parts))

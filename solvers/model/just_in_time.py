@@ -3,7 +3,7 @@
 Elsewhere: rematerialisation of a fixed saved set; "single recompute" when nothing is forgotten.
 
 The backward phase is walked in captured order. An input that is not available is recomputed
-right before the operation that needs it, with whatever it needs in turn, in captured order. It
+right before the operation that needs it, with whatever that needs, in captured order. It
 then stays available, so that every forward operation is re-run at most once, unless a ``forget``
 callback takes values away again: that is how stretches come to be recomputed several times.
 

@@ -280,7 +280,7 @@ def find_causes(
 
 def last_reads(graph: Graph, uses: ForwardUses, decided: ValueMask) -> list[int]:
     """For each forward operation the last backward operation that reads a decided value of it, or of
-    what its re-run may need to be re-run in turn: later moments need no account of their own."""
+    what its re-run may need to be re-run itself: later moments need no account of their own."""
     last = [-1] * graph.forward_length
     for i in range(graph.forward_length):
         read = [int(uses.last_backward[v]) for v in graph.walk_table.outputs[i] if decided[v]]

@@ -110,8 +110,8 @@ class _Watch(InfrastructureMode):
 
     def _lies_alike(self, result: torch.Tensor, written: torch.Tensor) -> bool:
         # Of other operators PyTorch may tell steps in memory that are not those of the kernel (`uniform`).
-        told = _element_by_element(self._func) or is_row_by_row(written)
-        return told and result.dtype is written.dtype and same_steps(result, written)
+        alike = _element_by_element(self._func) or is_row_by_row(written)
+        return alike and result.dtype is written.dtype and same_steps(result, written)
 
 
 def _can_move(result: Any) -> bool:

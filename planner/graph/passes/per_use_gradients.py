@@ -34,8 +34,7 @@ def uses_of(
         positions: Which of them. Where only one gradient comes, or none, there is nothing to do.
 
     Returns:
-        The numbers, by position, where they are more than one; and the positions for which that cannot be
-        told.
+        The numbers, by position, where they are more than one; and the positions for which that is unknown.
     """
     wanted = [i for i in sorted(positions) if _differentiable(inputs, i)]
     counts, unknown = _counted(graph, inputs, wanted)
@@ -52,7 +51,7 @@ def _counted(
     graph: GraphModule, inputs: Sequence[Any], wanted: Sequence[int]
 ) -> tuple[dict[int, int], set[int]]:
     """How many gradients the engine adds up for each of some inputs, where these are more than one; and
-    those of the inputs for which that cannot be told."""
+    those of the inputs for which that is unknown."""
     if not wanted:
         return {}, set()
     try:
@@ -101,7 +100,7 @@ def hand_out_unsummed(joint: GraphModule, context: TraceContext) -> None:
 
 
 def _parts(total: Any, count: int) -> list[Node]:
-    """What the engine added up to a total, first to last; fewer than ``count`` where it cannot be told."""
+    """What the engine added up to a total, first to last; fewer than ``count`` where it is unknown."""
     parts: list[Node] = []
     while len(parts) < count - 1 and is_sum(total):
         total, part = total.args
