@@ -25,6 +25,7 @@ from planner.version import __version__ as __version__
 if TYPE_CHECKING:
     from planner.api import plan, sweep
     from planner.batch.max_batch import max_batch
+    from planner.estimation.estimate import estimate, suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
     from planner.planfile.budget import format_bytes
     from planner.planfile.plan import Plan
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "Plan": "planner.planfile.plan",
     "auto_checkpoint": "planner.lazy.auto_checkpoint",
+    "estimate": "planner.estimation.estimate",
     "format_bytes": "planner.planfile.budget",
     "max_batch": "planner.batch.max_batch",
     "plan": "planner.api",
     "remove": "planner.runtime.install",
+    "suggest": "planner.estimation.estimate",
     "sweep": "planner.api",
     "verify": "planner.verification.verify",
 }
@@ -55,10 +58,12 @@ __all__ = [
     "PlanWarning",
     "PlannerError",
     "auto_checkpoint",
+    "estimate",
     "format_bytes",
     "max_batch",
     "plan",
     "remove",
+    "suggest",
     "sweep",
     "verify",
 ]

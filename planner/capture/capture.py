@@ -15,7 +15,7 @@ the data decide what runs (``nonzero``, ``item``), the step runs on a copy with 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -78,6 +78,47 @@ def capture(
     Raises:
         CaptureError: If the step cannot be run, or no graph came of it.
     """
+    return _on_a_copy(module, step, _Capture.run, progress, cuda=cuda, accumulate=accumulate)
+
+
+def record_eagerly(
+    module: torch.nn.Module,
+    step: Step,
+    change: Callable[[torch.nn.Module], object],
+    *,
+    cuda: CudaKernels | None = None,
+    accumulate: bool | None = None,
+) -> Recording:
+    """Record the step as it is without graphs, on a copy of the module that is changed before.
+
+    Args:
+        module, step, cuda, accumulate: As for :func:`capture`.
+        change: Given the copy.
+
+    Raises:
+        CaptureError: If the step cannot be run.
+    """
+
+    def use(copied: "_Capture") -> Recording:
+        change(copied.copied.module)
+        return copied.run_eagerly()
+
+    return _on_a_copy(module, step, use, None, cuda=cuda, accumulate=accumulate)
+
+
+_T = TypeVar("_T")
+
+
+def _on_a_copy(
+    module: torch.nn.Module,
+    step: Step,
+    use: Callable[["_Capture"], _T],
+    progress: Progress | None,
+    *,
+    cuda: CudaKernels | None,
+    accumulate: bool | None,
+) -> _T:
+    """What ``use`` makes of a copy without data; of one with data where the step does not run without."""
     report = progress or (lambda text, fraction: None)
     generators, belongings = GeneratorStates.now(), Belongings(module, step)
     added_to = [
@@ -87,7 +128,7 @@ def capture(
     try:
         report("copying the module without its data", 0.0)
         try:
-            return _Capture(without_data(module, step), belongings, generators, report, cuda, added_to).run()
+            return use(_Capture(without_data(module, step), belongings, generators, report, cuda, added_to))
         except _NotWithoutData as error:
             missing = lacks_data(module, step)
             if missing or cuda is not None:
@@ -98,7 +139,7 @@ def capture(
                 ) from error
             logger.info("%s; capturing with data", error)
         report("copying the module with its data: they decide what runs", 0.0)
-        return _Capture(with_data(module, step), belongings, generators, report, None, added_to).run()
+        return use(_Capture(with_data(module, step), belongings, generators, report, None, added_to))
     finally:
         generators.restore()
         belongings.put_back()
@@ -133,17 +174,18 @@ class _Capture:
                 if added
             }
 
+    def run_eagerly(self) -> Recording:
+        """Record the step operation by operation, and no more."""
+        with contextlib.ExitStack() as stack:
+            self._as_on_its_device(stack)
+            stack.callback(remember(self.copied.module))
+            return self._record(self.copied.module, "running the step")[0]
+
     def run(self) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         module, report = self.copied.module, self.report
-        autocast = autocast_regions()
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
-            if self._cuda is not None:
-                of_cuda = self._cuda
-                stack.enter_context(
-                    kernels_of_cuda(of_cuda.capability, of_cuda.attention, cudnn=of_cuda.cudnn)
-                )
-                autocast = stack.enter_context(autocast_of_cuda())
+            autocast = self._as_on_its_device(stack)
             stack.callback(remember(module))  # hooks of the copy write where those of the original do
             report("running the eager step", 0.1)
             eager, _ = self._record(module, "running the step")
@@ -195,6 +237,14 @@ class _Capture:
             autocast=autocast,
             notes=[*self.notes, *notes_on(runners)],
         )
+
+    def _as_on_its_device(self, stack: contextlib.ExitStack) -> Any:
+        """Let the copy run the kernels of its device from here on; returns the regions of autocast."""
+        if self._cuda is None:
+            return autocast_regions()
+        of_cuda = self._cuda
+        stack.enter_context(kernels_of_cuda(of_cuda.capability, of_cuda.attention, cudnn=of_cuda.cudnn))
+        return stack.enter_context(autocast_of_cuda())
 
     def _compiled_pass(self, target: torch.nn.Module, runners: list[GraphRunner]) -> tuple[Recording, int]:
         """Trace the graphs and record the step with them, until it takes the same path twice; then once more

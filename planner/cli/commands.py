@@ -1,4 +1,4 @@
-"""The command line: `plan`, `sweep`, `max-batch`, `verify`, `show` and `schema`.
+"""The command line: `plan`, `sweep`, `max-batch`, `estimate`, `verify`, `show` and `schema`.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a plan did not verify, 2 wrong
 usage or input, 3 no plan fits the budget, 130 interrupted. A reader of stdout that stops early, as `head`
@@ -7,7 +7,7 @@ does, changes none of them.
 
 import json
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,9 +41,11 @@ from planner.cli.output import (
 )
 from planner.cli.progress import shown_progress
 from planner.errors import BudgetError
+from planner.estimation.table import render_estimate
 from planner.planfile.atomic_file import check_folder, check_writable, write_atomically
 from planner.planfile.budget import parse_budget
 from planner.planfile.plan import Plan, plan_schema
+from planner.planning.options import OptionError
 from planner.report import figure as plan_figure
 from planner.report.batches import render_batches
 from planner.report.frontier import render_frontier
@@ -230,6 +232,45 @@ def max_batch_command(
         show(render_batches(found, width=width()))
         if output is not None:
             typer.echo(f"\nthe plan for batch {found.batch} is written to {printable(output)}")
+
+
+@app.command("estimate")
+@with_step_options
+def estimate_command(
+    reference: Reference,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Put torch.utils.checkpoint around this module (repeatable)."),
+    ] = None,
+    suggest: Annotated[
+        int, typer.Option(min=0, help="Suggest so many modules to checkpoint, and estimate those.")
+    ] = 0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+    *,
+    step: StepOptions,
+) -> None:
+    """The memory of a step as it is, module by module, and with checkpoints placed by hand."""
+    with one_line_errors(debug, as_json):
+        if checkpoint and suggest:
+            raise OptionError(
+                "--checkpoint and --suggest both say where the checkpoints are: give one of them"
+            )
+        with stdout_for_results(), shown_progress() as progress:
+            built = build(reference, progress)
+            inputs: dict[str, Any] = {"args": built.args, "kwargs": built.kwargs, "progress": progress}
+            inputs |= step.keywords()
+            if suggest:
+                found = planner.suggest(built.model, k=suggest, **inputs)
+                checkpoint = list(found[-1].modules) if found else []
+            made = planner.estimate(built.model, checkpoints=checkpoint or (), **inputs)
+        if as_json:
+            print_json(made.to_dict())
+            return
+        show(render_estimate(made, width=width()))
+        if suggest:
+            names = ", ".join(checkpoint or ()) or "none: no module's checkpoint lowers the peak"
+            typer.echo(f"\nsuggested: {printable(names)}")
 
 
 def _share(text: str) -> float:

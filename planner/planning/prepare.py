@@ -59,6 +59,8 @@ class Prepared:
     costs: Costs
     seconds: float
     options: PlanOptions
+    cuda: CudaKernels | None
+    """What CUDA does where the CPU would do something else; None where the device is at hand."""
 
     @property
     def resident(self) -> Resident:
@@ -132,11 +134,12 @@ def prepare(
         )
     started = time.perf_counter()
     elsewhere = target.kind == "cuda" and here.type != "cuda"
+    cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
     captured = capture(
         model,
         step,
         lambda text, fraction: progress(text, 0.8 * fraction),
-        cuda=CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None,
+        cuda=cuda,
         accumulate=options.accumulate,
     )
     captured.notes.extend(notes)
@@ -159,7 +162,7 @@ def prepare(
         warn(unmeasured(meter))
     footprint = StepFootprint(target, _resident(captured, update, target), update)
     seconds = time.perf_counter() - started
-    return Prepared(model, step, captured, problem, footprint, meter, source, seconds, options)
+    return Prepared(model, step, captured, problem, footprint, meter, source, seconds, options, cuda)
 
 
 def unmeasured(meter: WorkspaceMeter) -> str:

@@ -1,0 +1,106 @@
+"""An estimate as tables: what each module takes, and what checkpoints would make of it."""
+
+import io
+import re
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from planner.planfile.budget import format_bytes
+from planner.report.columns import fitted_table
+
+if TYPE_CHECKING:
+    from planner.estimation.estimate import Checkpointed, Estimate
+    from planner.estimation.module_memory import ModuleMemory
+
+_SHOWN = 0.01
+"""Modules that hold less than this share of the activations and parameters are left out."""
+
+
+def render_estimate(estimate: "Estimate", *, width: int = 100) -> Group:
+    """The step as it is, module by module, layers that are alike as one line; then with checkpoints."""
+    whole = estimate.modules[0]
+    most = max(whole.activation_bytes, 1), max(whole.parameter_bytes, 1)
+    rows = []
+    for names, row in _folded(estimate.modules):
+        share = row.activation_bytes / most[0]
+        if row.module and share < _SHOWN and row.parameter_bytes / most[1] < _SHOWN:
+            continue
+        depth = row.module.count(".") + 1 if row.module else 0
+        count = f" x{len(names)}" if len(names) > 1 else ""
+        rows.append(
+            (
+                Text("  " * depth + _label(names) + count),
+                row.class_name,
+                format_bytes(row.parameter_bytes),
+                format_bytes(row.gradient_bytes),
+                format_bytes(row.activation_bytes),
+                f"{len(names) * share:.0%}",
+                format_bytes(row.peak_bytes),
+            )
+        )
+    headers = ("module", "class", "parameters", "gradients", "held for backward", "share", "at the peak")
+    table = fitted_table(headers, rows, width=width, least=("gradients", "class"))
+    return Group(Text(_summary(estimate)), Text(), table, Text(), *_ways(estimate, width))
+
+
+def estimate_text(estimate: "Estimate") -> str:
+    """What :func:`render_estimate` shows, as text."""
+    out = io.StringIO()
+    Console(file=out, width=110, color_system=None).print(render_estimate(estimate, width=110))
+    return out.getvalue()
+
+
+def _summary(estimate: "Estimate") -> str:
+    whole = estimate.whole_step
+    peak = estimate.resident_bytes + estimate.dynamic_peak_bytes
+    text = (
+        f"forward and backward peak at {format_bytes(peak)}: {format_bytes(estimate.resident_bytes)} are "
+        f"there throughout, {format_bytes(estimate.dynamic_peak_bytes)} come and go"
+    )
+    if whole.total_bytes != peak:
+        text += f"; the whole step takes {format_bytes(whole.total_bytes)} of the device"
+    return text
+
+
+def _ways(estimate: "Estimate", width: int) -> list[Table]:
+    ways: list[tuple[str, Checkpointed]] = []
+    if estimate.checkpointed is not None:
+        ways.append(("torch.utils.checkpoint on those modules", estimate.checkpointed))
+    if estimate.gradient_checkpointing is not None:
+        ways.append(("gradient_checkpointing_enable()", estimate.gradient_checkpointing))
+    if not ways:
+        return []
+    peak = estimate.resident_bytes + estimate.dynamic_peak_bytes
+    rows = [("as it is", "", format_bytes(peak), "", "")]
+    rows += [
+        (
+            name,
+            str(len(way.modules)),
+            format_bytes(way.peak_bytes),
+            f"{way.peak_bytes / peak - 1:+.0%}",
+            f"{way.overhead:+.1%}",
+        )
+        for name, way in ways
+    ]
+    headers = ("checkpoints", "modules", "peak", "memory", "extra time")
+    return [fitted_table(headers, rows, width=width, least=("modules",))]
+
+
+def _folded(modules: list["ModuleMemory"]) -> list[tuple[list[str], "ModuleMemory"]]:
+    """Modules that differ in the numbers of their paths alone, and take the same, as one row."""
+    together: dict[object, tuple[list[str], ModuleMemory]] = {}
+    for row in modules:
+        pattern = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", row.module)
+        sizes = (row.class_name, row.parameter_bytes, row.gradient_bytes, row.activation_bytes)
+        together.setdefault((pattern, sizes), ([], row))[0].append(row.module)
+    return list(together.values())
+
+
+def _label(names: list[str]) -> str:
+    first = names[0]
+    if len(names) == 1:
+        return first.rpartition(".")[2] or "(the model)"
+    return re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", first) if first else first

@@ -1,0 +1,129 @@
+"""What a step takes as it is, and with torch.utils.checkpoint: estimated and measured."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
+
+import planner
+from planner.cli.commands import app
+from planner.problem.selection import SelectionError
+from planner.training_step.inputs import InputError
+from planner.verification.measure import measure_peak
+from tests.small import small_gpt
+from tests.zoo import words
+
+NUMBERS = 64
+"""Bytes of the Python numbers that autograd saves (eight each, ``x / 2.0``), which no recording sees."""
+
+
+def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def step() -> object:
+        output = model(*args, **kwargs)
+        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        return output
+
+    step()
+    model.zero_grad()
+    return measure_peak(step, "cpu").peak_bytes
+
+
+def _wrapped(model: torch.nn.Module, names: list[str]) -> torch.nn.Module:
+    for name in names:
+        part = model.get_submodule(name)
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return model
+
+
+def test_the_unplanned_step_and_one_with_checkpoints_are_estimated() -> None:
+    model, args, kwargs = small_gpt()
+    found = planner.estimate(model, args, kwargs, checkpoints=["blocks.[12]"])
+    assert found.dynamic_peak_bytes == pytest.approx(_measured(model, args, kwargs), abs=NUMBERS)
+    assert found.checkpointed is not None
+    assert found.checkpointed.modules == ("blocks.1", "blocks.2")
+    measured = _measured(_wrapped(model, ["blocks.1", "blocks.2"]), args, kwargs)
+    assert found.checkpointed.dynamic_peak_bytes == pytest.approx(measured, abs=NUMBERS)
+    assert found.checkpointed.dynamic_peak_bytes < found.dynamic_peak_bytes
+    assert 0 < found.checkpointed.overhead < 0.5
+    assert found.gradient_checkpointing is None
+
+
+def test_modules_add_up() -> None:
+    model, args, kwargs = small_gpt()
+    found = planner.estimate(model, args, kwargs, optimizer="adam")
+    whole, *parts = found.modules
+    size = sum(p.nbytes for p in model.parameters())
+    assert (whole.module, whole.parameter_bytes, whole.gradient_bytes) == ("", size, size)
+    assert found.optimizer_bytes >= 2 * size
+    blocks = [row for row in parts if row.module.startswith("blocks.") and row.module.count(".") == 1]
+    assert len(blocks) == 4
+    assert len({row.activation_bytes for row in blocks}) == 1
+    assert 4 * blocks[0].activation_bytes < whole.activation_bytes
+    assert whole.peak_bytes <= found.dynamic_peak_bytes
+    shown = str(found)
+    assert "blocks.* x4" in shown
+    assert "held for backward" in shown
+
+
+def test_suggested_modules_lower_the_peak_one_by_one() -> None:
+    model, args, kwargs = small_gpt()
+    found = planner.suggest(model, args, kwargs, k=2)
+    assert [len(one.modules) for one in found] == [1, 2]
+    assert found[0].modules == found[1].modules[:1]
+    before = _measured(model, args, kwargs)
+    peaks = [before, *(one.dynamic_peak_bytes for one in found)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[2] < peaks[0]
+    measured = _measured(_wrapped(model, list(found[1].modules)), args, kwargs)
+    assert peaks[-1] == pytest.approx(measured, abs=NUMBERS)
+
+
+def test_names_that_match_nothing_are_refused_before_the_long_work() -> None:
+    model, args, kwargs = small_gpt()
+    with pytest.raises(SelectionError, match=r"'block\.1'.*near to it are blocks\.1"):
+        planner.estimate(model, args, kwargs, checkpoints=["block.1"])
+    with pytest.raises(ValueError, match="k=0"):
+        planner.suggest(model, args, kwargs, k=0)
+    with pytest.raises(InputError, match="checkpoints"):
+        planner.estimate(model, args, kwargs, checkpoints=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["GPT2", "Bert", "Llama"])
+def test_what_hugging_face_checkpoints_is_estimated(name: str) -> None:
+    import transformers
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+    head = "MaskedLM" if name == "Bert" else "CausalLM"
+    kind = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}For{head}")
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config).train()
+    tokens = words(2, 32, 300)
+    kwargs = {"input_ids": tokens, "labels": tokens}
+    found = planner.estimate(model, (), kwargs)
+    assert found.dynamic_peak_bytes == pytest.approx(_measured(model, (), kwargs), abs=NUMBERS)
+    assert found.gradient_checkpointing is not None
+    model.gradient_checkpointing_enable()
+    measured = _measured(model, (), kwargs)
+    assert found.gradient_checkpointing.dynamic_peak_bytes == pytest.approx(measured, abs=NUMBERS)
+
+
+@pytest.mark.heavy
+def test_the_command_shows_and_prints() -> None:
+    run = CliRunner().invoke
+    shown = run(app, ["estimate", "tests.small:small_gpt", "--suggest", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "torch.utils.checkpoint on those modules" in shown.output
+    assert "suggested: blocks." in shown.output
+    printed = run(app, ["estimate", "tests.small:small_gpt", "--checkpoint", "blocks.*", "--json"])
+    found = json.loads(printed.stdout)
+    assert found["checkpointed"]["modules"] == [f"blocks.{i}" for i in range(4)]
+    assert found["checkpointed"]["dynamic_peak_bytes"] < found["dynamic_peak_bytes"]
+    both = run(app, ["estimate", "tests.small:small_gpt", "--checkpoint", "blocks.0", "--suggest", "1"])
+    assert both.exit_code == 2
+    assert "give one of them" in both.output
