@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from planner._torch.fake_values import KnowingMode, known_values, values_count
+from planner._torch.fake_values import ConstantTrackingFakeMode, known_values, values_count
 
 
 @pytest.fixture(params=["cpu", "cuda:0"])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """A device in whose mode a test runs; nothing runs on it."""
-    with KnowingMode(allow_non_fake_inputs=True), values_count(), torch.no_grad():
+    with ConstantTrackingFakeMode(allow_non_fake_inputs=True), values_count(), torch.no_grad():
         yield torch.device(request.param)
 
 

@@ -61,7 +61,7 @@ def _broken(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "name", "rows"),
-    [(shape_policy, "input_records", 96), (shape_policy, "prepare", 96), (read_again, "emit", 64)],
+    [(shape_policy, "input_records", 96), (shape_policy, "prepare", 96), (read_again, "partition", 64)],
     ids=["shapes", "prediction", "graphs"],
 )
 def test_a_step_outlives_an_error_of_the_planners(
@@ -116,7 +116,7 @@ def test_what_is_meant_to_be_an_error_is_one(monkeypatch: pytest.MonkeyPatch) ->
     plan.apply(model)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         model(torch.randn(96, 31))
-    monkeypatch.setattr(read_again, "emit", _broken)
+    monkeypatch.setattr(read_again, "partition", _broken)
     plan.apply(model)
     with no_plan_warnings(), pytest.raises(Exception, match="the books are lost"):
         model(*args)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from planner._torch.fake_values import KnowingMode, fake_with_values, known_values
+from planner._torch.fake_values import ConstantTrackingFakeMode, fake_with_values, known_values
 from planner._torch.joint.aot import run_without_data
 from planner.errors import CaptureError
 from tests.side_by_side import (
@@ -207,7 +207,7 @@ def test_nested_tensors_are_an_error_that_says_what_to_do(inside: bool) -> None:
 
 def test_known_values_that_a_graph_changes_are_computed_on_data() -> None:
     # Taken for data, a copy without data ends the process.
-    mode = KnowingMode(allow_non_fake_inputs=True)
+    mode = ConstantTrackingFakeMode(allow_non_fake_inputs=True)
     count = fake_with_values(torch.tensor(3), mode)
     graph = torch.fx.Graph()
     graph.output((graph.call_method("add_", (graph.placeholder("count"), 1)),))

@@ -9,7 +9,7 @@ from planner.capture.capture import capture
 from planner.costs.devices import find_device
 from planner.graph import replay
 from planner.graph.replay_rule import ReplayCall, ReplayRule
-from planner.lowering.partition import emit, no_recomputation
+from planner.lowering.partition import no_recomputation, partition
 from planner.problem.build import build_problem
 from planner.training_step.step import Step
 
@@ -52,6 +52,6 @@ def test_a_rule_says_how_an_operation_runs_again(monkeypatch: pytest.MonkeyPatch
     assert problem.graph.rerun(rows[relu.index]) != rows[relu.index]
     assert not problem.graph.ops[rows[tanh.index]].recomputable
 
-    halves = emit(joint, [relu.index, *no_recomputation(joint)])
+    halves = partition(joint, [relu.index, *no_recomputation(joint)])
     assert aten.clamp_min.default not in {n.target for n in halves.forward.graph.nodes}
     assert aten.clamp_min.default in {n.target for n in halves.backward.graph.nodes}

@@ -10,7 +10,7 @@ import torch
 import planner
 from planner.costs.devices import find_device
 from planner.costs.optimizer_step import OptimizerError, OptimizerStep, optimizer_step
-from planner.costs.step_memory import Footprint
+from planner.costs.step_memory import StepMemoryModel
 from planner.planfile.plan import Plan, Resident
 from planner.verification.measure import measure_peak
 from tests.small import small_gpt, small_resnet
@@ -198,7 +198,7 @@ def test_the_sum_on_a_gpu_and_the_room_it_leaves() -> None:
     resident = Resident(
         parameter_bytes=100 * MIB, buffer_bytes=0, input_bytes=0, gradient_bytes=0, optimizer_bytes=200 * MIB
     )
-    footprint = Footprint(gpu, resident, OptimizerStep(200 * MIB, 50 * MIB, 0.0))
+    footprint = StepMemoryModel(gpu, resident, OptimizerStep(200 * MIB, 50 * MIB, 0.0))
     whole = footprint.whole_step(dynamic_peak_bytes=500 * MIB, final_bytes=100 * MIB)
     assert whole.forward_backward_bytes == 800 * MIB
     assert whole.optimizer_step_bytes == 450 * MIB

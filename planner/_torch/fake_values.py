@@ -64,7 +64,7 @@ class _OnDevice:
         return getattr(self._converter, name)
 
 
-class KnowingMode(FakeTensorMode):
+class ConstantTrackingFakeMode(FakeTensorMode):
     """A mode without data in which sequences and constants of integers that a step makes are known.
 
     Models compute positions from ``torch.arange`` and let them decide what runs. With the values of such

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.costs.step_memory import Footprint
+from planner.costs.step_memory import StepMemoryModel
 from planner.planning.prepare import Prepared
 from solvers.model.arrays import PerStep
 from solvers.model.graph import Graph
@@ -34,7 +34,7 @@ class Sized:
 
     size: int
     graph: Graph
-    footprint: Footprint
+    footprint: StepMemoryModel
     eager_bytes: PerStep
     eager_final_bytes: int
     eager_seconds: float

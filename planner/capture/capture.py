@@ -36,7 +36,7 @@ from planner.errors import CaptureError, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.lowering.lowerings import chosen_lowering
 from planner.progress import Progress
-from planner.training_step.copies import StepCopy, described, lacks_data, with_data, without_data
+from planner.training_step.copies import StepCopy, described, fake_copy, lacks_data, real_copy
 from planner.training_step.generators import GeneratorStates, OwnGenerators
 from planner.training_step.intact import Belongings
 from planner.training_step.python_state import remember
@@ -128,7 +128,7 @@ def _on_a_copy(
     try:
         report("copying the module without its data", 0.0)
         try:
-            return use(_Capture(without_data(module, step), belongings, generators, report, cuda, added_to))
+            return use(_Capture(fake_copy(module, step), belongings, generators, report, cuda, added_to))
         except _NotWithoutData as error:
             missing = lacks_data(module, step)
             if missing or cuda is not None:
@@ -139,7 +139,7 @@ def _on_a_copy(
                 ) from error
             logger.info("%s; capturing with data", error)
         report("copying the module with its data: they decide what runs", 0.0)
-        return use(_Capture(with_data(module, step), belongings, generators, report, None, added_to))
+        return use(_Capture(real_copy(module, step), belongings, generators, report, None, added_to))
     finally:
         generators.restore()
         belongings.put_back()

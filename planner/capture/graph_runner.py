@@ -33,7 +33,7 @@ from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.protocol import CompiledGraph
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering
-from planner.lowering.partition import Halves, emit, no_recomputation
+from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
 
 
@@ -99,7 +99,7 @@ class GraphRunner:
         self._instances: dict[int, int] = {}
         self._executions = 0
         self._known: list[list[torch.Tensor | None]] = []  # by execution: values of outputs without data
-        self._halves: Halves | None = None
+        self._halves: Partition | None = None
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._around, self._autocast = AutocastContext.here(), autocast_state()
@@ -186,7 +186,7 @@ class GraphRunner:
         joint, self.joint = traced.joint, traced.reading
         self.joint.to_copy = to_copy(self.joint, self.example_inputs)
         if self._data:
-            self._halves = emit(self.joint, no_recomputation(self.joint))
+            self._halves = partition(self.joint, no_recomputation(self.joint))
         outputs, gradients = self.joint.outputs
         # The forward "saves" one empty token, by which its backward knows which execution it belongs to.
         forward = torch.fx.Graph()

@@ -19,7 +19,7 @@ from planner.planfile.schema import Resident, WholeStep
 
 
 @dataclass(frozen=True)
-class Footprint:
+class StepMemoryModel:
     """What does not depend on the schedule.
 
     Attributes:

@@ -85,7 +85,9 @@ def trace_joint(
     def correct_and_partition(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
         gradients = aot_metadata.gradients_of_outputs(joint.graph)
         relaid.intersection_update(
-            i for i, d in spec.tangent_layouts.items() if i not in gradients or not aot.lies(gradients[i], d)
+            i
+            for i, d in spec.tangent_layouts.items()
+            if i not in gradients or not aot.has_dim_order(gradients[i], d)
         )
         for correct in passes:
             correct(joint, context)

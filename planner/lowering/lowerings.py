@@ -19,7 +19,7 @@ class Lowering(Protocol):
         """Compile a graph.
 
         Args:
-            module: A graph of operator calls, see :class:`planner.lowering.partition.Halves`. It may be
+            module: A graph of operator calls, see :class:`planner.lowering.partition.Partition`. It may be
                 changed.
             role: Which half it is.
 

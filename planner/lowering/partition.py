@@ -26,7 +26,7 @@ _USER_OUTPUTS = "user_outputs"
 
 
 @dataclass(frozen=True)
-class Halves:
+class Partition:
     """The two graphs of one captured graph.
 
     Attributes:
@@ -43,7 +43,7 @@ class Halves:
     read_again: tuple[Node, ...] = ()
 
 
-def emit(joint: JointGraph, backward: Sequence[int], *, copying: bool = False) -> Halves:
+def partition(joint: JointGraph, backward: Sequence[int], *, copying: bool = False) -> Partition:
     """Emit the graphs that run a schedule.
 
     Args:
@@ -61,7 +61,7 @@ def emit(joint: JointGraph, backward: Sequence[int], *, copying: bool = False) -
     body.finish()
     forward, saved = _forward(joint, body)
     again = tuple(p for p in body.read_again if p not in body.read)
-    return Halves(forward, GraphModule(joint.module, body.graph), saved, again)
+    return Partition(forward, GraphModule(joint.module, body.graph), saved, again)
 
 
 def user_outputs(forward: GraphModule) -> int | None:

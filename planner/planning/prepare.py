@@ -14,7 +14,7 @@ from planner.costs.devices import Device, find_device, round_bytes, same_process
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.optimizer_step import OptimizerStep, optimizer_step
 from planner.costs.roofline import Costs, roofline
-from planner.costs.step_memory import Footprint as StepFootprint
+from planner.costs.step_memory import StepMemoryModel
 from planner.costs.workspace import WorkspaceMeter
 from planner.errors import PlannerError, warn
 from planner.graph.overwritten import checked_inputs
@@ -54,7 +54,7 @@ class Prepared:
     step: Step
     captured: CapturedStep
     problem: Problem
-    footprint: StepFootprint
+    footprint: StepMemoryModel
     meter: WorkspaceMeter | None
     costs: Costs
     seconds: float
@@ -160,7 +160,7 @@ def prepare(
         source.save()
     if meter is not None and meter.unmeasured:
         warn(unmeasured(meter))
-    footprint = StepFootprint(target, _resident(captured, update, target), update)
+    footprint = StepMemoryModel(target, _resident(captured, update, target), update)
     seconds = time.perf_counter() - started
     return Prepared(model, step, captured, problem, footprint, meter, source, seconds, options, cuda)
 

@@ -12,7 +12,7 @@ from planner.errors import InputsChanged
 from planner.graph.joint_graph import JointGraph
 from planner.graph.overwritten import to_copy
 from planner.hooks.protocol import GraphHook
-from planner.lowering.partition import Halves, emit
+from planner.lowering.partition import Partition, partition
 from planner.planfile.plan import Plan
 
 
@@ -28,11 +28,11 @@ class ReadAgain(GraphHook):
         self._plan, self._graph, self._example_inputs = plan, graph, example_inputs
         self._positions: list[int] = []
 
-    def emitted(self, joint: JointGraph, backward: Sequence[int]) -> Halves:
-        """The graphs of a schedule, see :func:`planner.lowering.partition.emit`."""
+    def emitted(self, joint: JointGraph, backward: Sequence[int]) -> Partition:
+        """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""
         joint.to_copy = to_copy(joint, self._example_inputs)
         self._example_inputs = ()  # or the first batch would be held for good
-        halves = emit(joint, backward, copying=self._plan.target.inputs == "overwritten")
+        halves = partition(joint, backward, copying=self._plan.target.inputs == "overwritten")
         positions = map(aot_metadata.input_position, halves.read_again)
         count = len(self._graph.graph.find_nodes(op="placeholder"))
         self._positions = sorted(p for p in positions if p is not None and p < count)

@@ -36,8 +36,8 @@ class StepCopy:
     data: bool
 
 
-def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
-    mode = fake_values.KnowingMode(allow_non_fake_inputs=True)
+def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
+    mode = fake_values.ConstantTrackingFakeMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.Tensor] = {}
     known: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -73,7 +73,7 @@ def without_data(module: torch.nn.Module, step: Step) -> StepCopy:
     return StepCopy(copied, copied_step, running, reset, data=False)
 
 
-def with_data(module: torch.nn.Module, step: Step) -> StepCopy:
+def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     copied = _copied(module, step, {})
     made: dict[int, torch.Tensor] = {}
 

@@ -142,7 +142,7 @@ def _can_lie(tangent: Any, dimensions: Sequence[int]) -> bool:
     )
 
 
-def lies(tensor: torch.Tensor, dimensions: Sequence[int]) -> bool:
+def has_dim_order(tensor: torch.Tensor, dimensions: Sequence[int]) -> bool:
     """Whether a tensor is dense in memory, its dimensions in that order, the largest strides first."""
     return len(dimensions) == tensor.dim() and list(tensor.stride()) == _strides(tensor, dimensions)
 
