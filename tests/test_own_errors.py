@@ -12,7 +12,15 @@ import planner
 from planner.costs import workspace
 from planner.errors import CaptureError, PlanMismatch, PlanWarning
 from planner.runtime import install, read_again, shape_policy
-from tests.side_by_side import Layers, assert_same, layers, left_by, no_plan_warnings, plan_of
+from tests.side_by_side import (
+    Layers,
+    assert_same,
+    counting_runs,
+    layers,
+    left_by,
+    no_plan_warnings,
+    plan_of,
+)
 from tests.test_loops import steps
 
 
@@ -168,3 +176,27 @@ def test_a_script_applies_the_plan_that_was_made_where_it_is_imported() -> None:
     other = type("Nets", (Layers,), {"__module__": "__main__"})
     with pytest.raises(PlanMismatch, match="Nets"):
         plan.apply(other(1))
+
+
+class Centred(nn.Module):
+    """Takes a number that is a buffer of double precision from what a graph break hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("centre", torch.tensor(1.8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x).tanh()
+        if x.sum() > 1e9:
+            x = x * 2
+        return (x - self.centre).square().mean()
+
+
+def test_dynamo_captures_again_where_tracing_asks_for_it() -> None:
+    torch.manual_seed(0)
+    model, x = Centred(), torch.randn(8, 16)
+    plan_of(model, (x,)).apply(model)
+    with no_plan_warnings(), counting_runs() as runs:
+        model(x).backward()
+    assert runs.backward == 2

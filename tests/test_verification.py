@@ -10,7 +10,7 @@ from planner._torch.cuda import batch_norm
 from planner.graph.replay import rng
 from planner.runtime.install import installed_plan
 from planner.training_step.generators import OwnGenerators
-from tests.side_by_side import Layers, layers
+from tests.side_by_side import Layers, layers, plan_of
 from tests.small import small_gpt, small_resnet
 
 
@@ -200,3 +200,24 @@ def test_steps_that_are_never_the_same_are_distinguished_from_a_wrong_plan() -> 
     report = planner.verify(model, args, plan=plan, repeats=0)
     assert not report.ok
     assert any("so does that of a second step" in problem for problem in report.problems)
+
+
+class Observed(Layers):
+    """Gives a buffer a size in its first forward, as observers of quantisation do."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("seen", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.resize_(32).copy_(x.abs().amax(0))
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_buffer_that_gets_its_size_in_the_forward_is_put_back() -> None:
+    model, args, _ = layers(Observed)
+    report = planner.verify(model, args, plan=plan_of(model, args), repeats=0)
+    assert report.ok, report.problems
+    assert model.get_buffer("seen").shape == (0,)

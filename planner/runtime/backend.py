@@ -96,6 +96,9 @@ class PlanBackend:
         if not any(map(fake.is_size, example_inputs)):
             try:
                 return self._compile(graph, example_inputs, record, spec)
+            except aot.STARTS_AGAIN:
+                self._captured[record.structure if record else structure_of(graph)] -= 1
+                raise
             except aot.DATA_DECIDE as error:  # Dynamo would go on silently
                 warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
             except Exception as error:

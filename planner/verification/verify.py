@@ -205,6 +205,8 @@ class _State:
         self._put_python_back()
         with torch.no_grad():
             for tensor, copy, gradient in zip(self._tensors, self._copies, self._gradients, strict=True):
+                if tensor.shape != copy.shape:
+                    tensor.resize_(copy.shape)  # as observers of quantisation do with their buffers
                 if not same(tensor.cpu(), copy, 0.0):
                     tensor.copy_(copy)
                 tensor.grad = gradient if gradients else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._functorch import aot_autograd as functorch_aot
 from torch._functorch._aot_autograd import (
     collect_metadata_analysis,
@@ -41,6 +41,9 @@ Partition = Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, to
 
 DATA_DECIDE = exceptions_allowed_to_be_fallback
 """What tracing raises where only data tell sizes."""
+
+STARTS_AGAIN = TensorifyScalarRestartAnalysis
+"""What tracing raises to have Dynamo capture the same code once more, with numbers as they are."""
 
 
 def compile_joint(
