@@ -24,6 +24,7 @@ from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.solve import room_bytes
 from planner.training_step.step import Step
+from planner.user_plan import Plan
 from solvers.registry import SOLVERS
 from tests.zoo import build
 
@@ -43,7 +44,7 @@ def rows(models: list[str], solvers: list[str], budgets: list[str]) -> list[dict
                 row: dict[str, object] = {"model": name, "budget": text, "solver": solver}
                 # What cannot meet the budget is executed all the same, as a plan without one.
                 promised = budget if solution.feasible else Budget(None, text)
-                plan = make_plan(prepared, solution, promised)
+                plan = Plan.of(make_plan(prepared, solution, promised))
                 report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
                 found.append(
                     row

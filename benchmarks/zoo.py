@@ -31,6 +31,7 @@ from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
 from planner.planning.solve import room_bytes
 from planner.training_step.step import Step
+from planner.user_plan import Plan
 from solvers.registry import SOLVERS
 from tests import zoo
 
@@ -69,7 +70,7 @@ def _measure(name: str, budgets: list[str], solver: str, seconds: float, row: di
             # Below what any plan reaches: the least that can be reached stands for it.
             row["budgets"][text] = {"infeasible_bytes": prepared.resident.total + solution.peak_bytes}
             continue
-        plan = make_plan(prepared, solution, budget)
+        plan = Plan.of(make_plan(prepared, solution, budget))
         row["coverage"], row["graphs"] = plan.coverage, len(plan.graphs)
         row["operations"] = sum(len(g.ops) for g in plan.graphs)
         row["notes"] = list(plan.notes)

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from planner.estimation.estimate import estimate, suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
     from planner.planfile.budget import format_bytes
-    from planner.planfile.plan import Plan
     from planner.runtime.install import remove
+    from planner.user_plan import Plan
     from planner.verification.verify import verify
 
 
 # Looked up on first use, so that `import planner` loads neither torch nor a solver.
 _HOMES = {
-    "Plan": "planner.planfile.plan",
+    "Plan": "planner.user_plan",
     "auto_checkpoint": "planner.lazy.auto_checkpoint",
     "estimate": "planner.estimation.estimate",
     "format_bytes": "planner.planfile.budget",

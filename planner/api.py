@@ -9,7 +9,6 @@ import torch
 
 from planner.errors import BudgetError
 from planner.planfile.budget import Budget, parse_budget
-from planner.planfile.plan import Plan
 from planner.planning.make_plan import make_plan
 from planner.planning.options import (
     PlanKeywords,
@@ -24,6 +23,7 @@ from planner.planning.solve_for import solve_for
 from planner.problem.selection import select
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import Inputs, read_step
+from planner.user_plan import Plan
 from solvers import portfolio
 from solvers.model.schedule import simulate
 
@@ -78,7 +78,8 @@ def plan(
         wanted,
         progress=lambda text, fraction: report(text, 0.7 * fraction),
     )
-    return plan_prepared(prepared, budget, progress=lambda text, fraction: report(text, 0.7 + 0.3 * fraction))
+    made = plan_prepared(prepared, budget, progress=lambda text, fraction: report(text, 0.7 + 0.3 * fraction))
+    return Plan.of(made)
 
 
 @shows_options(StepKeywords)
@@ -162,7 +163,7 @@ def sweep(
         for budget in wanted
     ]
     plans = [
-        make_plan(prepared, solution, budget)
+        Plan.of(make_plan(prepared, solution, budget))
         for solution, budget in zip(solutions, wanted, strict=True)
         if solution.feasible
     ]

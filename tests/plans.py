@@ -6,13 +6,13 @@ from planner.planfile.plan import (
     LiveModule,
     ModelRecord,
     OpRecord,
-    Plan,
     Resident,
     SolverRecord,
     Target,
     TensorRecord,
     Timeline,
 )
+from planner.user_plan import Plan
 
 MIB = 2**20
 LAYER_OPS = ("norm1", "qkv", "attention.softmax", "attention.dropout", "out", "up", "gelu", "down")

@@ -17,8 +17,8 @@ import planner
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import PlanWarning
 from planner.lowering.lowerings import Role
-from planner.planfile.plan import Plan
 from planner.runtime import backend
+from planner.user_plan import Plan
 
 Loop = Callable[[Any], Any]
 

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import planner
 from planner.cli.commands import app
-from planner.planfile.plan import Plan, plan_schema
+from planner.planfile.plan import plan_schema
+from planner.user_plan import Plan
 from tests.plans import layered_plan
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from planner.cli.commands import app
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 
 BUILDERS = """
 import torch

@@ -15,7 +15,7 @@ from planner._torch.cuda import autocast
 from planner._torch.cuda.autocast import autocast_of_cuda, operators_cast_on
 from planner._torch.cuda.kernels import dispatched_in_python
 from planner.errors import CaptureError, PlanWarning
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="autocast is CUDA's own here")
 

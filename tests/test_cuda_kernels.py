@@ -12,7 +12,7 @@ import planner
 from planner._torch.cuda.attention import AttentionCall, choose_attention, prefers_cudnn
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner.errors import CaptureError, PlanWarning
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 from tests.small import small_gpt
 
 V100, T4, A100, RTX4090, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)

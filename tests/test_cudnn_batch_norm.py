@@ -7,7 +7,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 import planner
 from planner._torch.cuda.batch_norm import cudnn_as_eager, without_statistics
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 
 aten = torch.ops.aten
 

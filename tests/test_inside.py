@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
 from planner.errors import PlanWarning
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 from tests.side_by_side import (
     Layers,

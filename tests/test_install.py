@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import planner
 from planner import PlanWarning
-from planner.planfile.plan import Plan
 from planner.runtime.install import PlannedCall, installed_plan
+from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 from tests.side_by_side import layers
 from tests.small import (

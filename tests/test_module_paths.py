@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.planfile.plan import Plan
 from planner.report.modules import module_rows
+from planner.user_plan import Plan
 from tests import zoo
 from tests.small import layers_with_graph_breaks
 

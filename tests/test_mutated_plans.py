@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 from tests.plans import layered_plan
 
 TEXT = layered_plan().dumps()

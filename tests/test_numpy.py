@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 from tests.side_by_side import assert_trains_alike, layers
 from tests.test_loops import steps
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import planner
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 from tests.side_by_side import Layers, assert_same, assert_trains_alike, layers, left_by, plan_of
 from tests.test_loops import steps
 

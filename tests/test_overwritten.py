@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import planner
 from planner.cli.commands import app
 from planner.errors import InputsChanged
-from planner.planfile.plan import Plan
 from planner.planning.options import options_of
+from planner.user_plan import Plan
 from solvers.registry import SOLVERS
 
 Tensor = torch.Tensor

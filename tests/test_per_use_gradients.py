@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import planner
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 from planner.verification.verify import Report
 
 

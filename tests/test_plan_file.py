@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.planfile.plan import Plan, Timeline, plan_schema
+from planner.planfile.plan import PlanRecord, Timeline, plan_schema
+from planner.user_plan import Plan
 from tests.plans import layered_plan
 
 PLAN = layered_plan()
@@ -316,3 +317,13 @@ def test_a_thinned_timeline_keeps_its_peak(length: int, forward_share: float, se
 def test_plans_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         PLAN.coverage = "several-graphs"  # type: ignore[misc]
+
+
+def test_a_plan_is_its_record_with_methods_and_is_pickled_by_its_public_name() -> None:
+    plan = layered_plan(layers=2, kept_layers=1)
+    record = PlanRecord.loads(plan.dumps()).remember("options")
+    assert Plan.of(record) == plan.remember("options")
+    assert Plan.of(record).made_with == "options"
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert (Plan.__module__, Plan.__qualname__) == ("planner", "Plan")
+    assert plan_schema()["title"] == "Plan"

@@ -10,7 +10,7 @@ import pytest
 
 import planner
 from planner.planfile.json_layout import laid_out
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 from tests.plans import layered_plan
 from tests.small import layers_with_graph_breaks
 

@@ -6,9 +6,10 @@ import torch.nn as nn
 
 from planner.capture.capture import capture
 from planner.graph.joint_graph import JointGraph
-from planner.planfile.plan import GraphRecord, Plan
+from planner.planfile.plan import GraphRecord
 from planner.runtime.remap import remap_schedule
 from planner.training_step.step import Step
+from planner.user_plan import Plan
 from tests.side_by_side import Layers, layers, plan_of
 
 

@@ -8,12 +8,13 @@ import pytest
 from rich.console import Console
 
 import planner
-from planner.planfile.plan import LiveModule, Plan
+from planner.planfile.plan import LiveModule
 from planner.report import figure
 from planner.report.frontier import render_frontier
 from planner.report.modules import module_rows
 from planner.report.text import format_seconds, module_table, printable, render, timeline_chart
 from planner.report.verification import render_verification
+from planner.user_plan import Plan
 from tests.plans import LAYER_OPS, MIB, layered_plan
 
 

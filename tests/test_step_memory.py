@@ -11,7 +11,8 @@ import planner
 from planner.costs.devices import find_device
 from planner.costs.optimizer_step import OptimizerError, OptimizerStep, optimizer_step
 from planner.costs.step_memory import StepMemoryModel
-from planner.planfile.plan import Plan, Resident
+from planner.planfile.plan import Resident
+from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 from tests.small import small_gpt, small_resnet
 from tests.zoo import Built, build

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import planner
 from planner.errors import PlanMismatch, PlanWarning
-from planner.planfile.plan import Plan
 from planner.runtime.install import installed_plan
+from planner.user_plan import Plan
 from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
 
 

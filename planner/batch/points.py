@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from planner.planning.solve import find_solver
 from planner.progress import Progress
 from planner.training_step.inputs import InputError, read_inputs, read_step
 from planner.training_step.step import Loss, Outputs, Step
+from planner.user_plan import Plan
 from solvers import portfolio
 from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
@@ -209,7 +210,8 @@ class BatchSearch:
 
     def _result(self, answer: int, unplanned: int | None, others: Sequence[float | None]) -> MaxBatch:
         prepared, allowed = self.steps.prepared[answer], self._max_overhead
-        plan = make_plan(prepared, self._solutions[answer], Budget(self.budget_bytes, self.budget_text))
+        budget = Budget(self.budget_bytes, self.budget_text)
+        plan = Plan.of(make_plan(prepared, self._solutions[answer], budget))
         points = self._points(answer)
         without = None
         if unplanned is not None:

@@ -44,13 +44,14 @@ from planner.errors import BudgetError
 from planner.estimation.table import render_estimate
 from planner.planfile.atomic_file import check_folder, check_writable, write_atomically
 from planner.planfile.budget import parse_budget
-from planner.planfile.plan import Plan, plan_schema
+from planner.planfile.plan import plan_schema
 from planner.planning.options import OptionError
 from planner.report import figure as plan_figure
 from planner.report.batches import render_batches
 from planner.report.frontier import render_frontier
 from planner.report.text import printable, render
 from planner.report.verification import render_verification
+from planner.user_plan import Plan
 
 app = typer.Typer(
     help="Plan which activations a PyTorch training step keeps and recomputes, within a memory budget.",

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from planner.cli.builder import BuilderError
 from planner.errors import InfeasibleBudget, PlannerError
-from planner.planfile.plan import Plan
 from planner.report.text import printable
+from planner.user_plan import Plan
 
 VERIFY_FAILED, WRONG_INPUT, INFEASIBLE = 1, 2, 3
 

@@ -9,7 +9,7 @@ import torch
 
 from planner.hooks.protocol import GraphHook
 from planner.planfile.budget import format_bytes
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 from planner.training_step.step import unique_storages
 
 
@@ -25,7 +25,7 @@ class DroppedOutputs(GraphHook):
         warn: Called with what is held.
     """
 
-    def __init__(self, outputs: Sequence[int], plan: Plan, warn: Callable[[str], None]) -> None:
+    def __init__(self, outputs: Sequence[int], plan: PlanRecord, warn: Callable[[str], None]) -> None:
         dropped = plan.model.outputs == "dropped" and plan.coverage == "one-graph"
         self._outputs = outputs if dropped else ()
         self._warn = warn

@@ -10,7 +10,7 @@ from planner.costs.devices import find_device
 from planner.costs.optimizer_step import optimizer_step
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.fingerprint import class_name, same_class, state_digest
-from planner.planfile.plan import Plan, TensorRecord
+from planner.planfile.plan import PlanRecord, TensorRecord
 from planner.planning.make_plan import input_records
 from planner.planning.prepare import device_of
 from planner.training_step.step import Step
@@ -31,7 +31,7 @@ def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str
 
 
 def mismatch(
-    plan: Plan, model: torch.nn.Module, step: Step, budget: int | str, options: Mapping[str, Any]
+    plan: PlanRecord, model: torch.nn.Module, step: Step, budget: int | str, options: Mapping[str, Any]
 ) -> str:
     """Why a plan is not the one that would be made now; empty where it is.
 

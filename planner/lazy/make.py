@@ -11,7 +11,7 @@ from planner.errors import PlanFileError
 from planner.lazy.cached import made_of, mismatch
 from planner.planfile.atomic_file import check_writable
 from planner.planfile.budget import format_bytes, parse_budget
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 from planner.planning.options import OptionError, PlanKeywords, PlanOptions, check_options, read_options
 from planner.planning.solve import find_solver
 from planner.progress import Progress
@@ -54,7 +54,7 @@ class Made:
         end: Its end.
     """
 
-    plan: Plan
+    plan: PlanRecord
     how: str
     end: str = ""
 
@@ -99,7 +99,7 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
     why = ""
     if cache is not None and os.path.exists(cache):
         try:
-            plan = Plan.load(cache)
+            plan = PlanRecord.load(cache)
             why = mismatch(plan, model, step, wanted.budget, wanted.given)
         except PlanFileError as error:
             why = f"{error}".removeprefix(f"{os.fspath(cache)}: ")

@@ -17,7 +17,7 @@ from planner._torch import distributed
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.lazy.make import Made
 from planner.planfile.fingerprint import class_name, state_digest
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 from planner.planning.options import PlanOptions
 
 PATIENCE = timedelta(minutes=30)
@@ -87,7 +87,7 @@ def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], optio
             f"rank {dist.get_rank()} waited for the plan of rank 0, which did not come: every rank has to "
             f"call the module in training mode, in the same order ({error})"
         ) from error
-    plan = Plan.loads(zlib.decompress(packed), source="the plan of rank 0")
+    plan = PlanRecord.loads(zlib.decompress(packed), source="the plan of rank 0")
     return Made(plan.remember(options), answer["how"])
 
 

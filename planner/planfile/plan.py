@@ -6,9 +6,9 @@ generated from the models.
 """
 
 import os
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import from_json
 
 from planner.errors import PlanFileError
@@ -34,13 +34,6 @@ from planner.planfile.schema import (
     WholeStep,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from torch import nn
-
-    from planner.runtime.shape_policy import OnNewShape
-    from planner.training_step.step import Loss
-
 __all__ = [
     "Footprint",
     "GradientLayout",
@@ -48,7 +41,7 @@ __all__ = [
     "LiveModule",
     "ModelRecord",
     "OpRecord",
-    "Plan",
+    "PlanRecord",
     "Resident",
     "SolverRecord",
     "Target",
@@ -64,8 +57,10 @@ SCHEMA_VERSION = 2
 LARGEST_FILE_BYTES = 512 * 2**20
 
 
-class Plan(Record):
+class PlanRecord(Record):
     """A training step within a memory budget: its schedule, and what that schedule promises."""
+
+    model_config = ConfigDict(title="Plan")
 
     _made_with: Any = PrivateAttr(default=None)
 
@@ -114,32 +109,11 @@ class Plan(Record):
     def __str__(self) -> str:
         return repr(self)
 
-    def _repr_html_(self) -> str:
-        from planner.report.text import as_html, render
-
-        return as_html(render(self))
-
-    def summary(self) -> str:
-        """What was planned, what that promises, and what it does to each module, as text of several lines.
-
-        ``print(plan.summary())`` shows it; the command ``python -m planner show`` says the same and more.
-        """
-        from planner.report.text import as_text, render_summary
-
-        return as_text(render_summary(self))
-
-    def figure(self) -> "Figure":
-        """Draw live bytes over the step, planned and unplanned, and what is alive at the planned peak.
-
-        Returns:
-            a figure of matplotlib's; notebooks show it, ``figure.savefig("plan.svg")`` writes it.
-
-        Raises:
-            PlottingError: matplotlib is not installed.
-        """
-        from planner.report.figure import draw
-
-        return draw(self)
+    def __eq__(self, other: object) -> bool:
+        # A record that was read from a file equals the plan that users made of it.
+        if not isinstance(other, PlanRecord):
+            return NotImplemented
+        return vars(self) == vars(other) and self._made_with == other._made_with
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -174,39 +148,6 @@ class Plan(Record):
         """The same plan, which remembers what it was made with."""
         self._made_with = options
         return self
-
-    def apply(
-        self,
-        model: "nn.Module",
-        *,
-        on_new_shape: "OnNewShape" = "reapply",
-        loss: "Loss | None" = None,
-    ) -> "nn.Module":
-        """Make the module train by this plan, in place.
-
-        Inputs of other shapes run by the same plan. Where no size is larger than planned they take no more
-        memory; where one is, `on_new_shape` says what happens.
-
-        Args:
-            model: the module.
-            on_new_shape: "reapply" warns with the peak that the same plan has at the new shape; "replan"
-                makes another plan for it, within the same budget, where the same plan does not fit; "error"
-                refuses every shape but the planned one, before anything is computed.
-            loss: as for `planner.plan`, to predict peaks; None for the one that the plan was made with,
-                which a plan that was read from a file does not know.
-
-        Returns:
-            the same module; `planner.remove(model)` undoes it.
-
-        Raises:
-            PlanMismatch: the plan is of another model.
-            InputError: the loss is no function of the module's output.
-            ValueError: `on_new_shape` is none of the three.
-        """
-        from planner.runtime.install import apply
-        from planner.training_step.inputs import check_loss
-
-        return apply(self, model, on_new_shape=on_new_shape, loss=check_loss(loss))
 
     def dumps(self) -> str:
         """Write the plan as JSON text, laid out for people: one operation a line.
@@ -270,7 +211,7 @@ class Plan(Record):
 
 def plan_schema() -> dict[str, Any]:
     """The JSON schema of plan files."""
-    schema = Plan.model_json_schema(mode="validation")
+    schema = PlanRecord.model_json_schema(mode="validation")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

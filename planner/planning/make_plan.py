@@ -18,7 +18,7 @@ from planner.planfile.plan import (
     LiveModule,
     ModelRecord,
     OpRecord,
-    Plan,
+    PlanRecord,
     SolverRecord,
     Target,
     TensorRecord,
@@ -32,7 +32,7 @@ from solvers.model.schedule import alive_at, lifetimes, simulate
 from solvers.model.solution import Solution
 
 
-def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
+def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> PlanRecord:
     """The plan that a solution is."""
     captured, problem, resident = prepared.captured, prepared.problem, prepared.resident
     model, meter = prepared.model, prepared.meter
@@ -60,7 +60,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> Plan:
         notes.append(
             f"{len(prepared.costs.failures)} operations could not be timed; their seconds are the roofline's"
         )
-    return Plan(
+    return PlanRecord(
         created_with={
             "planner": __version__,
             "torch": torch.__version__,

@@ -18,7 +18,7 @@ from planner._torch.cuda.attention import Attention
 from planner.costs.devices import Device
 from planner.costs.optimizer_step import Optimizer
 from planner.graph.overwritten import InputsAre, checked_inputs
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 from planner.training_step.inputs import InputError
 from planner.training_step.step import Loss, Outputs, checked_outputs
 from solvers.registry import SOLVERS
@@ -141,7 +141,7 @@ def read_options(of: str, known: type[StepKeywords], given: Mapping[str, Any], *
     return options
 
 
-def options_of(plan: Plan) -> PlanOptions:
+def options_of(plan: PlanRecord) -> PlanOptions:
     """What a plan was made with besides the model; of a plan that was read from a file little is known."""
     if isinstance(plan.made_with, PlanOptions):
         return replace(plan.made_with, inputs=plan.target.inputs)

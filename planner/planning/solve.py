@@ -2,7 +2,7 @@
 
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.planfile.budget import Budget, format_bytes
-from planner.planfile.plan import Plan, WholeStep
+from planner.planfile.plan import PlanRecord, WholeStep
 from planner.planning.make_plan import make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
@@ -17,7 +17,7 @@ class SolverError(PlannerError, ValueError):
     """There is no solver of that name."""
 
 
-def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress | None = None) -> Plan:
+def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress | None = None) -> PlanRecord:
     """Plan a step that has been captured, with the solver and the selections of its options.
 
     Raises:

@@ -1,6 +1,7 @@
 """Batches within a budget: without a plan, the fastest, and the largest at several prices."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from rich.table import Table
 from rich.text import Text
@@ -8,11 +9,19 @@ from rich.text import Text
 from planner.planfile.budget import format_bytes
 from planner.report.columns import fitted_table
 
-if TYPE_CHECKING:
-    from planner.batch.points import MaxBatch
+
+class Batches(Protocol):
+    """What `planner.max_batch` returns, as far as it is shown."""
+
+    @property
+    def choices(self) -> Sequence[Any]: ...
+    @property
+    def largest(self) -> Any: ...
+    @property
+    def unplanned(self) -> Any: ...
 
 
-def render_batches(found: "MaxBatch", *, width: int = 100) -> Table:
+def render_batches(found: Batches, *, width: int = 100) -> Table:
     """A row a batch: what it takes of the device and how fast it is; the one that was planned is marked."""
     names: dict[tuple[int, bool], list[str]] = {}
     points = {}

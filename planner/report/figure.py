@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import PlannerError
 from planner.planfile.atomic_file import check_writable, replace_atomically
 from planner.planfile.budget import format_bytes
-from planner.planfile.plan import Plan, Timeline
+from planner.planfile.plan import PlanRecord, Timeline
 from planner.report.modules import folded_holders
 from planner.report.text import printable
 
@@ -24,7 +24,7 @@ class PlottingError(PlannerError):
     """A figure cannot be drawn: matplotlib is missing, or the file's format is not one it writes."""
 
 
-def draw(plan: Plan, *, most_modules: int = 8) -> "Figure":
+def draw(plan: PlanRecord, *, most_modules: int = 8) -> "Figure":
     """Draw live bytes over the step, planned and unplanned, and what is alive at the planned peak.
 
     Args:
@@ -54,7 +54,7 @@ def check_figure(path: str | os.PathLike[str]) -> None:
     check_writable(path)
 
 
-def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+def save(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
     """Draw a plan into a file, whole or not at all; its ending says the format: .png, .svg or .pdf.
 
     Raises:
@@ -90,7 +90,7 @@ def _figure_class() -> Any:
     return Figure
 
 
-def _draw_timelines(axes: "Axes", plan: Plan) -> None:
+def _draw_timelines(axes: "Axes", plan: PlanRecord) -> None:
     resident = plan.resident.total
     for timeline, colour, label in (
         (plan.baseline_timeline, _UNPLANNED, "unplanned"),
@@ -118,7 +118,7 @@ def _draw_timelines(axes: "Axes", plan: Plan) -> None:
     axes.set_title(f"{format_bytes(resident)} resident besides, {plan.overhead:+.1%} time", fontsize=10)
 
 
-def _draw_holders(axes: "Axes", plan: Plan, most: int) -> None:
+def _draw_holders(axes: "Axes", plan: PlanRecord, most: int) -> None:
     holders = folded_holders(plan, most)
     # A dollar sign would start a formula.
     names = [_shortened(printable(holder.module)).replace("$", r"\$") for holder in holders]

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from planner.planfile.budget import format_bytes
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 from planner.report.columns import fitted_table
 
 _BAR = 30
 
 
-def render_frontier(plans: Sequence[Plan], *, width: int = 100) -> Table:
+def render_frontier(plans: Sequence[PlanRecord], *, width: int = 100) -> Table:
     """A row a plan: its peak, its share of the unplanned step's, and its extra time as a bar."""
     longest = max((p.overhead for p in plans), default=0.0) or 1.0
     bar = _BAR if width >= 100 else 8

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
-from planner.planfile.plan import LiveModule, Plan
+from planner.planfile.plan import LiveModule, PlanRecord
 
 _MOST_NAMES = 4
 
@@ -44,7 +44,7 @@ class ModuleRow:
     """Which operations are re-run, where only some are and the module contains no other."""
 
 
-def module_rows(plan: Plan) -> list[ModuleRow]:
+def module_rows(plan: PlanRecord) -> list[ModuleRow]:
     """List the modules of a plan's forward, in order of their first operation.
 
     A module of which all is re-run, or nothing, is one line; others are followed by what they contain, last
@@ -54,7 +54,7 @@ def module_rows(plan: Plan) -> list[ModuleRow]:
     return list(_rows(root, "", 0, 1)) if root.share.ops else []
 
 
-def folded_holders(plan: Plan, most: int) -> list[LiveModule]:
+def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
     """List what is alive at the peak, largest first, with the same module of every layer as one.
 
     Args:
@@ -81,7 +81,7 @@ def folded_holders(plan: Plan, most: int) -> list[LiveModule]:
     return holders
 
 
-def _tree(plan: Plan) -> _Node:
+def _tree(plan: PlanRecord) -> _Node:
     root = _Node()
     for graph in plan.graphs:
         forward_length = graph.forward_length

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.planfile.budget import format_bytes
-from planner.planfile.plan import Plan, Timeline
+from planner.planfile.plan import PlanRecord, Timeline
 from planner.report.columns import Cell, fitted_table
 from planner.report.modules import ModuleRow, folded_holders, module_rows
 
@@ -25,7 +25,7 @@ _COVERAGES = {
 }
 
 
-def render(plan: Plan, *, width: int = 100) -> Group:
+def render(plan: PlanRecord, *, width: int = 100) -> Group:
     """Lay out everything there is to say about a plan, for `rich.print`.
 
     Args:
@@ -38,12 +38,12 @@ def render(plan: Plan, *, width: int = 100) -> Group:
     return Group(*parts, *notes(plan))
 
 
-def render_summary(plan: Plan) -> Group:
+def render_summary(plan: PlanRecord) -> Group:
     """The part of it that says what was planned and decided, without the chart."""
     return Group(summary(plan), Text(), module_table(plan), *notes(plan))
 
 
-def notes(plan: Plan) -> list[RenderableType]:
+def notes(plan: PlanRecord) -> list[RenderableType]:
     """What else is worth knowing, a line each."""
     return [Text(f"note: {printable(note)}") for note in plan.notes]
 
@@ -62,7 +62,7 @@ def as_html(what: RenderableType, *, width: int = 100) -> str:
     return console.export_html(inline_styles=True, code_format=_HTML)
 
 
-def summary(plan: Plan, *, width: int = 100) -> Table:
+def summary(plan: PlanRecord, *, width: int = 100) -> Table:
     """What was planned, for what, and what it promises."""
     footprints = (plan.baseline, plan.no_recompute, plan.predicted)
     rows = [
@@ -106,7 +106,7 @@ def summary(plan: Plan, *, width: int = 100) -> Table:
     return stacked
 
 
-def timeline_chart(plan: Plan, *, width: int = 100, height: int = 10) -> Text:
+def timeline_chart(plan: PlanRecord, *, width: int = 100, height: int = 10) -> Text:
     """Draw live bytes over the step: the plan in blocks, the unplanned step in dots, the budget as a line."""
     columns = max(8, width - 14)
     share = plan.timeline.forward_length / len(plan.timeline.bytes)
@@ -144,7 +144,7 @@ def timeline_chart(plan: Plan, *, width: int = 100, height: int = 10) -> Text:
     return chart
 
 
-def module_table(plan: Plan, *, width: int = 100) -> Table:
+def module_table(plan: PlanRecord, *, width: int = 100) -> Table:
     """What is kept and what is re-run, by module; layers that are treated alike share a line."""
     rows = module_rows(plan)
     kept_is_known = any(graph.kept for graph in plan.graphs)
@@ -167,7 +167,7 @@ def module_table(plan: Plan, *, width: int = 100) -> Table:
     return fitted_table(headers, cells, width=width, least=("kept", "bytes re-made", "of"))
 
 
-def holder_table(plan: Plan, most: int = 12, *, width: int = 100) -> Table:
+def holder_table(plan: PlanRecord, most: int = 12, *, width: int = 100) -> Table:
     """What is alive at the planned peak, by module."""
     holders = folded_holders(plan, most)
     total = sum(holder.bytes for holder in holders) or 1

@@ -32,7 +32,7 @@ from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import chosen_lowering
 from planner.lowering.partition import no_recomputation
-from planner.planfile.plan import GraphRecord, Plan
+from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.runtime.first_forward import Path
 from planner.runtime.own_errors import unplanned
 from planner.runtime.per_shape import MOST_SHAPES, StaticShapes
@@ -57,7 +57,7 @@ class PlanBackend:
     def __init__(
         self,
         model: weakref.ref[torch.nn.Module],
-        plan: Plan,
+        plan: PlanRecord,
         warned_of_shapes: Callable[[], bool],
         path: Path,
         calls: Calls,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from planner._torch import distributed
 from planner.errors import PlanMismatch
 from planner.graph.spec import GraphSpec
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 
 if TYPE_CHECKING:
     from planner.runtime.shape_policy import OnNewShape
@@ -34,7 +34,7 @@ _IN_SPEC: Any = dict.fromkeys(("unused_outputs", "per_use_inputs", "gradient_lay
 """What of it :class:`GraphSpec` holds."""
 
 
-def decisions_digest(plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> str:
+def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -> str:
     """Digest of what a plan does: equal for plans that run the same, whenever and however they were found.
 
     Args:
@@ -65,7 +65,7 @@ class RankCheck:
 
     _number = 0  # first forwards happen in the same order on all ranks, which pairs them
 
-    def __init__(self, plan: Plan, on_new_shape: "OnNewShape" = "reapply") -> None:
+    def __init__(self, plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -> None:
         self._plan, self._on_new_shape = plan, on_new_shape
 
     def __call__(self) -> bool:

@@ -8,7 +8,7 @@ the next one is captured again.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.planfile.plan import GraphRecord, Plan
+from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.training_step.step import differentiable_outputs
 
 Compiled = Callable[..., Any]
@@ -22,7 +22,7 @@ class Path:
         captured_again: Whether the forward is captured again where it was not made of the plan's graphs.
     """
 
-    def __init__(self, plan: Plan, *, captured_again: bool) -> None:
+    def __init__(self, plan: PlanRecord, *, captured_again: bool) -> None:
         self.captured_again = captured_again
         self._planned = {_key(graph) for graph in plan.graphs}
         self._followed: set[tuple[str, int]] = set()

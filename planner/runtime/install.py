@@ -22,7 +22,7 @@ from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_c
 from planner.hooks.awaiting_backward import Calls
 from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import RankCheck
 from planner.runtime.first_forward import CapturedAgain, Path
@@ -36,7 +36,7 @@ from planner.training_step.wrappers import refuse_wrappers
 
 
 def apply(
-    plan: Plan,
+    plan: PlanRecord,
     model: torch.nn.Module,
     *,
     on_new_shape: OnNewShape = "reapply",
@@ -63,7 +63,7 @@ def apply(
     return model
 
 
-def check_fits(plan: Plan, model: torch.nn.Module) -> None:
+def check_fits(plan: PlanRecord, model: torch.nn.Module) -> None:
     """See that a plan is for a module of this class and state.
 
     Raises:
@@ -83,7 +83,11 @@ def check_fits(plan: Plan, model: torch.nn.Module) -> None:
 
 
 def put_in(
-    plan: Plan, model: torch.nn.Module, *, on_new_shape: OnNewShape = "reapply", loss: Loss | None = None
+    plan: PlanRecord,
+    model: torch.nn.Module,
+    *,
+    on_new_shape: OnNewShape = "reapply",
+    loss: Loss | None = None,
 ) -> "PlannedCall":
     """Install a plan that is known to be for this module; the one that is there already is replaced."""
     there = modules.installed_call(model)
@@ -112,7 +116,7 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
 
 def _install(
     model: torch.nn.Module,
-    plan: Plan,
+    plan: PlanRecord,
     previous: Callable[..., Any] | None = None,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
@@ -122,7 +126,7 @@ def _install(
     return call
 
 
-def installed_plan(model: torch.nn.Module) -> Plan | None:
+def installed_plan(model: torch.nn.Module) -> PlanRecord | None:
     """The plan that a module trains by, or None."""
     installed = modules.installed_call(model)
     return installed.plan if isinstance(installed, PlannedCall) else None
@@ -132,7 +136,7 @@ def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape
     """Install the plan of a pickled module where it is loaded."""
     if model is not None and not plans_are_off():
         try:
-            plan = Plan.loads(text, source="the plan of the pickled model")
+            plan = PlanRecord.loads(text, source="the plan of the pickled model")
             _install(model, plan, None, checked(on_new_shape))
         except PlanFileError as error:
             warn(f"the model is unpickled without its plan: {error}")
@@ -152,7 +156,7 @@ class PlannedCall(InstalledCall):
     def __init__(
         self,
         model: torch.nn.Module,
-        plan: Plan,
+        plan: PlanRecord,
         previous: Callable[..., Any] | None,
         on_new_shape: OnNewShape = "reapply",
         loss: Loss | None = None,
@@ -250,7 +254,7 @@ class PlannedCall(InstalledCall):
 
 
 def _compiled(
-    model: weakref.ref[torch.nn.Module], calls: Calls, plan: Plan, warned_of_shapes: Callable[[], bool]
+    model: weakref.ref[torch.nn.Module], calls: Calls, plan: PlanRecord, warned_of_shapes: Callable[[], bool]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def compile_(once_more: bool) -> list[CapturedAgain]:
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]

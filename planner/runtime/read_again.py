@@ -13,7 +13,7 @@ from planner.graph.joint_graph import JointGraph
 from planner.graph.overwritten import to_copy
 from planner.hooks.protocol import GraphHook
 from planner.lowering.partition import Partition, partition
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 
 
 class ReadAgain(GraphHook):
@@ -24,7 +24,7 @@ class ReadAgain(GraphHook):
         graph, example_inputs: The captured forward, and what it was captured with.
     """
 
-    def __init__(self, plan: Plan, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, plan: PlanRecord, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
         self._plan, self._graph, self._example_inputs = plan, graph, example_inputs
         self._positions: list[int] = []
 

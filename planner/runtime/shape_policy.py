@@ -19,7 +19,7 @@ from planner.capture.captured_step import CapturedStep
 from planner.errors import PlanMismatch, warn
 from planner.graph.joint_graph import JointGraph
 from planner.planfile.budget import format_bytes
-from planner.planfile.plan import GraphRecord, Plan, TensorRecord
+from planner.planfile.plan import GraphRecord, PlanRecord, TensorRecord
 from planner.planning.make_plan import input_records
 from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
@@ -86,7 +86,7 @@ class Program:
             them does so too.
     """
 
-    plan: Plan
+    plan: PlanRecord
     planned: Shapes
     run_planned: Callable[..., Any]
     run_others: Callable[..., Any]
@@ -112,9 +112,9 @@ class NewShapes:
     def __init__(
         self,
         model: torch.nn.Module,
-        plan: Plan,
+        plan: PlanRecord,
         policy: OnNewShape,
-        compile_: Callable[[Plan, Callable[[], bool]], tuple[Callable[..., Any], Callable[..., Any]]],
+        compile_: Callable[[PlanRecord, Callable[[], bool]], tuple[Callable[..., Any], Callable[..., Any]]],
         loss: Loss | None = None,
     ) -> None:
         self._model, self._policy, self._compile = model, policy, compile_
@@ -206,11 +206,11 @@ class NewShapes:
             options = replace(options, costs="roofline")
         return prepare(self._model, Step(args, kwargs, options.loss, options.outputs), options)
 
-    def _program(self, plan: Plan, shapes: Shapes) -> Program:
+    def _program(self, plan: PlanRecord, shapes: Shapes) -> Program:
         planned, others = self._compile(plan, lambda: self._others)
         return Program(plan, shapes, planned, others, [shapes])
 
-    def _replanned(self, prepared: Prepared) -> Plan:
+    def _replanned(self, prepared: Prepared) -> PlanRecord:
         from planner.planning.solve import plan_prepared
 
         plan = self._programs[0].plan
@@ -245,7 +245,7 @@ class NewShapes:
         return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
-def predicted_peak(plan: Plan, prepared: Prepared) -> int:
+def predicted_peak(plan: PlanRecord, prepared: Prepared) -> int:
     """Bytes that a step allocates over entry when it runs at other shapes by a plan's schedule.
 
     Raises:

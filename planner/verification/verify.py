@@ -10,7 +10,7 @@ import torch
 from planner._torch import modules
 from planner.errors import PlanMismatch
 from planner.interrupts import at_stages, held_interrupts
-from planner.planfile.plan import Plan
+from planner.planfile.plan import PlanRecord
 from planner.planning.options import check_options
 from planner.progress import Progress
 from planner.runtime.install import check_fits, installed_plan, put_in
@@ -77,7 +77,7 @@ def verify(
     args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    plan: Plan | None = None,
+    plan: PlanRecord | None = None,
     loss: Loss | None = None,
     outputs: Outputs | None = None,
     repeats: int = 3,
@@ -103,7 +103,7 @@ def verify(
     report = at_stages(progress)
     step = read_step(model, args, kwargs, loss, of="verify")
     check_options(repeats=repeats, progress=progress)
-    if plan is not None and not isinstance(plan, Plan):
+    if plan is not None and not isinstance(plan, PlanRecord):
         raise InputError(f"plan= is a {type(plan).__name__}: pass the plan, from a file as Plan.load(path)")
     plan = plan or installed_plan(model)
     if plan is None:
@@ -225,7 +225,7 @@ _NOT_TWICE = (
 
 
 def _report(
-    plan: Plan, reference: Outcome, spread: Spread, planned: Outcome, peak: int, baseline_peak: int,
+    plan: PlanRecord, reference: Outcome, spread: Spread, planned: Outcome, peak: int, baseline_peak: int,
     times: Sequence[Sequence[float]],
 ) -> Report:  # fmt: skip
     problems: list[str] = []

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from planner.planfile.plan import Plan
+from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,80 @@
+"""The plan as users have it: its data, and what can be done with it."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from planner.planfile.plan import PlanRecord
+from planner.report.figure import draw
+from planner.report.text import as_html, as_text, render, render_summary
+from planner.runtime.install import apply
+from planner.runtime.shape_policy import OnNewShape
+from planner.training_step.inputs import check_loss
+from planner.training_step.step import Loss
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Plan(PlanRecord):
+    """A training step within a memory budget: its schedule, and what that schedule promises."""
+
+    @classmethod
+    def of(cls, record: PlanRecord) -> "Plan":
+        """The plan of a record that has been checked."""
+        fields = {name: getattr(record, name) for name in cls.model_fields}
+        return cls.model_construct(**fields).remember(record.made_with)
+
+    def _repr_html_(self) -> str:
+        return as_html(render(self))
+
+    def summary(self) -> str:
+        """What was planned, what that promises, and what it does to each module, as text of several lines.
+
+        ``print(plan.summary())`` shows it; the command ``python -m planner show`` says the same and more.
+        """
+        return as_text(render_summary(self))
+
+    def figure(self) -> "Figure":
+        """Draw live bytes over the step, planned and unplanned, and what is alive at the planned peak.
+
+        Returns:
+            a figure of matplotlib's; notebooks show it, ``figure.savefig("plan.svg")`` writes it.
+
+        Raises:
+            PlottingError: matplotlib is not installed.
+        """
+        return draw(self)
+
+    def apply(
+        self,
+        model: nn.Module,
+        *,
+        on_new_shape: OnNewShape = "reapply",
+        loss: Loss | None = None,
+    ) -> nn.Module:
+        """Make the module train by this plan, in place.
+
+        Inputs of other shapes run by the same plan. Where no size is larger than planned they take no more
+        memory; where one is, `on_new_shape` says what happens.
+
+        Args:
+            model: the module.
+            on_new_shape: "reapply" warns with the peak that the same plan has at the new shape; "replan"
+                makes another plan for it, within the same budget, where the same plan does not fit; "error"
+                refuses every shape but the planned one, before anything is computed.
+            loss: as for `planner.plan`, to predict peaks; None for the one that the plan was made with,
+                which a plan that was read from a file does not know.
+
+        Returns:
+            the same module; `planner.remove(model)` undoes it.
+
+        Raises:
+            PlanMismatch: the plan is of another model.
+            InputError: the loss is no function of the module's output.
+            ValueError: `on_new_shape` is none of the three.
+        """
+        return apply(self, model, on_new_shape=on_new_shape, loss=check_loss(loss))
+
+
+Plan.__module__ = "planner"  # by which name it is pickled, wherever this file is
