@@ -1,5 +1,7 @@
 """What can go wrong, as types that a caller can tell apart, and how the user is warned."""
 
+import contextlib
+import functools
 import logging
 import sys
 import warnings
@@ -8,7 +10,8 @@ from types import FrameType
 
 logger = logging.getLogger(__name__)
 
-_OWN_CODE = f"{Path(__file__).parent}/"
+_BETWEEN = (f"{Path(__file__).parent}/", contextlib.__file__, functools.__file__, "<")
+"""What lies between a line of the user's and a warning: this package, decorators, and generated code."""
 
 
 class PlannerError(Exception):
@@ -49,7 +52,7 @@ def warn(text: str, *, cause: Exception | None = None) -> None:
 def _level_of_user(frame: FrameType | None) -> int:
     """The ``stacklevel``, seen from :func:`warn`, of the innermost line of the user's code."""
     torch = sys.modules.get("torch")
-    not_theirs = (_OWN_CODE, "<", f"{Path(torch.__file__).parent}/" if torch and torch.__file__ else "<")
+    not_theirs = (*_BETWEEN, f"{Path(torch.__file__).parent}/" if torch and torch.__file__ else "<")
     level = 2
     while frame is not None:
         if not frame.f_code.co_filename.startswith(not_theirs):

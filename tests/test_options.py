@@ -91,3 +91,9 @@ def test_an_unknown_option_is_named_with_what_was_meant() -> None:
         planner.plan(_model(), X, budget="min", solvr="sqrt_n")  # type: ignore[call-arg]
     with pytest.raises(InputError, match=r"sweep\(\) got an unexpected keyword argument 'solver'"):
         planner.sweep(_model(), X, solver="sqrt_n")  # type: ignore[call-arg]
+
+
+def test_a_warning_names_the_users_line() -> None:
+    with pytest.warns(planner.PlanWarning, match="evaluation mode") as caught:
+        planner.plan(_model().eval(), X, budget="min", loss=_loss, solver="sqrt_n")
+    assert [warning.filename for warning in caught] == [__file__]

@@ -30,7 +30,7 @@ from planner.training_step.call import Call
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, str], None]
+OnTimed = Callable[[int, str], None]
 """Called with how many operations have been timed, and the name of the next."""
 
 REPEATS = 5
@@ -56,7 +56,7 @@ class MeasuredCosts:
         meter: WorkspaceMeter,
         roofline: Roofline,
         cache_path: Path | str | None = "default",
-        progress: Progress | None = None,
+        progress: OnTimed | None = None,
     ) -> None:
         """
         Args:

@@ -42,7 +42,7 @@ _MARK = "planner.costs.workspace."
 # These share their input's storage, or copy where its strides do not allow that.
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.to})
 
-Progress = Callable[[int, int], None]
+OnMeasured = Callable[[int, int], None]
 """Called with how many operators have been run, and of how many."""
 
 
@@ -103,7 +103,7 @@ class WorkspaceMeter:
         self._environment = environment(self.device)
         self._loaded = False
 
-    def measure(self, calls: Iterable[Call], progress: Progress | None = None) -> list[OpMemory]:
+    def measure(self, calls: Iterable[Call], progress: OnMeasured | None = None) -> list[OpMemory]:
         """Returns the memory of each call, in order, running those not yet known.
 
         The state of the random generators, and whatever modes and autocast are active, stay as they are.
@@ -138,7 +138,7 @@ class WorkspaceMeter:
                     if reason is not None:
                         yield call, reason
 
-    def _run_all(self, pending: Mapping[str, Call], progress: Progress | None) -> None:
+    def _run_all(self, pending: Mapping[str, Call], progress: OnMeasured | None) -> None:
         todo = list(pending)
         cuda = [self.device] if self.device.type == "cuda" else []
         with plain_execution(self.device.type), torch.random.fork_rng(devices=cuda):
