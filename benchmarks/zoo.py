@@ -252,7 +252,7 @@ def _remarks(row: dict[str, Any]) -> list[str]:
 
 def _one_line(text: str) -> str:
     # Where a library lies on this machine is nobody's business.
-    shortened = re.sub(r"(?:/[^\s/:]+)*/(?:site-packages|tests)/", "", text)
+    shortened = re.sub(r"(?:/[^\s/:]+)*/(?:site-packages|packages|tests)/", "", text)
     return " ".join(shortened.split())[:400]
 
 
