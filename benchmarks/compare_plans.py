@@ -1,6 +1,6 @@
 """Are the plans of this checkout those of another revision?
 
-    python benchmarks/compare_plans.py --against <git revision> [--models gpt,bert_large] [--seconds 900]
+    python benchmarks/compare_plans.py --against <git revision> [--models gpt,bert-large] [--seconds 900]
 
 Plans small versions of the models of `benchmarks/models.py` and the first models of the tests' zoo, with
 solvers that always answer the same, in this checkout and in one of the other revision (a git worktree in a
