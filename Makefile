@@ -11,6 +11,9 @@ NO_PYTHON := no Python 3.11 or newer with venv was found (tried $(PYTHONS)). Ins
 	or name one that is elsewhere: make PYTHON=/path/to/python
 TORCH ?= torch==2.13.0
 TIMM ?= timm==1.0.31
+# Trainers that tests train with, in $(VENV)/trainers, where tests/conftest.py looks for them; without their
+# dependencies, so that no other PyTorch comes with them.
+TRAINERS ?= lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
 TORCHVISION ?= torchvision==0.28.0
 OUT ?= out
 
@@ -34,6 +37,7 @@ $(BIN)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps "$(TIMM)"
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/trainers $(TRAINERS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)"
 	touch $@
 

@@ -1,7 +1,9 @@
 """What holds for all tests."""
 
 import signal
+import sys
 import threading
+from pathlib import Path
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them all that they start.
 if (
@@ -9,3 +11,6 @@ if (
     and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Trainers are installed beside the other packages, without their dependencies, see the Makefile.
+sys.path.append(str(Path(sys.prefix) / "trainers"))

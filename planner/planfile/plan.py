@@ -85,6 +85,11 @@ class PlanRecord(Record):
         default=None, description="the same without a plan; percent budgets are of its total"
     )
     graphs: list[GraphRecord] = Field(min_length=1, max_length=10_000)
+    forward_only: list[Label] = Field(
+        default=[],
+        max_length=10_000,
+        description="structures of graphs of which the step differentiates nothing: they run as captured",
+    )
     timeline: Timeline
     baseline_timeline: Timeline
     peak_holders: list[LiveModule] = Field(max_length=10_000, description="what is alive at the planned peak")

@@ -34,6 +34,7 @@ from planner.lowering.lowerings import chosen_lowering
 from planner.lowering.partition import no_recomputation
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.runtime.first_forward import Path
+from planner.runtime.forward_only import warns_if_differentiated
 from planner.runtime.own_errors import unplanned
 from planner.runtime.per_shape import MOST_SHAPES, StaticShapes
 from planner.runtime.read_again import ReadAgain
@@ -74,11 +75,13 @@ class PlanBackend:
             name_modules(graph, model)
             self._on_capture(model)
         self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
-        record = self._record_of(structure_of(graph))
-        if record is None and not any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
-        ):
-            return graph.forward
+        structure = structure_of(graph)
+        record = self._record_of(structure)
+        if record is None:
+            if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
+                return graph.forward
+            if structure in self._plan.forward_only:
+                return warns_if_differentiated(graph.forward, warn)
         spec = GraphSpec()
         if record is not None:
             spec = among_sizes(GraphSpec.of(record), graph, example_inputs)

@@ -1,0 +1,65 @@
+"""Planning inside the ``Trainer`` of Hugging Face's transformers.
+
+from planner.integrations.huggingface import PlannerCallback
+
+trainer = Trainer(model, args, train_dataset=data, callbacks=[PlannerCallback(budget="8GiB")])
+trainer.train()
+"""
+
+import os
+from typing import Any, Unpack
+
+import torch
+from transformers import TrainerCallback
+
+from planner.environment import tell
+from planner.lazy.auto_checkpoint import auto_checkpoint
+from planner.planning.options import PlanKeywords, shows_options
+from planner.runtime.install import remove
+from planner.runtime.shape_policy import OnNewShape
+
+
+class PlannerCallback(TrainerCallback):
+    """Plans the model at the trainer's first step, for what the trainer really passes to it.
+
+    Outputs besides the loss are planned as dropped, as the trainer drops them. The optimizer counts, and
+    gradients that are there already do where ``gradient_accumulation_steps`` is more than 1. Checkpointing
+    that ``TrainingArguments`` switch on (``gradient_checkpointing=True``) is switched off: the plan goes in
+    its place. After training the plan is taken out.
+    """
+
+    @shows_options(PlanKeywords)
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        *,
+        on_new_shape: OnNewShape = "replan",
+        cache: str | os.PathLike[str] | None = None,
+        **options: Unpack[PlanKeywords],
+    ) -> None:
+        """Take down what to plan with.
+
+        Args:
+            budget, on_new_shape, cache: See :func:`planner.auto_checkpoint`.
+            **options: See :class:`planner.planning.options.PlanOptions`.
+        """
+        self._budget, self._on_new_shape, self._cache, self._options = budget, on_new_shape, cache, options
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have the model planned at its first training call."""
+        model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        name = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
+        if getattr(model, f"is_{name}_checkpointing", False):
+            getattr(model, f"{name}_checkpointing_disable")()
+            tell("the model's own gradient checkpointing is switched off: the plan goes in its place")
+        options: PlanKeywords = {"outputs": "dropped", **self._options}
+        options.setdefault("accumulate", True if args.gradient_accumulation_steps > 1 else None)
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        options.setdefault("optimizer", inner if isinstance(inner, torch.optim.Optimizer) else None)
+        auto_checkpoint(
+            model, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the plan out."""
+        remove(kwargs["model"])

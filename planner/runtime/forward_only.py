@@ -1,0 +1,43 @@
+"""Graphs of a planned forward of which the planned step differentiates nothing.
+
+Such is what only makes outputs that the loss does not use, where a graph break comes before it. They run as
+they are; should a gradient arrive all the same, it is right, but nobody has planned for what it takes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from planner.training_step.step import differentiable_outputs
+
+
+def warns_if_differentiated(
+    run: Callable[..., Any], warn: Callable[[str], None]
+) -> Callable[..., Sequence[Any]]:
+    """The same function, which says so once if a gradient reaches its results.
+
+    Args:
+        run: Makes a graph's results of its inputs.
+        warn: Told of it.
+    """
+    told = False
+
+    def arrived(_gradient: torch.Tensor) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            warn(
+                "the loss uses outputs that the planned step leaves unused; what makes them runs without the "
+                "plan, and the step may take more than predicted. Plan with the loss that is trained (loss=)"
+            )
+
+    def watched(*args: Any) -> Sequence[Any]:
+        results: Sequence[Any] = run(*args)
+        if not told and torch.is_grad_enabled():
+            for tensor in differentiable_outputs(results):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(arrived)
+        return results
+
+    return watched
