@@ -360,6 +360,7 @@ class NeuralOde(nn.Module):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
+        package("torchdiffeq")  # here: its constants are tensors, which must not be made inside a step
         self.dynamics, self._settings = _Dynamics(), settings
 
     def forward(self, state: torch.Tensor) -> torch.Tensor:
