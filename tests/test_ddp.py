@@ -121,6 +121,21 @@ def _alone(folder: Path) -> None:
     _train(wrapped, every, 1)
 
 
+def _first_call(folder: Path) -> None:
+    model = layers(Normalised)[0]
+    twin = copy.deepcopy(model)
+    planner.auto_checkpoint(model, budget="min", solver="sqrt_n", loss=sum)
+    wrapped, other = (DistributedDataParallel(m, bucket_cap_mb=0.01) for m in (model, twin))
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(wrapped, lambda m: _train(m, every))
+    assert runs.backward == 3
+    assert_same(ours, left_by(other, lambda m: _train(m, every)))
+    refused = planner.auto_checkpoint(layers(Normalised)[0], budget="1KiB", solver="sqrt_n", loss=sum)
+    with pytest.raises(planner.InfeasibleBudget, match="budget 1KiB") as raised:
+        refused(_batch(0))
+    assert raised.value.minimum_bytes > 1024
+
+
 def _process(rank: int, port: int, folder: Path, wanted: frozenset[str]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -128,6 +143,7 @@ def _process(rank: int, port: int, folder: Path, wanted: frozenset[str]) -> None
     work: dict[str, Callable[[], None]] = {n: lambda n=n: _compared(n, folder) for n in LOOPS}  # type: ignore[misc]
     work["applied to what is wrapped"] = lambda: _applied_to_what_is_wrapped(folder)
     work["other plans"] = lambda: _other_plans(folder)
+    work["planned at the first call"] = lambda: _first_call(folder)
     work["alone"] = lambda: _alone(folder)
     for name, run in work.items():
         if name not in wanted:
@@ -165,7 +181,9 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-@pytest.mark.parametrize("name", [*LOOPS, "applied to what is wrapped", "other plans", "alone"])
+@pytest.mark.parametrize(
+    "name", [*LOOPS, "applied to what is wrapped", "other plans", "planned at the first call", "alone"]
+)
 def test_two_ranks(name: str, outcomes: Path) -> None:
     for rank in range(2):
         report = outcomes / f"{name}.{rank}"
