@@ -100,7 +100,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> PlanRec
         whole_step=prepared.footprint.whole_step(timeline.peak_bytes, problem.final_bytes),
         baseline_whole_step=prepared.baseline_whole_step,
         graphs=_graph_records(captured, problem, solution),
-        forward_only=sorted({graph.structure for graph in captured.graphs if graph.joint is None}),
+        forward_only=sorted({g.structure for g in captured.graphs if g.joint is None and g.occurrences}),
         timeline=Timeline.downsample(timeline.step_bytes, forward_steps),
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
         peak_holders=_holders(problem, solution, timeline.peak_step),

@@ -35,8 +35,9 @@ def warns_if_differentiated(
     def watched(*args: Any) -> Sequence[Any]:
         results: Sequence[Any] = run(*args)
         if not told and torch.is_grad_enabled():
+            passed_on = {id(x) for x in args}  # what comes out as it came in is not of this graph
             for tensor in differentiable_outputs(results):
-                if tensor.grad_fn is not None:
+                if tensor.grad_fn is not None and id(tensor) not in passed_on:
                     tensor.register_hook(arrived)
         return results
 
