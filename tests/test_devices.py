@@ -251,7 +251,7 @@ def test_a_plan_for_the_gpu_at_hand_by_its_name_measures_on_it(monkeypatch: pyte
     def find(name: Any, model_device: torch.device | None = None) -> Device:
         return here if name is None else find_device(name, model_device)
 
-    monkeypatch.setattr(prepare, "_device_of", lambda model, step: torch.device("cuda"))
+    monkeypatch.setattr(prepare, "device_of", lambda model, step: torch.device("cuda"))
     monkeypatch.setattr(prepare, "find_device", find)
     monkeypatch.setattr(prepare, "WorkspaceMeter", meter)
     made = planner.plan(model, (torch.randn(2, 4),), budget="100GiB", device="H100", solver="none")
