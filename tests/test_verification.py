@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import planner
-from planner._torch.cuda import batch_norm
-from planner.graph.replay import rng
+from planner.graph.replay import batch_norm, rng
 from planner.runtime.install import installed_plan
 from planner.training_step.generators import OwnGenerators
 from tests.side_by_side import Layers, layers, plan_of
