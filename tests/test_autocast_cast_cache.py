@@ -94,6 +94,7 @@ def _planned(model: nn.Module, kind: torch.dtype) -> planner.Plan:
         return planner.plan(model, (torch.randn(16, 32),), budget="min", solver="sqrt_n")
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("kind", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.heavy)])
 def test_gradients_of_calls_in_one_region_meet_as_without_a_plan(kind: torch.dtype) -> None:

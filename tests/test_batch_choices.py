@@ -30,6 +30,7 @@ def found() -> MaxBatch:
     return planner.max_batch(Net(), lambda batch: (torch.empty(batch, 64),), "1MiB", solver="sqrt_n")
 
 
+@pytest.mark.heavy
 def test_the_answer_takes_at_most_a_third_more_time(found: MaxBatch) -> None:
     assert inspect.signature(planner.max_batch).parameters["max_overhead"].default == 0.33
     assert found.largest.overhead <= 0.33

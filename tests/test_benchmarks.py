@@ -92,6 +92,7 @@ def test_a_goal_that_is_proven_impossible_says_so() -> None:
     assert report.goal_cells(goal | {"overhead": 0.1, "bound": 0.1, "reached": True})[-1] == "yes"
 
 
+@pytest.mark.heavy
 def test_partitions_of_several_graphs_make_one_schedule() -> None:
     module, args, kwargs = graph_break_model()
     captured = capture(module, Step(args, kwargs))

@@ -83,6 +83,7 @@ def test_a_budget_error_is_a_planner_error_and_a_value_error() -> None:
     assert issubclass(planner.BudgetError, ValueError)
 
 
+@pytest.mark.heavy
 @given(st.text(max_size=30))
 def test_any_text_gives_a_budget_or_a_budget_error(text: str) -> None:
     try:

@@ -38,6 +38,7 @@ def _measured_peak(model: nn.Module, step: Step) -> int:
     return measure_peak(lambda: step.run(model), "cpu").peak_bytes
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_the_eager_step_is_predicted_but_for_saved_numbers(builder: Callable[[], Built]) -> None:
     model, args, kwargs = builder()
@@ -122,6 +123,7 @@ def test_outputs_that_the_loss_does_not_use_are_found() -> None:
     assert capture(model, Step(args, kwargs)).graphs[0].spec.unused_outputs == ()
 
 
+@pytest.mark.heavy
 def test_operations_know_their_module() -> None:
     model, args, kwargs = small_gpt()
     joint = capture(model, Step(args, kwargs)).graphs[0].joint
@@ -153,6 +155,7 @@ def test_structure_does_not_depend_on_the_batch_but_the_fingerprint_does() -> No
     assert again.graphs[0].joint.fingerprint == prints[0]
 
 
+@pytest.mark.heavy
 def test_the_schedule_that_recomputes_nothing_is_valid_and_frees_earlier_than_eager() -> None:
     model, args, kwargs = small_gpt()
     problem = build_problem(capture(model, Step(args, kwargs)), find_device("cpu"), None)

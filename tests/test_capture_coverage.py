@@ -38,6 +38,7 @@ def test_one_graph_says_nothing_about_breaks() -> None:
     assert not any("graphs" in note for note in plan.notes)
 
 
+@pytest.mark.heavy
 def test_a_graph_break_is_named_by_its_line() -> None:
     plan = planned(graph_break_model())
     assert plan.coverage == "several-graphs"
@@ -227,6 +228,7 @@ class Asks(nn.Module):
         return self.second(x).square().mean()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("question", [torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling])
 def test_who_asks_whether_it_is_compiled_gets_eagers_answer(question: Callable[[], bool]) -> None:
     torch.manual_seed(0)

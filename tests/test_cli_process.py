@@ -68,6 +68,7 @@ def _shell(script: str, cwd: Path, **more: str) -> "subprocess.CompletedProcess[
 # ---- streams -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_an_ascii_terminal_gets_plain_characters(folder: Path) -> None:
     done = _shell("$planner show plan.json", folder, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
@@ -95,6 +96,7 @@ def _error(name: str, character: str) -> UnicodeEncodeError:
     return UnicodeEncodeError(name, character, 0, 1, "")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("script", "code"),
     [
@@ -110,6 +112,7 @@ def test_closed_streams_change_nothing(folder: Path, script: str, code: int) -> 
     assert ("zoo.GPT" in done.stdout) == ("2>&-" in script and code == 0)
 
 
+@pytest.mark.heavy
 def test_a_reader_that_stops_early_changes_no_exit_code(folder: Path) -> None:
     done = _shell("$planner schema | head -c 10; echo ${PIPESTATUS[0]}", folder)
     assert done.stdout.endswith("0\n")
@@ -118,12 +121,14 @@ def test_a_reader_that_stops_early_changes_no_exit_code(folder: Path) -> None:
     assert gone.stdout == "2\n"
 
 
+@pytest.mark.heavy
 def test_a_result_that_cannot_be_written_is_an_error(folder: Path) -> None:
     done = _shell("$planner show plan.json > /dev/full", folder)
     assert done.returncode == 2
     assert re.fullmatch(r"error: .*No space left on device.*\n", done.stderr)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("columns", [60, 200])
 def test_a_terminal_of_any_width_shows_whole_labels(folder: Path, columns: int) -> None:
     text, code = _on_a_terminal(columns, folder, "show", "plan.json")
@@ -195,6 +200,7 @@ def _interrupted_at(moment: str, cwd: Path) -> tuple[str, int]:
     return process.communicate(timeout=60)[1], process.returncode
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("moment", ["importing", pytest.param("forward", marks=pytest.mark.heavy)])
 def test_ctrl_c_ends_the_command_with_130_and_one_line(folder: Path, moment: str) -> None:
     before = sorted(os.listdir(folder))
@@ -219,6 +225,7 @@ def test_folders_of_the_users_with_our_names_do_not_disturb(folder: Path) -> Non
     assert "net.Net" in done.stdout
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["solvers", "rich"])
 def test_commands_without_a_model_do_not_look_into_the_working_directory(folder: Path, name: str) -> None:
     (folder / f"{name}.py").write_text("raise RuntimeError('of the user')\n")

@@ -209,6 +209,7 @@ def test_the_mask_of_dropout_takes_a_byte_an_element_on_a_gpu() -> None:
     assert "native_dropout" in operators(on_gpu)
 
 
+@pytest.mark.heavy
 def test_the_unplanned_step_and_the_captured_one_agree_on_a_gpu() -> None:
     model, args, _ = small_gpt()
     plan = planner.plan(model, args, budget="100GiB", device="T4", solver="none")

@@ -37,6 +37,7 @@ def _sampled(matrix: torch.Tensor) -> torch.Tensor:
     return drawn.movedim(0, 1)
 
 
+@pytest.mark.heavy
 def test_factorisations_that_check_themselves_are_planned() -> None:
     torch.manual_seed(0)
     model = Factors(torch.linalg.cholesky, torch.Tensor.inverse, _inverse_of_factor, _sampled)

@@ -39,6 +39,7 @@ def _wrapped(model: torch.nn.Module, names: list[str]) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.heavy
 def test_the_unplanned_step_and_one_with_checkpoints_are_estimated() -> None:
     model, args, kwargs = small_gpt()
     found = planner.estimate(model, args, kwargs, checkpoints=["blocks.[12]"])
@@ -52,6 +53,7 @@ def test_the_unplanned_step_and_one_with_checkpoints_are_estimated() -> None:
     assert found.gradient_checkpointing is None
 
 
+@pytest.mark.heavy
 def test_modules_add_up() -> None:
     model, args, kwargs = small_gpt()
     found = planner.estimate(model, args, kwargs, optimizer="adam")
@@ -69,6 +71,7 @@ def test_modules_add_up() -> None:
     assert "held for backward" in shown
 
 
+@pytest.mark.heavy
 def test_suggested_modules_lower_the_peak_one_by_one() -> None:
     model, args, kwargs = small_gpt()
     found = planner.suggest(model, args, kwargs, k=2)

@@ -126,6 +126,7 @@ def test_nothing_is_warned_of_without_reason(loop: Callable[[nn.Module], None]) 
         assert torch.equal(found.grad, expected.grad)
 
 
+@pytest.mark.heavy
 def test_looking_costs_no_memory_and_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     watch = external_accumulation_check.ExternalAccumulationCheck._watch

@@ -96,6 +96,7 @@ def test_the_plan_is_followed_from_the_second_step_on(part: Callable[[], nn.Modu
     assert measured <= plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_a_call_without_gradients_before_makes_the_first_step_follow_the_plan() -> None:
     model, args = _built(Part)
     plan = plan_of(model, args)

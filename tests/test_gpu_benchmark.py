@@ -84,6 +84,7 @@ def test_what_is_not_begun_in_time_is_left_out(tmp_path: Path) -> None:
     assert "Left out" in next(tmp_path.glob("*.md")).read_text()
 
 
+@pytest.mark.heavy
 def test_the_time_is_looked_at_inside_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 0.0, 0.0, 0.0])  # then it is late
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(moments, 1e6))
@@ -92,6 +93,7 @@ def test_the_time_is_looked_at_inside_a_case(tmp_path: Path, monkeypatch: pytest
     assert found["left_out"] == ["resnet-50 fp32 plan 80%", "resnet-50 fp32 plan 60%"]
 
 
+@pytest.mark.heavy
 def test_results_survive_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt

@@ -27,6 +27,7 @@ def test_never_slower_than_sqrt_n_and_never_below_the_bound(name: str, fraction:
             assert lower_bound(graph, budget).seconds <= solution.seconds + 1e-6
 
 
+@pytest.mark.heavy
 def test_tight_intervals_beat_segments_by_far_on_a_transformer() -> None:
     graph = transformer(6)
     budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)

@@ -62,6 +62,7 @@ class CheckpointedReentrant(Checkpointed):
     reentrant = True
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "build", [Checkpointed, pytest.param(CheckpointedReentrant, marks=pytest.mark.heavy)]
 )
@@ -76,6 +77,7 @@ def test_checkpoints_of_the_user_are_seen_through(build: type[Layers]) -> None:
     assert free.predicted.seconds < plan.predicted.seconds
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", [Checkpointed, CheckpointedReentrant])
 def test_the_unplanned_step_with_checkpoints_of_the_user_is_predicted(build: type[Layers]) -> None:
     model, args, _ = layers(build)
@@ -311,6 +313,7 @@ def test_numbers_that_the_forward_draws_are_drawn_anew() -> None:
     _trains(Scaled)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("used", [False, pytest.param(True, marks=pytest.mark.heavy)])
 def test_a_counter_in_the_forward(used: bool) -> None:
     class Counting(Layers):

@@ -43,6 +43,7 @@ def _assert_equal(left: list[torch.Tensor | None], right: list[torch.Tensor | No
         assert a is None or b is None or torch.equal(a, b)
 
 
+@pytest.mark.heavy
 def test_it_is_the_same_object_with_the_same_state() -> None:
     model, args, kwargs = small_gpt()
     keys, kind = list(model.state_dict()), type(model)
@@ -54,6 +55,7 @@ def test_it_is_the_same_object_with_the_same_state() -> None:
     assert installed_plan(model) is plan
 
 
+@pytest.mark.heavy
 def test_the_plan_is_really_run() -> None:
     model, args, kwargs = small_gpt()
     expected = _gradients(model, args)
@@ -73,6 +75,7 @@ def _gradients_only(model: nn.Module, args: tuple) -> torch.Tensor:  # type: ign
     return loss
 
 
+@pytest.mark.heavy
 def test_remove_undoes_apply() -> None:
     model, _, _ = _planned()
     assert planner.remove(model) is model
@@ -81,6 +84,7 @@ def test_remove_undoes_apply() -> None:
     assert planner.remove(model) is model  # nothing to remove is no error
 
 
+@pytest.mark.heavy
 def test_a_compiled_call_of_the_users_comes_back() -> None:
     model, args, kwargs = small_gpt()
     plan = planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n")
@@ -194,6 +198,7 @@ def test_another_batch_size_runs_the_same_plan() -> None:
     _assert_equal(_gradients(model, args), _gradients(reference, args))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -214,6 +219,7 @@ def test_another_model_is_refused_and_left_alone(other, words: str) -> None:  # 
     assert not isinstance(wrong, nn.Module) or wrong._compiled_call_impl is None
 
 
+@pytest.mark.heavy
 def test_a_plan_applies_to_another_instance_and_from_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
     model, args, plan = _planned()
     plan.save(tmp_path / "plan.json")
@@ -244,6 +250,7 @@ def test_a_plan_made_in_another_process_applies(tmp_path) -> None:  # type: igno
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_unused_outputs_leave_no_gradient_as_in_eager() -> None:
     model, args, kwargs = classifier()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n", loss=logits_loss)
@@ -308,6 +315,7 @@ def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_a_graph_without_anything_to_differentiate_is_no_surprise() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -414,6 +422,7 @@ def test_dropout_rounds_as_in_eager(probability: float, dtype: torch.dtype) -> N
     assert report.ok, report.problems
 
 
+@pytest.mark.heavy
 def test_a_plan_that_was_tampered_with_cannot_change_results() -> None:
     torch.manual_seed(0)
     norm = torch.nn.utils.parametrizations.spectral_norm
@@ -428,6 +437,7 @@ def test_a_plan_that_was_tampered_with_cannot_change_results() -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_interpolation_is_computed_as_in_eager(mode: str) -> None:
     class Up(nn.Module):

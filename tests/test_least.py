@@ -25,6 +25,7 @@ def layers() -> Built:
     return model, (torch.randn(64, 32),), {}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("build", "solver"),
     [
@@ -135,6 +136,7 @@ def test_less_time_than_what_must_be_recomputed_takes() -> None:
         planner.plan(model, args, kwargs, budget="min@0%", recompute=["aten.*"], time_limit=1)
 
 
+@pytest.mark.heavy
 def test_the_plan_says_what_was_asked_for_and_plans_again_by_it() -> None:
     model, args, kwargs = layers()
     plan = planner.plan(model, args, kwargs, budget="min@20%", time_limit=1)

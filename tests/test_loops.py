@@ -48,6 +48,7 @@ def steps(args: Sequence[Any], count: int = 2, lr: float = 0.1) -> Loop:
 # ---- autocast, scaling, accumulating, clipping ------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_with_a_gradient_scaler(dtype: torch.dtype) -> None:
     model, args, _ = layers()
@@ -150,6 +151,7 @@ class BreaksBelow(nn.Module):
         return loss
 
 
+@pytest.mark.heavy
 def test_a_region_of_autocast_that_is_in_no_graph_is_around_those_that_it_is_around() -> None:
     model, args, _ = layers(BreaksBelow)
     plan = assert_trains_alike(model, args, steps(args), expected_runs=4)
@@ -292,6 +294,7 @@ def test_an_output_that_the_loss_stops_using_leaves_no_gradient(loss: Callable[.
     assert_trains_alike(model, args, loop, expected_runs=4, loss=both_losses)
 
 
+@pytest.mark.heavy
 def test_a_gradient_that_is_not_there_is_not_a_zero_that_meets_infinity() -> None:
     class Infinite(TwoHeads):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -426,6 +429,7 @@ def _critic(dropout: float = 0.0) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     return plan.apply(model), twin, x
 
 
+@pytest.mark.heavy
 def test_a_gradient_penalty_falls_back_to_the_original_and_says_so() -> None:
     model, twin, x = _critic()
 
@@ -685,6 +689,7 @@ def test_one_module_called_twice_in_a_step() -> None:
     assert_trains_alike(model, args, loop, expected_runs=2)
 
 
+@pytest.mark.heavy
 def test_one_plan_on_two_instances() -> None:
     (model, args, _), (other, _, _) = layers(), layers(seed=3)
     twins = [copy.deepcopy(model), copy.deepcopy(other)]

@@ -41,6 +41,7 @@ def test_the_outputs_are_held_and_then_released() -> None:
     assert seen[0]() is None
 
 
+@pytest.mark.heavy
 def test_a_training_step() -> None:
     layer = torch.nn.Linear(64, 32, bias=False)
     x = torch.randn(16, 64)
@@ -80,6 +81,7 @@ def test_freeing_what_was_there_before_does_not_count() -> None:
     assert measure_peak(step, "cpu") == MemoryMeasurement(40, 0)
 
 
+@pytest.mark.heavy
 def test_freeing_at_an_address_seen_in_an_earlier_session_does_not_count() -> None:
     # The allocator's table still holds the earlier block's size for the address, which is then reported.
     held: list[torch.Tensor] = []
@@ -102,6 +104,7 @@ def test_freeing_at_an_address_seen_in_an_earlier_session_does_not_count() -> No
     assert measure_peak(step, "cpu") == MemoryMeasurement(70, 70)
 
 
+@pytest.mark.heavy
 def test_an_error_in_the_step_passes_through() -> None:
     def step() -> None:
         raise KeyError("mine")

@@ -81,6 +81,7 @@ def test_odd_names_modules_with_two_names_and_modules_in_lists() -> None:
     assert by_name["aten.softplus.default"] == ""  # of the module that calls it
 
 
+@pytest.mark.heavy
 def test_a_selection_by_the_name_that_the_user_sees() -> None:
     torch.manual_seed(0)
     model = _OddNames()

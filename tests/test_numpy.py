@@ -94,6 +94,7 @@ class MaskedByMethod(Masked):
         y.index_put_((mask,), self.token)
 
 
+@pytest.mark.heavy
 def test_a_token_that_is_written_through_a_mask() -> None:
     torch.manual_seed(0)
     model, inputs = Masked().train(), (torch.randn(8, 16, 32), torch.rand(8, 16) < 0.3)
@@ -104,6 +105,7 @@ def test_a_token_that_is_written_through_a_mask() -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_what_cannot_be_traced_when_it_runs_is_warned_of() -> None:
     torch.manual_seed(0)
     model, inputs = MaskedByMethod().train(), (torch.randn(8, 16, 32), torch.rand(8, 16) < 0.3)

@@ -81,6 +81,7 @@ class Marked(nn.Module):
         return self.layer(x).square().mean()
 
 
+@pytest.mark.heavy
 def test_steps_of_a_gpu_are_taken_often_and_kept_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args = Marked(), (torch.randn(2, 4),)
     plan = planner.plan(model, args, budget="100GiB", solver="none")

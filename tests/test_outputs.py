@@ -66,6 +66,7 @@ def measured(model: nn.Module, kwargs: dict[str, Any], outputs: str) -> int:
     return peak
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("outputs", ["held", "dropped"])
 def test_predicted_is_measured(outputs: Any) -> None:
     model, _, kwargs = tagger()
@@ -86,6 +87,7 @@ def test_dropped_logits_are_not_counted() -> None:
     assert held.predicted.dynamic_peak_bytes - dropped.predicted.dynamic_peak_bytes >= LOGITS
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("outputs", ["held", "dropped"])
 def test_verify_does_with_outputs_what_the_plan_does(outputs: Any, tmp_path: Path) -> None:
     model, _, kwargs = tagger()
@@ -100,6 +102,7 @@ def test_verify_does_with_outputs_what_the_plan_does(outputs: Any, tmp_path: Pat
     assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_outputs_that_are_held_although_dropped_are_warned_of_once() -> None:
     model, _, kwargs = tagger()
     plan = planner.plan(model, kwargs=kwargs, budget="90%", outputs="dropped", time_limit=1)
@@ -116,6 +119,7 @@ def test_outputs_that_are_held_although_dropped_are_warned_of_once() -> None:
         output["loss"].backward()
 
 
+@pytest.mark.heavy
 def test_verify_can_measure_the_other_way() -> None:
     model, _, kwargs = tagger()
     plan = planner.plan(model, kwargs=kwargs, budget="90%", outputs="held", time_limit=1)

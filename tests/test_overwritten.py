@@ -154,6 +154,7 @@ def test_the_error_names_what_changed_the_plan_and_the_remedy(
         gradients(model, x, change)
 
 
+@pytest.mark.heavy
 def test_copies_are_predicted_to_the_byte(plans: dict[str, Plan]) -> None:
     model, x = build()
     plan = plans["overwritten"]
@@ -213,6 +214,7 @@ def test_files_and_copies_of_a_plan_remember(plans: dict[str, Plan], tmp_path: P
     assert options_of(plans["overwritten"]).loss is squares
 
 
+@pytest.mark.heavy
 def test_another_shape_is_planned_with_copies_too(plans: dict[str, Plan]) -> None:
     (model, _), (plain, _) = build(), build()
     plans["overwritten"].apply(model, on_new_shape="replan")

@@ -81,6 +81,7 @@ def _step(x: torch.Tensor) -> Callable[[Any], torch.Tensor]:
     return step
 
 
+@pytest.mark.heavy
 def test_wrappers_that_are_there_before_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compile(torch.sin, backend="eager")(torch.ones(()))  # Dynamo has looked for PyTorch's functions
     for owner, name in (*FUNCTIONS, (Normalised, "forward"), (Patched, "part")):
@@ -92,6 +93,7 @@ def test_wrappers_that_are_there_before_planning(monkeypatch: pytest.MonkeyPatch
     assert_same(ours, left_by(twin, _step(x)))
 
 
+@pytest.mark.heavy
 def test_patches_after_the_first_step_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = _built()
     plan_of(model, (x,)).apply(model)

@@ -150,6 +150,7 @@ def _exactly(built: Built, budget: str) -> tuple[Plan, Report]:
     return plan, report
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("build", "budget"),
     [

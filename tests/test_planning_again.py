@@ -17,6 +17,7 @@ from tests.small import layers_with_graph_breaks
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.heavy
 def test_the_same_step_gives_the_same_file() -> None:
     def text() -> str:
         model, args, kwargs = layers_with_graph_breaks()

@@ -92,6 +92,7 @@ def _inputs(model: nn.Module) -> torch.Tensor:
     return x
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", [Relative, Filled, Chosen, Drawn, Jittered])
 def test_predicted_is_measured(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

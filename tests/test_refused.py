@@ -180,6 +180,7 @@ class SparseBetween(Layers):
         return self.run(x).square().mean() * squared.values().sum()
 
 
+@pytest.mark.heavy
 def test_sparse_matrices_between_graphs_run_as_written() -> None:
     model, args, _ = layers(SparseBetween)
     plan = assert_trains_alike(model, args, steps(args), expected_runs=4)

@@ -50,6 +50,7 @@ def test_checkpoints_by_hand() -> None:
     assert len(plan.graphs[0].recomputed) > 20
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("argument", ["keep", "recompute", "checkpoints"])
 def test_a_name_that_matches_nothing_is_refused_with_near_ones(argument: str) -> None:
     model, args, kwargs = small_gpt()
@@ -57,6 +58,7 @@ def test_a_name_that_matches_nothing_is_refused_with_near_ones(argument: str) ->
         planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n", **{argument: ["block.1"]})
 
 
+@pytest.mark.heavy
 def test_a_contradiction_is_refused() -> None:
     model, args, kwargs = small_gpt()
     with pytest.raises(SelectionError, match="contradict"):

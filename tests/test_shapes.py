@@ -202,6 +202,7 @@ def test_a_larger_shape_is_announced_with_its_peak() -> None:
         _assert_same_step(model, twin, *args)
 
 
+@pytest.mark.heavy
 def test_a_peak_is_announced_where_the_loss_is_outside() -> None:
     model, args, _ = classifier()
     planner.plan(model, args, budget="min", solver="sqrt_n", loss=logits_loss).apply(model)

@@ -12,6 +12,7 @@ from solvers.chains.sqrt_n import one_extra_forward, solve, splits
 from tests.graphs import chain, graphs, random_dag, transformer, unet
 
 
+@pytest.mark.heavy
 @settings(deadline=None)
 @given(graphs(), st.floats(0.1, 1.1))
 def test_solutions_are_valid(graph: Graph, fraction: float) -> None:

@@ -76,6 +76,7 @@ def test_where_the_optimizer_takes_most_its_step_is_the_peak() -> None:
     assert measured == pytest.approx(whole.allocated_bytes, rel=0.01)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("build_small", [small_gpt, small_resnet])
 def test_a_step_leaves_gradients_and_its_output(build_small: Callable[[], Built]) -> None:
     model, args, _ = build_small()
@@ -154,6 +155,7 @@ def test_one_parameter_at_a_time_holds_what_the_largest_needs() -> None:
     assert largest <= found.transient_bytes <= 2 * largest + 1024
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["adam", "momentum", "weight decay", "amsgrad", "fused"])
 def test_a_step_on_the_cpu_takes_what_is_predicted(name: str) -> None:
     module = Module()

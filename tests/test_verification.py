@@ -13,6 +13,7 @@ from tests.side_by_side import Layers, layers, plan_of
 from tests.small import small_gpt, small_resnet
 
 
+@pytest.mark.heavy
 def test_a_right_plan_is_ok_and_everything_is_left_as_it_was() -> None:
     model, args, kwargs = small_resnet()
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
@@ -215,6 +216,7 @@ class Observed(Layers):
         return super().forward(x)
 
 
+@pytest.mark.heavy
 def test_a_buffer_that_gets_its_size_in_the_forward_is_put_back() -> None:
     model, args, _ = layers(Observed)
     report = planner.verify(model, args, plan=plan_of(model, args), repeats=0)

@@ -64,6 +64,7 @@ def test_a_mixed_sum_casts_its_operand_first() -> None:
     assert measured(aten.add.Tensor, x, y) == OpMemory(64 * 64 * 4, (64 * 64 * 4,))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_convolution_agrees_with_a_real_one(backward: bool) -> None:
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def _check(name: str, budget: str, within: float = 0.999) -> None:
         assert zoo.fresh_peak(name, plan) <= 1.001 * predicted + 256
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", FAST)
 def test_a_model_of_the_zoo(name: str) -> None:
     _check(name, "min")
