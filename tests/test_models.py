@@ -21,7 +21,7 @@ def _in_small(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, An
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", sorted({*REAL} - {"gpt", "resnet"}))  # gpt2 and resnet50 are like them
 def test_a_real_model_trains_within_its_budget(name: str) -> None:
     model, args, kwargs = _in_small(name)
     plans = planner.sweep(model, args, kwargs, budgets=["80%", "60%", "min"], time_limit=9)

@@ -230,7 +230,7 @@ def test_a_changed_schedule_trains_as_eager_or_is_refused(data: st.DataObject) -
 
 
 @pytest.mark.heavy
-@settings(_STEPS, max_examples=150)
+@settings(_STEPS, max_examples=60)
 @given(data=st.data())
 def test_many_changed_schedules_train_as_eager_or_are_refused(data: st.DataObject) -> None:
     _apply_a_changed_plan(data)
