@@ -50,6 +50,7 @@ def test_the_eager_step_is_predicted_but_for_saved_numbers(builder: Callable[[],
     assert 0 <= _measured_peak(model, step) - predicted <= 8 * 4
 
 
+@pytest.mark.heavy
 def test_gradients_that_meet_are_accumulated_in_place_as_the_engine_does() -> None:
     torch.manual_seed(0)
 
@@ -70,6 +71,7 @@ def test_gradients_that_meet_are_accumulated_in_place_as_the_engine_does() -> No
     assert predicted == _measured_peak(model, step)
 
 
+@pytest.mark.heavy
 def test_nothing_of_the_users_changes() -> None:
     model, args, kwargs = small_resnet()
     model.stem.eval()
@@ -104,6 +106,7 @@ def test_no_memory_is_allocated_while_capturing() -> None:
     assert largest < 2**20, "a real tensor was made"
 
 
+@pytest.mark.heavy
 def test_graph_breaks_give_several_graphs_that_are_one_problem() -> None:
     model, args, kwargs = graph_break_model()
     captured = capture(model, Step(args, kwargs))

@@ -124,6 +124,7 @@ def test_what_cannot_be_planned_says_what_to_do_and_leaves_the_model_alone(name:
     assert random.getstate() == python
 
 
+@pytest.mark.heavy
 def test_the_rung_is_shown() -> None:
     from rich.console import Console
 
@@ -185,6 +186,7 @@ class DrawsAndCounts(nn.Module):
         return x[x.mean(1) > 0].square().sum()
 
 
+@pytest.mark.heavy
 def test_a_run_with_data_changes_nothing_of_the_users() -> None:
     torch.manual_seed(0)
     model, x = DrawsAndCounts(), torch.randn(64, 32)

@@ -94,6 +94,7 @@ def test_a_failure_shows_the_generated_line() -> None:
     assert "mm" in text
 
 
+@pytest.mark.heavy
 def test_the_programs_of_a_plan_have_no_superfluous_views(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: dict[str, torch.fx.Graph] = {}
 

@@ -168,6 +168,7 @@ def operations(plan: Plan) -> list[tuple[str, int]]:
     return sorted((op.name, op.bytes) for graph in plan.graphs for op in graph.ops)
 
 
+@pytest.mark.heavy
 def test_a_step_is_planned_as_with_the_casts_that_cuda_makes() -> None:
     inside = planned(Block(lambda: torch.autocast("cuda", HALF)))
     by_hand = planned(Block(by_hand=HALF))
@@ -205,6 +206,7 @@ def test_a_graph_may_break_inside_of_a_region(below: bool) -> None:
     assert found["aten.gelu.default"] == 4 * 32 * 96 * 2
 
 
+@pytest.mark.heavy
 def test_a_region_around_the_planning_is_taken_to_be_on() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CUDA is not available")

@@ -64,6 +64,7 @@ def test_the_kernel_that_the_device_would_choose(
     assert f"_scaled_dot_product_{kernel}_attention_backward" in found
 
 
+@pytest.mark.heavy
 def test_the_math_kernel_keeps_the_attention_matrix_and_the_others_do_not() -> None:
     peaks = {
         kernel: attending(torch.bfloat16, "A100-80GB", kernel).baseline.dynamic_peak_bytes

@@ -46,6 +46,7 @@ def test_factorisations_that_check_themselves_are_planned() -> None:
     assert plan.coverage == "one-graph"
 
 
+@pytest.mark.heavy
 def test_a_matrix_without_a_factor_is_eagers_error() -> None:
     torch.manual_seed(0)
     model = Factors(torch.linalg.cholesky, torch.Tensor.inverse)

@@ -51,6 +51,7 @@ def assert_monotone(graph: Graph, budgets: list[int]) -> None:
     assert feasible
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("graph", [transformer(2), unet(3), random_dag(2, 40)])
 def test_sweeps_are_monotone(graph: Graph) -> None:
     peak = simulate(graph, graph.base_schedule).peak_bytes
@@ -73,6 +74,7 @@ def test_known_schedules_are_candidates() -> None:
     assert again.seconds <= good.seconds
 
 
+@pytest.mark.heavy
 def test_a_budget_proven_infeasible_is_not_searched_for_long() -> None:
     graph = transformer(4)
     solution = portfolio.solve(graph, 1, time_limit=20)

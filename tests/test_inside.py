@@ -200,6 +200,7 @@ def test_planning_leaves_alone_what_hooks_write_to() -> None:
 # ---- changes in place -------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_operations_in_place() -> None:
     class InPlace(Layers):
         def run(self, x: torch.Tensor) -> torch.Tensor:

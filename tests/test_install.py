@@ -153,6 +153,7 @@ def test_copies_of_what_is_not_planned_are_not_either() -> None:
     assert installed_plan(pickle.loads(pickle.dumps(model))) is None
 
 
+@pytest.mark.heavy
 def test_a_model_is_unpickled_even_if_its_plan_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, _ = _planned(layers)
     expected = _gradients(model, args)
@@ -164,6 +165,7 @@ def test_a_model_is_unpickled_even_if_its_plan_cannot_be_read(monkeypatch: pytes
     _assert_equal(_gradients(other, args), expected)
 
 
+@pytest.mark.heavy
 def test_planning_what_is_planned_gives_the_same_plan() -> None:
     model, args, plan = _planned(layers)
     again = planner.plan(model, args, budget="min", solver="sqrt_n")
@@ -352,6 +354,7 @@ def test_a_module_called_twice_in_one_step() -> None:
     _assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
+@pytest.mark.heavy
 def test_gradients_that_are_there_count_as_resident() -> None:
     model, args, kwargs = small_gpt()
     model(*args).backward()

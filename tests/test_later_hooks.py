@@ -83,6 +83,7 @@ def test_a_hook_that_takes_the_place_of_another() -> None:
     assert_same(left_by(model, loop), left_by(twin, loop))
 
 
+@pytest.mark.heavy
 def test_hooks_on_all_modules_that_come_later_are_warned_of() -> None:
     model, (x,), _ = layers()
     plan_of(model, (x,)).apply(model)

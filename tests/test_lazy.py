@@ -46,6 +46,7 @@ def _train(model: nn.Module, steps: int = 3) -> list[float]:
     return losses
 
 
+@pytest.mark.heavy
 def test_the_first_training_call_plans(capsys: pytest.CaptureFixture[str]) -> None:
     model = _model()
     twin = copy.deepcopy(model)

@@ -201,6 +201,7 @@ def test_autocast_that_the_plan_does_not_know_is_said_and_right() -> None:
     assert_same(ours, left_by(twin, loop))
 
 
+@pytest.mark.heavy
 def test_accumulation_with_clipping_and_both_kinds_of_zero_grad() -> None:
     model, args, _ = layers()
 
@@ -277,6 +278,7 @@ def test_two_losses_with_a_backward_each() -> None:
     assert_trains_alike(model, args, loop, expected_runs=2, loss=both_losses)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("loss", [logits_loss, extra_loss])
 def test_an_output_that_the_loss_stops_using_leaves_no_gradient(loss: Callable[..., torch.Tensor]) -> None:
     model, args, _ = layers(TwoHeads)
@@ -392,6 +394,7 @@ def test_autograd_grad_of_some_and_of_all_parameters() -> None:
     assert_trains_alike(model, args, loop, expected_runs=2)
 
 
+@pytest.mark.heavy
 def test_retain_graph() -> None:
     model, args, _ = layers()
 
@@ -450,6 +453,7 @@ def test_a_gradient_penalty_falls_back_to_the_original_and_says_so() -> None:
     assert_same(ours, left_by(twin, loop))
 
 
+@pytest.mark.heavy
 def test_a_second_derivative_through_random_numbers_is_an_error() -> None:
     model, _, x = _critic(0.5)
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

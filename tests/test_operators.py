@@ -162,6 +162,7 @@ def test_an_operator_of_the_users() -> None:
     assert any("could not be measured" in note for note in plan.notes)
 
 
+@pytest.mark.heavy
 def test_an_operator_that_draws_numbers_draws_the_same_again() -> None:
     _, plan = _trains(_with(lambda x: blurred(x).square()))
     assert "planner_tests.blurred.default" in _recomputed(plan)
@@ -195,6 +196,7 @@ def test_an_operator_without_a_shape_function_is_named() -> None:
         plan_of(model, args)
 
 
+@pytest.mark.heavy
 def test_dropout_of_nothing_copies_nothing_and_of_everything_draws_no_numbers() -> None:
     def none_and_all(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.0) + F.dropout(x.sin(), 1.0)

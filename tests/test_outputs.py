@@ -77,6 +77,7 @@ def test_predicted_is_measured(outputs: Any) -> None:
     assert measured(model, kwargs, outputs) == plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_dropped_logits_are_not_counted() -> None:
     model, _, kwargs = tagger()
     held, dropped = (

@@ -14,6 +14,7 @@ from solvers.registry import SOLVERS
 from tests.graphs import graphs, random_dag, transformer
 
 
+@pytest.mark.heavy
 def test_progress_only_advances() -> None:
     graph = transformer(3)
     reported: list[float] = []
@@ -73,6 +74,7 @@ def test_no_time_at_all_gives_a_typed_answer(solver: str) -> None:
         assert solution.bound_seconds <= solution.seconds
 
 
+@pytest.mark.heavy
 def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(search: Search, *_: object, **__: object) -> bool:
         search.stage_end = search.elapsed - 1

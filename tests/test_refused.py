@@ -100,6 +100,7 @@ class ChecksSomeParts(Layers):
         return super().forward(x)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["module", "function", "average"])
 def test_a_checkpoint_in_which_buffers_change_runs_as_written(kind: str) -> None:
     model, args, _ = layers(partial(ChecksSomeParts, kind))

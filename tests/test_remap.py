@@ -24,6 +24,7 @@ def _record(plan: Plan) -> GraphRecord:
     return plan.graphs[0]
 
 
+@pytest.mark.heavy
 def test_the_planned_graph_itself_is_followed_to_the_letter() -> None:
     model, args, _ = layers()
     record = _record(plan_of(model, args))
@@ -52,6 +53,7 @@ def test_every_backward_operation_runs_once_in_order_and_nothing_idle_is_re_run(
         assert remapped.only_less
 
 
+@pytest.mark.heavy
 def test_a_layer_that_is_not_there_and_one_that_is_new() -> None:
     model, args, _ = layers()
     record = _record(plan_of(model, args))

@@ -23,6 +23,7 @@ def overhead(graph: Graph, seconds: float) -> float:
     return seconds / graph.base_seconds - 1
 
 
+@pytest.mark.heavy
 def test_a_thousand_steps_in_a_twentieth_of_the_memory() -> None:
     budget = simulate(LONG, LONG.base_schedule).peak_bytes // 20
     solutions = [solver.solve(LONG, budget) for solver in (sqrt_n, chain_solver)]
@@ -31,6 +32,7 @@ def test_a_thousand_steps_in_a_twentieth_of_the_memory() -> None:
     assert min(overhead(LONG, s.seconds) for s in solutions if s.feasible) <= 0.35
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("fraction", [0.2, 0.1, 0.03])
 def test_long_chains(fraction: float) -> None:
     budget = int(fraction * simulate(LONG, LONG.base_schedule).peak_bytes)

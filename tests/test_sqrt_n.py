@@ -62,6 +62,7 @@ def test_constraints_are_honoured(graph: Graph, seed: int) -> None:
     assert needed <= {v for i in rerun.tolist() for v in graph.ops[graph.rerun(i)].outputs}
 
 
+@pytest.mark.heavy
 def test_chain_grows_as_the_square_root() -> None:
     peaks = [solve(chain(n, 1), None).peak_bytes for n in (100, 400, 1600)]
     assert peaks[0] <= 2.5 * math.sqrt(100) + 3
@@ -77,6 +78,7 @@ def test_recursive_form_grows_as_the_logarithm() -> None:
     assert all(peak <= 1.2 * math.log2(n) for peak, n in zip(least, (400, 1200, 3600), strict=True))
 
 
+@pytest.mark.heavy
 def test_budget_below_one_recomputation_is_met_by_the_recursive_form() -> None:
     graph = chain(1000, 1)
     single = solve(graph, None).peak_bytes

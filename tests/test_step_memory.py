@@ -214,6 +214,7 @@ def test_the_sum_on_a_gpu_and_the_room_it_leaves() -> None:
         assert footprint.whole_step(room + 1, 100 * MIB).total_bytes > budget
 
 
+@pytest.mark.heavy
 def test_casts_of_weights_are_held_as_long_as_the_users_step_holds_them() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))

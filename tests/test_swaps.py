@@ -117,6 +117,7 @@ def same(first: list[Any], second: list[Any]) -> bool:
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "model",
     [

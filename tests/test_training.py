@@ -28,6 +28,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("builder", [small_gpt, small_resnet, graph_break_model])
 def test_two_steps_give_the_same_weights_and_buffers(builder: Callable[[], Built], optimizer: str) -> None:
@@ -55,6 +56,7 @@ def test_batch_norm_statistics_are_updated_once() -> None:
     assert all(int(c) == 1 for c in counted)
 
 
+@pytest.mark.heavy
 def test_gradients_accumulate() -> None:
     model, args, kwargs = small_gpt()
     twin = copy.deepcopy(model)
@@ -80,6 +82,7 @@ def test_optimizer_state_counts_as_resident(optimizer: Any, copies: int) -> None
     assert plan.predicted.resident_bytes == plan.resident.total
 
 
+@pytest.mark.heavy
 def test_an_optimizer_instance_is_only_read() -> None:
     model, args, kwargs = small_gpt()
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -88,6 +91,7 @@ def test_an_optimizer_instance_is_only_read() -> None:
     assert not momentum.state
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("wrong", ["AdamWW", 3, torch.nn.Linear])
 def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
     model, args, kwargs = small_gpt()

@@ -90,6 +90,7 @@ class LeavesAPart(Parts):
         return used.square(), left.square()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", [AddsUp, WritesThroughAView, LeavesAPart])
 def test_what_graphs_hand_on_gets_its_gradient_or_none(build: type[nn.Module]) -> None:
     torch.manual_seed(0)
