@@ -82,7 +82,7 @@ mutations: venv  ## Disable each safeguard in a copy: a test must fail. Writes d
 	$(BIN)/python benchmarks/mutate.py --out docs/results/mutations.md
 
 bench: venv  ## Run the benchmarks, one after the other.
-	for script in simulate capture host_time; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in simulate allocator capture host_time; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 	$(BIN)/python benchmarks/frontier.py --quick --out $(OUT)/frontier
 	$(BIN)/python benchmarks/scaling.py --quick
 

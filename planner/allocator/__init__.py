@@ -1,0 +1,1 @@
+"""PyTorch's CUDA caching allocator, simulated: how much memory a sequence of allocations reserves."""
