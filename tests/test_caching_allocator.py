@@ -19,8 +19,8 @@ EXPANDABLE = "expandable_segments:True"
 class Case:
     """Events, and what they must lead to.
 
-    ``"a 5M"`` allocates, ``"a 5M @1"`` on stream 1, ``"-a"`` frees, ``"empty"`` empties the cache. ``at`` says
-    that a block lies so many bytes behind where another is or was.
+    ``"a 5M"`` allocates, ``"a 5M @1"`` on stream 1, ``"-a"`` frees, ``"empty"`` empties the cache. ``at``
+    says that a block lies so many bytes behind where another is or was.
     """
 
     events: str
@@ -59,7 +59,9 @@ CASES = {
     "of equal ones the lowest": Case("a 4K b 512 c 4K d 512 -c -a e 4K", 2 * M, at=("e", "a", 0)),
     "across segments": Case("a 30M b 20M -a -b c 15M", 50 * M, 15 * M, at=("c", "b", 0)),
     "a cached block whose rest is too small is given whole": Case("a 30M -a b 29M", 30 * M, 30 * M),
-    "the rest of a large block is cached": Case("a 30M -a b 28M c 1536K", 30 * M, 30 * M, at=("c", "a", 28 * M)),
+    "the rest of a large block is cached": Case(
+        "a 30M -a b 28M c 1536K", 30 * M, 30 * M, at=("c", "a", 28 * M)
+    ),
     "small requests do not come from the large pool": Case("a 30M -a b 512", 32 * M, 512),
     "nor large ones from the small": Case("a 1M -a b 1048577", 22 * M),
     "four of 5 MiB share 20": Case("a 5M b 5M c 5M d 5M", 20 * M, 20 * M),
@@ -69,7 +71,9 @@ CASES = {
     "the second takes the rest as well": Case("a 9728K b 9728K", 20 * M, 20 * M),
     "streams do not share": Case("a 5M -a b 5M @1", 40 * M, 5 * M),
     # Merging.
-    "a block between free ones joins them": Case("a 5M b 5M c 5M -a -c -b d 20M", 20 * M, 20 * M, at=("d", "a", 0)),
+    "a block between free ones joins them": Case(
+        "a 5M b 5M c 5M -a -c -b d 20M", 20 * M, 20 * M, at=("d", "a", 0)
+    ),
     "segments are not joined": Case("a 10M b 10M -a -b c 20M", 40 * M, 20 * M),
     "with the one behind it": Case("a 5M b 5M -b c 14M", 20 * M, 20 * M, at=("c", "b", 0)),
     "with the one before it": Case("a 5M b 5M -a -b c 20M", 20 * M, 20 * M, at=("c", "a", 0)),
@@ -79,19 +83,29 @@ CASES = {
     "nor a small one": Case("a 1K b 1K -a empty", 2 * M, 1 * K),
     "before the device is full": Case("a 30M -a b 32M", 32 * M, 32 * M, memory=40 * M, retries=1),
     "what is in use cannot be": Case("a 30M b 20M", 30 * M, 30 * M, memory=40 * M, retries=1, fails=True),
-    "nor what shares its segment": Case("a 5M b 5M -a c 22M", 20 * M, 5 * M, memory=40 * M, retries=1, fails=True),
+    "nor what shares its segment": Case(
+        "a 5M b 5M -a c 22M", 20 * M, 5 * M, memory=40 * M, retries=1, fails=True
+    ),
     "an allowed share is a limit": Case("a 30M b 20M", 30 * M, 30 * M, allowed=40 * M, retries=1, fails=True),
     # max_split_size_mb.
-    "a block that may not be split is not for less": Case("a 64M -a b 10M", 74 * M, 10 * M, "max_split_size_mb:32"),
+    "a block that may not be split is not for less": Case(
+        "a 64M -a b 10M", 74 * M, 10 * M, "max_split_size_mb:32"
+    ),
     "for a little less it is, whole": Case("a 64M -a b 50M", 64 * M, 64 * M, "max_split_size_mb:32"),
     "for much less it is not": Case("a 80M -a b 50M", 130 * M, 50 * M, "max_split_size_mb:32"),
-    "it is given back first": Case("a 80M c 2M -a b 50M", 70 * M, 52 * M, "max_split_size_mb:32", memory=120 * M),
+    "it is given back first": Case(
+        "a 80M c 2M -a b 50M", 70 * M, 52 * M, "max_split_size_mb:32", memory=120 * M
+    ),
     "as many as it takes, largest first": Case(
         "a 40M b 50M -a -b c 90M", 90 * M, 90 * M, "max_split_size_mb:32", memory=100 * M
     ),
-    "the largest first": Case("a 40M b 50M -a -b c 45M", 90 * M, 50 * M, "max_split_size_mb:32", memory=100 * M),
+    "the largest first": Case(
+        "a 40M b 50M -a -b c 45M", 90 * M, 50 * M, "max_split_size_mb:32", memory=100 * M
+    ),
     # roundup_power2_divisions.
-    "sizes are rounded to a quarter of a power of 2": Case("a 5000", 2 * M, 5120, "roundup_power2_divisions:4"),
+    "sizes are rounded to a quarter of a power of 2": Case(
+        "a 5000", 2 * M, 5120, "roundup_power2_divisions:4"
+    ),
     "large ones too": Case("a 10485761", 12 * M, 12 * M, "roundup_power2_divisions:4"),
     "up to the number of blocks they are not": Case("a 1200", 2 * M, 1536, "roundup_power2_divisions:4"),
     "powers of 2 stay": Case("a 16M", 16 * M, 16 * M, "roundup_power2_divisions:4"),
@@ -121,8 +135,10 @@ CASES = {
     "unused pages are given back": Case("a 30M b 5M -a empty", 20 * M, 5 * M, EXPANDABLE),
     "and mapped again": Case("a 30M b 5M -a empty c 10M d 20M", 40 * M, 35 * M, EXPANDABLE, at=("d", "a", 0)),
     "all of them": Case("a 30M b 1K -a -b empty", 0, 0, EXPANDABLE),
-    "pages are the device's as well": Case("a 30M b 15M", 40 * M, 30 * M, EXPANDABLE, memory=50 * M, retries=1, fails=True),
-}  # fmt: skip
+    "pages are the device's as well": Case(
+        "a 30M b 15M", 40 * M, 30 * M, EXPANDABLE, memory=50 * M, retries=1, fails=True
+    ),
+}
 
 
 def size_of(text: str) -> int:
@@ -173,7 +189,7 @@ def test_peaks_stay() -> None:
 
 
 def is_sound(allocator: CachingAllocator) -> None:
-    """Blocks tile their segments, none overlap, no two cached ones lie side by side, and the sums are right."""
+    """Blocks tile segments, none overlap, no two cached ones lie side by side, and the sums are right."""
     reserved = allocated = requested = last = 0
     for segment in allocator.segments():
         assert segment[0].address >= last
@@ -289,13 +305,20 @@ def test_settings_that_cannot_be(text: str, expected: str) -> None:
     [
         ("", "expandable_segments", False),
         (" max_split_size_mb : 64 , expandable_segments : True ", "max_split_bytes", 64 * M),
-        ("backend:native,pinned_use_background_threads:True,expandable_segments:True", "expandable_segments", True),
+        (
+            "backend:native,pinned_use_background_threads:True,expandable_segments:True",
+            "expandable_segments",
+            True,
+        ),
         ("large_segment_size_mb:64", "large_segment_bytes", 64 * M),
         ("garbage_collection_threshold:0.8", "garbage_collection_threshold", 0.8),
         ("roundup_power2_divisions:8", "roundup_power2_divisions", (8,) * 16),
-        ("roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:4,>:1]", "roundup_power2_divisions",
-         (8, 8, 8, 8, 8, 8, 8, 2, 4, 2, 4, 1, 1, 1, 1, 1)),
+        (
+            "roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:4,>:1]",
+            "roundup_power2_divisions",
+            (8, 8, 8, 8, 8, 8, 8, 2, 4, 2, 4, 1, 1, 1, 1, 1),
+        ),
     ],
-)  # fmt: skip
+)
 def test_settings_are_read_as_pytorch_reads_them(text: str, field: str, value: Any) -> None:
     assert getattr(AllocatorSettings.parse(text), field) == value

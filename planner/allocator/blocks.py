@@ -110,11 +110,11 @@ class Pool:
 
     def take(self, block: Block) -> None:
         """Take a block from the cached ones."""
-        del self._free[bisect_left(self._free, (block.stream, block.size, block.address))]  # type: ignore[arg-type]
+        del self._free[bisect_left(self._free, (block.stream, block.size, block.address))]
 
     def at_least(self, stream: int, size: int) -> int:
         """The position of the smallest cached block of a stream that is at least so large."""
-        return bisect_left(self._free, (stream, size))  # type: ignore[arg-type]
+        return bisect_left(self._free, (stream, size))
 
     def at(self, position: int, stream: int) -> Block | None:
         """The cached block at a position, if it is of that stream."""
@@ -133,7 +133,7 @@ class Pool:
 
     def take_unmapped(self, block: Block) -> None:
         """Take a block from those without memory."""
-        del self._unmapped[bisect_left(self._unmapped, (block.stream, block.address))]  # type: ignore[arg-type]
+        del self._unmapped[bisect_left(self._unmapped, (block.stream, block.address))]
 
     def unmapped(self, stream: int) -> Iterator[Block]:
         """The blocks of a stream without memory, by address."""
