@@ -26,12 +26,12 @@ def uses_generator(operator: Any) -> bool:
     )
 
 
-_OF_PYTORCH = frozenset({"aten", "prims", "mkldnn", "torchvision"})
+_KNOWN = frozenset({"aten", "prims", "mkldnn", "torchvision", "planner"})
 
 
 def is_foreign(operator: Any) -> bool:
     """Whether an operator is from outside PyTorch: nothing but the shapes of its results is known."""
-    return isinstance(operator, OpOverload) and operator.namespace not in _OF_PYTORCH
+    return isinstance(operator, OpOverload) and operator.namespace not in _KNOWN
 
 
 def may_draw(operator: Any) -> bool:

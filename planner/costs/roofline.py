@@ -4,7 +4,8 @@
 
 FLOPs count for matrix products, convolutions, attention and recurrent layers; every other operation is
 bound by the bytes it moves, which are its distinct tensor inputs and its outputs, once each. An expanded
-tensor counts what it has in memory. Views move nothing and cost nothing.
+tensor counts what it has in memory. Views move nothing and cost nothing. Random numbers, which a CPU's
+generator makes one by one, are bound by their count there.
 """
 
 import functools
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from planner._torch.execution.mask_operators import DRAW_MASK
 from planner._torch.fake import storage_key
 from planner._torch.operators import OpOverload, tf32_allowed
 from planner.costs.devices import Device
@@ -23,6 +25,9 @@ from planner.costs.devices import Device
 logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
+
+CPU_DRAW_SECONDS = 8e-9
+"""What a CPU's generator takes for a random number, as measured on one core."""
 
 FlopFormula = Callable[[Sequence[Any]], float]
 """FLOPs from an operation's positional arguments."""
@@ -90,6 +95,9 @@ class Roofline:
         if flops:
             dtypes = (t.dtype for t in inputs if t.is_floating_point() or t.is_complex())
             arithmetic = flops / self.device.flops_of(next(dtypes, torch.float32), tf32=tf32)
+        if func.overloadpacket in _DRAWS and self.device.kind == "cpu":
+            drawn = next(_tensors(outputs), None)
+            arithmetic = CPU_DRAW_SECONDS * int(drawn.numel()) if drawn is not None else 0.0
         memory = bytes_moved(func, args, kwargs, outputs) / self.device.bandwidth
         return max(arithmetic, memory) + self.device.launch_seconds
 
@@ -273,6 +281,11 @@ _INPUT_UNREAD = _packets(
     *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full", "zero", "zero_", "fill_", "uniform", "uniform_", "normal_"),
     *("bernoulli_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_"),
-)
+) | {DRAW_MASK.overloadpacket}
+
+_DRAWS = _packets(
+    *("native_dropout", "bernoulli", "bernoulli_", "uniform_", "normal_", "rand", "randn", "randint"),
+    *("rand_like", "randn_like", "randint_like", "multinomial", "exponential_"),
+) | {DRAW_MASK.overloadpacket}
 
 _GATHERS = _packets("embedding", "index", "index_select", "gather", "_unsafe_index")

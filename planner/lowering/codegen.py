@@ -17,7 +17,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from planner._torch.execution import op_bindings
+from planner._torch.execution import mask_operators, op_bindings
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.joint.aot import BoxedFunction
 from planner.graph.in_place import OnCopy, operator_in_place
@@ -124,6 +124,9 @@ class _Writer:
             return self._written(op_bindings.RESHAPE, "reshape", node, sizes_in_tuples=True)
         if is_sum_in_place(node):
             return self._written(add_as_in_place, "add", node)
+        own = mask_operators.FUNCTIONS.get(target)
+        if own is not None:
+            return self._written(own, str(target), node)
         binding = self._binding(node)
         if binding is not None:
             return self._written(binding, str(target), node, sizes_in_tuples=True)

@@ -12,6 +12,11 @@ from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph, GraphError, Op
 
 
+_DROPOUT = "aten.native_dropout.default"
+_OF_DROPOUT = frozenset({"planner.draw_mask.default", "planner.masked_product.default"})
+"""The two steps in which the CPU runs dropout, which people know by the name that PyTorch has for it."""
+
+
 class SelectionError(PlannerError, ValueError):
     """A name or pattern matches nothing in the captured forward, or contradicts another."""
 
@@ -62,6 +67,7 @@ def _matching(graph: Graph, patterns: Iterable[str], argument: str, modules: Col
                     "before it, by whose name that is known"
                 )
             names = {graph.ops[i].module for i in forward} | {_operator(graph.ops[i]) for i in forward}
+            names |= {_DROPOUT} if names & _OF_DROPOUT else set()
             near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.4)
             hint = f"; near to it are {', '.join(near)}" if near else ""
             raise SelectionError(
@@ -72,13 +78,10 @@ def _matching(graph: Graph, patterns: Iterable[str], argument: str, modules: Col
 
 
 def _matches(op: Op, pattern: str) -> bool:
-    operator = _operator(op)
-    return (
-        fnmatchcase(op.module, pattern)
-        or fnmatchcase(op.module, pattern + ".*")
-        or fnmatchcase(operator, pattern)
-        or fnmatchcase(operator, pattern + ".*")
-    )
+    names = [op.module, _operator(op)]
+    if names[1] in _OF_DROPOUT:
+        names.append(_DROPOUT)
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for name in names)
 
 
 def _matched(op: Op, pattern: str) -> str:

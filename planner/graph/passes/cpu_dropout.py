@@ -1,9 +1,9 @@
-"""Dropout on the CPU as eager computes it.
+"""Dropout on the CPU as eager computes it, in two operations: drawing a mask, and a product with it.
 
 Tracing takes ``native_dropout`` on every device. On the CPU eager multiplies by a mask that is
 divided by the probability to keep, where ``native_dropout`` multiplies the mask by the reciprocal.
 In half precision only their backwards round differently, in single precision both halves do, for
-about every fourth probability.
+about every fourth probability. Apart, the mask can be kept while the product is computed again.
 """
 
 import operator
@@ -11,14 +11,14 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from planner._torch import fake
+from planner._torch.execution.mask_operators import DRAW_MASK, MASKED_PRODUCT
 from planner.graph.joint_pass import TraceContext
 
 aten = torch.ops.aten
 
 
 def divide_masks(joint: GraphModule, context: TraceContext) -> None:
-    """Divide masks of dropout by the probability to keep."""
+    """Draw masks of dropout apart, and divide them by the probability to keep."""
     if context.cuda:
         return
     for node in list(joint.graph.nodes):
@@ -31,66 +31,27 @@ def divide_masks(joint: GraphModule, context: TraceContext) -> None:
 
 
 def _dropout(module: GraphModule, node: Node) -> None:
-    """Take the mask of ``native_dropout``, but not its product."""
-    value: torch.Tensor = node.meta["val"][0]
+    value, mask_value = node.meta["val"]
     probability = float(node.args[1])  # type: ignore[arg-type]
-    members = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    if value.device.type != "cpu" or _scales_alike(value.dtype, probability) or 0 not in members:
+    if value.device.type != "cpu" or not 0.0 < probability < 1.0 or node.args[2] is False:
         return
-    if value.dtype not in (torch.float32, torch.float64):
-        return
-    graph, product = module.graph, members[0]
-    with graph.inserting_after(product):
-        result = graph.call_function(aten.mul.Tensor)
-    with graph.inserting_before(result):
-        mask = members.get(1)
-        if mask is None:
-            mask = graph.call_function(operator.getitem, (node, 1))
-            mask.meta = {**product.meta, "val": node.meta["val"][1]}
-        else:
-            product.append(mask)
-        result.args = (node.args[0], _noise(module, mask, value, probability, product))
-    result.meta = {**product.meta, "val": fake.same_shape(value)}
-    product.replace_all_uses_with(result)
-    graph.erase_node(product)
+    with module.graph.inserting_before(node):
+        mask = module.graph.call_function(DRAW_MASK, (node.args[0], 1.0 - probability))
+        product = module.graph.call_function(MASKED_PRODUCT, (node.args[0], mask, 1.0 - probability))
+    mask.meta, product.meta = {**node.meta, "val": mask_value}, {**node.meta, "val": value}
+    for member in list(node.users):
+        assert member.target is operator.getitem
+        member.replace_all_uses_with(mask if member.args[1] else product)
+        module.graph.erase_node(member)
+    module.graph.erase_node(node)
 
 
 def _dropout_backward(module: GraphModule, node: Node) -> None:
     gradient, mask, _scale = node.args
-    value: torch.Tensor = node.meta["val"]
-    probability = _dropout_probability(mask)
-    if value.device.type != "cpu" or probability is None or _scales_alike(value.dtype, probability):
+    if not isinstance(mask, Node) or mask.target is not DRAW_MASK:
         return
-    graph = module.graph
-    with graph.inserting_before(node):
-        noise = _noise(module, mask, value, probability, node)
-        result = graph.call_function(aten.mul.Tensor, (gradient, noise))
-    result.meta = {**node.meta, "val": fake.same_shape(value)}
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
-
-
-def _noise(module: GraphModule, mask: object, value: torch.Tensor, probability: float, like: Node) -> Node:
-    noise = module.graph.call_function(aten._to_copy.default, (mask,), {"dtype": value.dtype})  # type: ignore[arg-type]
-    scaled = module.graph.call_function(aten.div.Scalar, (noise, 1.0 - probability))
-    for made in (noise, scaled):
-        made.meta = {**like.meta, "val": fake.same_shape(value)}
-    return scaled
-
-
-def _dropout_probability(mask: object) -> float | None:
-    source = mask.args[0] if isinstance(mask, Node) and mask.op == "call_function" and mask.args else None
-    if isinstance(source, Node) and source.target is aten.native_dropout.default:
-        return float(source.args[1])  # type: ignore[arg-type]
-    return None
-
-
-def _scales_alike(dtype: torch.dtype, probability: float) -> bool:
-    """Whether dividing by the probability to keep and multiplying by its reciprocal are the same."""
-    if probability >= 1.0 or dtype is torch.float64:
-        return True
-    if dtype is not torch.float32:
-        return False
-    with fake.without_modes():
-        one = torch.ones((), dtype=dtype)
-        return bool(one.div(1.0 - probability) == one.mul(1.0 / (1.0 - probability)))
+    with module.graph.inserting_before(node):
+        product = module.graph.call_function(MASKED_PRODUCT, (gradient, mask, mask.args[1]))
+    product.meta = dict(node.meta)
+    node.replace_all_uses_with(product)
+    module.graph.erase_node(node)

@@ -1,0 +1,54 @@
+"""Dropout in two steps gives eager's bits; masks come back from their bits as they were."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from planner._torch.execution.mask_operators import DRAW_MASK, MASKED_PRODUCT, PACK_BITS, UNPACK_BITS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["rows", "transposed", "strided", "expanded"])
+def test_dropout_in_two_steps_is_eagers(dtype: torch.dtype, layout: str) -> None:
+    for percent in range(3, 100, 6):
+        torch.manual_seed(percent)
+        value, gradient = torch.randn(2, 13, 22, dtype=dtype).unbind()
+        if layout == "transposed":
+            value = value.t().contiguous().t()
+        elif layout == "strided":
+            value, gradient = value[:, ::2], gradient[:, ::2]
+        elif layout == "expanded":
+            value = value[:1].expand(13, 22)
+        value.requires_grad_()
+        before = torch.get_rng_state()
+        eager = F.dropout(value, percent / 100)
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        keep = 1.0 - percent / 100
+        mask = DRAW_MASK(value.detach(), keep)
+        assert torch.equal(after, torch.get_rng_state())
+        made = MASKED_PRODUCT(value.detach(), mask, keep)
+        assert torch.equal(made, eager)
+        assert made.stride() == eager.stride()
+        (expected,) = torch.autograd.grad(eager, value, gradient)
+        found = MASKED_PRODUCT(gradient, mask, keep)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (8,), (3, 5, 7), ((1 << 18) + 3,), (2, 1 << 18)])
+def test_masks_come_back_from_their_bits(shape: tuple[int, ...]) -> None:
+    mask = torch.rand(shape) < 0.3
+    packed = PACK_BITS(mask)
+    assert packed.untyped_storage().nbytes() == (mask.numel() + 7) // 8
+    found = UNPACK_BITS(packed, shape)
+    assert found.dtype is torch.bool
+    assert found.shape == mask.shape
+    assert torch.equal(found.view(torch.uint8), mask.view(torch.uint8))
+
+
+def test_a_mask_that_does_not_lie_row_by_row_is_kept_whole() -> None:
+    mask = (torch.rand(6, 10) < 0.5).t()
+    found = UNPACK_BITS(PACK_BITS(mask), mask.shape)
+    assert torch.equal(found, mask)
+    assert found.stride() == mask.stride()
