@@ -11,7 +11,6 @@ from solvers.model.arrays import ValueMask
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph, GraphError, Op
 
-
 _DROPOUT = "aten.native_dropout.default"
 _OF_DROPOUT = frozenset({"planner.draw_mask.default", "planner.masked_product.default"})
 """The two steps in which the CPU runs dropout, which people know by the name that PyTorch has for it."""

@@ -93,7 +93,9 @@ def unpack_bits(packed: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 with fake.without_modes():
     _OF_BYTE = torch.from_numpy(
-        np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64).ravel()
+        np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        .view(np.int64)
+        .ravel()
     )
     """For each byte its bits, each as a byte, the lowest first, as one number."""
 
