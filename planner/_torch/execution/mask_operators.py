@@ -1,6 +1,6 @@
 """The planner's own operators on boolean masks: dropout in two steps, and masks packed to bits.
 
-A boolean takes a byte. Packed, eight take one, which loses nothing: one of the lossless encodings of Gist (Jain
+A boolean takes a byte. Packed, eight take one and nothing is lost: a lossless encoding as those of Gist (Jain
 et al., ISCA 2018). What these operators allocate beside their results is a scratch of bounded size.
 """
 
