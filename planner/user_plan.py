@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from planner.planfile.plan import PlanRecord
+from planner.report.explanation import Explanation, explain
 from planner.report.figure import draw
 from planner.report.text import as_html, as_text, render, render_summary
 from planner.runtime.install import apply
@@ -45,6 +46,23 @@ class Plan(PlanRecord):
             PlottingError: matplotlib is not installed.
         """
         return draw(self)
+
+    def explain(self, module: str = "") -> Explanation:
+        """Tell what the plan does with a module, why, and what something else would take.
+
+        ``print(plan.explain("encoder.layer.3"))`` shows what of it is kept and recomputed, when and how
+        often; which moment of the step binds; what keeping all of it would take at that moment, and save; and
+        what 10 % more or less budget would mean for this schedule. All bytes are simulated, as the plan's
+        own are.
+
+        Args:
+            module: its name, as ``named_modules()`` has it; empty: the whole model.
+
+        Raises:
+            UnknownModule: the plan has no operation of it; names like it are given.
+            PlanFileError: the plan file is of an earlier release, which did not say what operations read.
+        """
+        return explain(self, module)
 
     def apply(
         self,

@@ -33,6 +33,7 @@ from planner.planfile.schema import (
     Timeline,
     WholeStep,
 )
+from planner.planfile.step_record import StepRecord
 
 __all__ = [
     "Footprint",
@@ -44,6 +45,7 @@ __all__ = [
     "PlanRecord",
     "Resident",
     "SolverRecord",
+    "StepRecord",
     "Target",
     "TensorRecord",
     "Timeline",
@@ -94,6 +96,10 @@ class PlanRecord(Record):
     baseline_timeline: Timeline
     peak_holders: list[LiveModule] = Field(max_length=10_000, description="what is alive at the planned peak")
     notes: list[Name] = Field(max_length=1000)
+    step: StepRecord | None = Field(
+        default=None,
+        description="what operations read and make, for readers: with it the schedule can be simulated again",
+    )
 
     @property
     def overhead(self) -> float:
@@ -142,7 +148,19 @@ class PlanRecord(Record):
             raise InconsistentError(message, "whole_step")
         if self.coverage == "one-graph" and len(self.graphs) != 1:
             raise InconsistentError(f"there are {len(self.graphs)} where the coverage is one-graph", "graphs")
+        if self.step is not None:
+            self._check_step(self.step)
         return self
+
+    def _check_step(self, step: StepRecord) -> None:
+        lengths = [len(graph.ops) for graph in self.graphs]
+        for position, (graph, op) in enumerate(zip(step.graphs, step.ops, strict=True)):
+            if graph >= len(lengths):
+                message = f"graph {graph} is not one of the {len(lengths)} in graphs"
+                raise InconsistentError(message, "step", "graphs", position)
+            most = lengths[graph] if graph >= 0 else len(step.outside)
+            if op >= most:
+                raise InconsistentError(f"{op} is not one of {most}", "step", "ops", position)
 
     @property
     def made_with(self) -> object:

@@ -25,6 +25,7 @@ from planner.planfile.plan import (
     Timeline,
 )
 from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
+from planner.planning.step_record import step_record
 from planner.problem.build import Problem
 from planner.training_step.step import Step
 from planner.version import __version__
@@ -105,6 +106,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> PlanRec
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
         peak_holders=_holders(problem, solution, timeline.peak_step),
         notes=notes,
+        step=step_record(captured, problem),
     ).remember(prepared.options)
 
 

@@ -1,4 +1,4 @@
-"""The line of the user's code at which an error arose."""
+"""The line of the user's code at which an error arose, or that an operation comes from."""
 
 import re
 import traceback
@@ -31,6 +31,16 @@ def line_of(error: BaseException) -> str | None:
         return None
     file, number, code = found
     return f"{file}:{number} ({code.strip()})"
+
+
+def users_line(stack: str | None) -> str | None:
+    """The innermost line of a stack as text that is neither PyTorch's nor ours, as in ``net.py:12``.
+
+    Where all of it is PyTorch's, as of a layer of `torch.nn` that is planned by itself, its innermost line.
+    """
+    found = [(match["file"], match["line"]) for match in _IN_TEXT.finditer(stack or "")]
+    users = [place for place in found if _is_users(place[0])]
+    return ":".join((users or found)[-1]) if found else None
 
 
 def _is_users(file: str) -> bool:

@@ -1,0 +1,32 @@
+"""Commands that read plan files, and need no model: `explain`."""
+
+from typing import Annotated
+
+import typer
+
+from planner.cli.options import AsJson, Debug, PlanPath
+from planner.cli.output import one_line_errors, print_json, show, width
+from planner.report.explanation_text import render_explanation
+from planner.user_plan import Plan
+
+
+def explain_command(
+    plan_path: PlanPath,
+    module: Annotated[
+        str,
+        typer.Argument(
+            metavar="[MODULE]",
+            help="As named_modules() has it; the whole model if not given.",
+            show_default=False,
+        ),
+    ] = "",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Tell why a plan treats a module as it does: what is kept and re-run, and what else would take."""
+    with one_line_errors(debug):
+        found = Plan.load(plan_path).explain(module)
+        if as_json:
+            print_json(found.to_dict())
+        else:
+            show(render_explanation(found, width=width()))

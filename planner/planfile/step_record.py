@@ -1,0 +1,95 @@
+"""What the operations of a step read and make: with it a plan can be simulated again, without the model.
+
+Columns of numbers, as a step may have tens of thousands of operations. Values (storages) are numbered in the
+order in which the step first makes them.
+"""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from planner.planfile.schema import Count, InconsistentError, Index, Name, OpRecord, Record
+
+_MOST = 2_000_000
+_MOST_READS = 20_000_000
+
+Indices = Annotated[list[Index], Field(max_length=_MOST)]
+Counts = Annotated[list[Count], Field(max_length=_MOST)]
+Reads = Annotated[list[Index], Field(max_length=_MOST_READS)]
+OrNone = Annotated[list[Annotated[int, Field(ge=-1, lt=_MOST)]], Field(max_length=_MOST)]
+
+
+class StepRecord(Record):
+    """The step as the solver saw it; the schedule is that of `graphs`."""
+
+    graphs: OrNone = Field(
+        description="for each operation of the step, in order: which of the plan's graphs it is of; -1: none"
+    )
+    ops: Indices = Field(description="its id in that graph, or its position in `outside`")
+    outside: Annotated[list[OpRecord], Field(max_length=_MOST)] = Field(
+        description="operations that run outside captured graphs"
+    )
+    forward_length: Count = Field(description="how many of the operations are of the forward")
+    read_counts: Counts = Field(description="how many values each operation reads")
+    reads: Reads = Field(description="the values that they read, one operation after the other")
+    made_counts: Counts = Field(description="how many values each operation makes; they are numbered so")
+    value_bytes: Counts = Field(description="bytes of each value")
+    on_demand: Indices = Field(description="values that are there only in schedules that read them")
+    held: Indices = Field(description="values that are held from outside the step's operations")
+    held_until: Indices = Field(description="for each of them the operation after which it is let go")
+    workspace_bytes: Counts = Field(description="what each operation allocates and frees inside")
+    fixed: Indices = Field(description="operations of the forward that may not run again")
+    replays: Indices = Field(description="operations that run again in another form than they first ran")
+    replay_read_counts: Counts = Field(description="how many values each of these forms reads")
+    replay_reads: Reads = Field(description="the values that they read")
+    replay_made_counts: Counts = Field(description="how many values each of these forms makes")
+    replay_makes: Indices = Field(description="the values that they make")
+    replay_workspace_bytes: Counts = Field(description="what each of these forms allocates and frees inside")
+    lines: Annotated[list[Name], Field(max_length=_MOST)] = Field(
+        description="lines of the model's code, as in net.py:12"
+    )
+    line_of: OrNone = Field(description="for each operation its line; -1: not known")
+
+    def __repr__(self) -> str:
+        return f"<StepRecord: {len(self.ops)} operations, {len(self.value_bytes)} values>"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        count, values, replays = len(self.graphs), len(self.value_bytes), len(self.replays)
+        for name, expected in (
+            ("ops", count),
+            ("read_counts", count),
+            ("reads", sum(self.read_counts)),
+            ("made_counts", count),
+            ("value_bytes", sum(self.made_counts)),
+            ("held_until", len(self.held)),
+            ("workspace_bytes", count),
+            ("replay_read_counts", replays),
+            ("replay_reads", sum(self.replay_read_counts)),
+            ("replay_made_counts", replays),
+            ("replay_makes", sum(self.replay_made_counts)),
+            ("replay_workspace_bytes", replays),
+            ("line_of", count),
+        ):
+            found = len(getattr(self, name))
+            if found != expected:
+                raise InconsistentError(f"{found} entries where the others ask for {expected}", name)
+        for name, below in (
+            ("reads", values),
+            ("on_demand", values),
+            ("held", values),
+            ("held_until", count),
+            ("fixed", count),
+            ("replays", count),
+            ("replay_reads", values),
+            ("replay_makes", values),
+            ("line_of", len(self.lines)),
+        ):
+            largest = max(getattr(self, name), default=-1)
+            if largest >= below:
+                raise InconsistentError(f"{largest} is not below {below}", name)
+        if self.forward_length > count:
+            raise InconsistentError(f"{self.forward_length} is more than the {count}", "forward_length")
+        if len(set(self.replays)) != replays:
+            raise InconsistentError("an operation is there twice", "replays")
+        return self

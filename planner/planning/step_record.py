@@ -1,0 +1,92 @@
+"""The solvers' graph of a step as plan files store it."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from planner.capture.captured_step import CapturedStep
+from planner.planfile.schema import OpRecord
+from planner.planfile.step_record import StepRecord
+from planner.problem.build import Problem
+from planner.training_step.user_lines import users_line
+from solvers.model.graph import Op, Phase
+
+
+def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
+    """What each operation of the step reads and makes, and the line of the model's code it comes from."""
+    graph = problem.graph
+    base, forms = graph.ops[: graph.base_length], graph.ops[graph.base_length :]
+    made = [v for op in base for v in op.outputs]
+    # By the order of production, so that counts say which they are.
+    number = np.full(len(graph.values), -1, dtype=np.int64)
+    number[made] = np.arange(len(made))
+    values = [graph.values[v] for v in made]
+    planned = [i for i, g in enumerate(captured.graphs) if g.joint is not None]
+    position = {graph_index: i for i, graph_index in enumerate(planned)}
+    graphs, ops, line_of = [], [], []
+    outside: list[OpRecord] = []
+    lines: dict[str, int] = {}
+    for op, source in zip(base, problem.sources, strict=True):
+        graphs.append(position.get(source.graph, -1))
+        line = None
+        joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
+        if joint is None:
+            ops.append(len(outside))
+            outside.append(_outside(op, sum(graph.values[v].bytes for v in op.outputs)))
+        else:
+            ops.append(source.op)
+            line = _short(users_line(joint.ops[source.op].node.meta.get("stack_trace")))
+        line_of.append(-1 if line is None else lines.setdefault(line, len(lines)))
+    replayed = {op.replay: i for i, op in enumerate(base) if op.replay is not None}
+    return StepRecord(
+        graphs=graphs,
+        ops=ops,
+        outside=outside,
+        forward_length=graph.forward_length,
+        read_counts=[len(op.inputs) for op in base],
+        reads=_numbers(number, base, "inputs"),
+        made_counts=[len(op.outputs) for op in base],
+        value_bytes=[v.bytes for v in values],
+        on_demand=[i for i, v in enumerate(values) if v.on_demand],
+        held=[i for i, v in enumerate(values) if v.held_until is not None],
+        held_until=[v.held_until for v in values if v.held_until is not None],
+        workspace_bytes=[op.workspace_bytes for op in base],
+        fixed=[i for i, op in enumerate(base) if op.phase is Phase.FORWARD and not op.recomputable],
+        replays=[replayed[graph.base_length + i] for i in range(len(forms))],
+        replay_read_counts=[len(op.inputs) for op in forms],
+        replay_reads=_numbers(number, forms, "inputs"),
+        replay_made_counts=[len(op.outputs) for op in forms],
+        replay_makes=_numbers(number, forms, "outputs"),
+        replay_workspace_bytes=[op.workspace_bytes for op in forms],
+        lines=list(lines),
+        line_of=line_of,
+    )
+
+
+def _outside(op: Op, made_bytes: int) -> OpRecord:
+    phase = "backward" if op.phase is Phase.BACKWARD else "forward"
+    return OpRecord(name=op.name, module=op.module, bytes=made_bytes, phase=phase, seconds=op.seconds)
+
+
+def _numbers(number: np.ndarray, ops: Sequence[Op], field: str) -> list[int]:
+    found: list[int] = number[[v for op in ops for v in getattr(op, field)]].tolist() if ops else []
+    return found
+
+
+def _short(line: str | None) -> str | None:
+    """The line by its file as it is imported, as in models/net.py:12: the same on other machines."""
+    if line is None:
+        return None
+    file, _, number = line.rpartition(":")
+    return f"{_imported(file)}:{number}"
+
+
+@lru_cache(maxsize=4096)
+def _imported(file: str) -> str:
+    path = Path(file)
+    folder = path.parent
+    while (folder / "__init__.py").exists() and folder != folder.parent:
+        folder = folder.parent
+    return path.relative_to(folder).as_posix()

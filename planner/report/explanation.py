@@ -1,0 +1,356 @@
+"""Why a plan treats a module as it does: what is kept and re-run, what the opposite would take.
+
+Every figure is of the simulator: a plan says what its operations read and make, so the schedule that keeps
+more than the plan does can be simulated as the plan itself was.
+"""
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from planner.errors import PlannerError
+from planner.planfile.plan import PlanRecord
+from planner.report.simulated import simulated
+from solvers.model.arrays import PerStep, Schedule
+from solvers.model.schedule import alive_at, lifetimes, simulate
+
+_MOST_TRIES = 60
+
+
+class UnknownModule(PlannerError, ValueError):
+    """The plan has no operation of a module of that name."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step of the schedule."""
+
+    step: int
+    """Its position in the schedule, from 0."""
+    of: int
+    """How many steps the schedule has."""
+    operation: str
+    module: str
+    line: str
+    phase: str
+    """"forward", "backward" or "recomputation"."""
+    live_bytes: int
+    """What the step holds then over what was there at entry, workspace included."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A forward operation that the backward runs again."""
+
+    operation: str
+    module: str
+    line: str
+    bytes: int
+    """Bytes that it makes each time."""
+    seconds: float
+    """What all its re-runs take."""
+    steps: tuple[int, ...]
+    """The steps of the schedule at which it is run again."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The same schedule with fewer re-runs, as simulated."""
+
+    operations: int
+    """How many operations would not be re-run any more, those included that were re-run only for them."""
+    extra_bytes: int
+    """What is held more at the plan's own peak, the moment that binds."""
+    peak_bytes: int
+    """The dynamic peak."""
+    peak: Moment
+    """Where that is, in the schedule with fewer re-runs."""
+    saved_seconds: float
+    fits: bool | None
+    """Whether the plan's budget allows it; None where the budget was the least that can be reached."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan does with a module, why, and what something else would take.
+
+    `print` shows it, a notebook does, and `to_dict()` has it as plain data.
+    """
+
+    module: str
+    operations: int
+    """Operations of its forward, with those of modules inside it."""
+    kept_operations: int
+    kept_bytes: int
+    """Of results that live on from the forward into the backward."""
+    freed_operations: int
+    """Operations whose results neither live on nor are made again: nothing of the backward reads them."""
+    fixed_operations: int
+    """Operations that may not be re-run: their effects, or what they read, would not be the same."""
+    reruns: tuple[Rerun, ...]
+    rerun_seconds: float
+    plan_rerun_seconds: float
+    """What all re-runs of the plan take."""
+    step_seconds: float
+    """What the planned step takes."""
+    binding: Moment
+    """The plan's peak."""
+    binding_module_bytes: int
+    """Bytes of the module's results, forward and backward, that are alive then."""
+    room_bytes: int | None
+    """The dynamic peak that the budget allows; None where it was the least that can be reached."""
+    keeping: Keeping | None
+    """What keeping all of it would take; None where nothing of it is re-run."""
+    more: Keeping | None
+    """The most of it that could be kept with 10 % more budget, as far as tried; None if nothing."""
+    more_operations: tuple[str, ...]
+    """Modules or operations that `more` keeps."""
+    less_bytes: int | None
+    """By how much the plan is too large for 10 % less budget; None where the budget was the least."""
+    less_steps: int
+    """At how many steps of the schedule it is."""
+    less_module_bytes: int
+    """Kept bytes of the module that could be recomputed and that are alive at the largest of these steps."""
+
+    def __str__(self) -> str:
+        from planner.report.explanation_text import explanation_text
+
+        return explanation_text(self)
+
+    def _repr_html_(self) -> str:
+        from planner.report.explanation_text import render_explanation
+        from planner.report.text import as_html
+
+        return as_html(render_explanation(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data: seconds, bytes, steps of the schedule."""
+        return asdict(self)
+
+
+def explain(plan: PlanRecord, module: str = "") -> Explanation:
+    """Explain what a plan does with a module.
+
+    Args:
+        plan: The plan.
+        module: Its name, as `named_modules()` has it; empty: the whole model.
+
+    Raises:
+        UnknownModule: The plan has no operation of it; names like it are given.
+        PlanFileError: The plan does not say what its operations read, as those of earlier releases.
+    """
+    return Explainer(plan).module(module)
+
+
+class Explainer:
+    """Explains modules of one plan, which is simulated once.
+
+    Args:
+        plan: The plan.
+
+    Raises:
+        PlanFileError: As of :func:`explain`.
+    """
+
+    def __init__(self, plan: PlanRecord) -> None:
+        self.simulated = simulated(plan)
+        graph = self.simulated.graph
+        self._base = graph.base_of[self.simulated.schedule]
+        self._peak = self.simulated.timeline.peak_step
+
+    @cached_property
+    def binding(self) -> Moment:
+        """The plan's peak."""
+        return self.moment(self.simulated.schedule, self._peak, self.simulated.timeline.step_bytes)
+
+    def module(self, module: str) -> Explanation:
+        """Explain a module; as :func:`explain`."""
+        sim, graph = self.simulated, self.simulated.graph
+        rows = self._rows_of(module)
+        kept, kept_bytes = self._kept(rows)
+        reruns = self._reruns(rows)
+        again = {row for row in rows if row in set(self._base[sim.reruns].tolist())}
+        room = sim.room_bytes
+        keeping = more = None
+        chosen: tuple[str, ...] = ()
+        if again:
+            keeping = self.keeping(again, room)
+            if sim.plan.target.budget_bytes is not None:
+                larger = sim.room(int(sim.plan.target.budget_bytes * 1.1))
+                more, chosen = self._most_that_fits(again, larger)
+        less_bytes, less_steps, less_module = self._with_less(kept)
+        alive = alive_at(graph, sim.schedule, self._peak)
+        of_module = np.isin(graph.producer[alive], self._all_rows_of(module))
+        fixed = [row for row in rows if not graph.ops[row].recomputable]
+        return Explanation(
+            module=module,
+            operations=len(rows),
+            kept_operations=len(kept),
+            kept_bytes=kept_bytes,
+            freed_operations=len(set(rows) - set(kept) - again),
+            fixed_operations=len(fixed),
+            reruns=tuple(reruns),
+            rerun_seconds=sum(rerun.seconds for rerun in reruns),
+            plan_rerun_seconds=float(graph.seconds[sim.schedule[sim.reruns]].sum()),
+            step_seconds=sim.timeline.seconds,
+            binding=self.binding,
+            binding_module_bytes=int(graph.bytes[alive][of_module].sum()),
+            room_bytes=room,
+            keeping=keeping,
+            more=more,
+            more_operations=chosen,
+            less_bytes=less_bytes,
+            less_steps=less_steps,
+            less_module_bytes=less_module,
+        )
+
+    def without(self, rows: Iterable[int]) -> Schedule:
+        """The schedule that does not re-run some operations, nor what was re-run only for them."""
+        sim, graph = self.simulated, self.simulated.graph
+        left = ~(sim.reruns & np.isin(self._base, np.fromiter(rows, dtype=np.int64)))
+        while True:
+            schedule = sim.schedule[left]
+            lives = lifetimes(graph, schedule)
+            used = np.zeros(len(schedule), dtype=bool)
+            used[lives.start[lives.used]] = True
+            # Results that nothing reads: of the re-runs, those are there for what has gone.
+            idle = sim.reruns[left] & ~used
+            if not idle.any():
+                return schedule
+            left[np.flatnonzero(left)[idle]] = False
+
+    def keeping(self, rows: Iterable[int], room_bytes: int | None) -> Keeping:
+        """What the plan would take if it did not re-run operations of the forward.
+
+        Args:
+            rows: The operations, as rows of the graph.
+            room_bytes: The dynamic peak that is allowed; None for any.
+        """
+        sim, graph = self.simulated, self.simulated.graph
+        schedule = self.without(rows)
+        timeline = simulate(graph, schedule)
+        # The moment that binds: the same operation or, where that was a re-run that has gone, the next one.
+        row, done = int(sim.schedule[self._peak]), int((~sim.reruns[: self._peak + 1]).sum())
+        base_steps = np.flatnonzero(~self.simulated.reruns_of(schedule))
+        first, last = (int(base_steps[done - 1]) if done else -1), len(schedule) - 1
+        if not sim.reruns[self._peak]:
+            there = first
+        else:
+            last = int(base_steps[done]) if done < len(base_steps) else last
+            same = [i for i in range(first + 1, last) if schedule[i] == row]
+            there = same[0] if same else last
+        return Keeping(
+            operations=len(set(self._base[sim.reruns].tolist()))
+            - len(set(graph.base_of[schedule[self.simulated.reruns_of(schedule)]].tolist())),
+            extra_bytes=int(timeline.step_bytes[there]) - sim.timeline.peak_bytes,
+            peak_bytes=timeline.peak_bytes,
+            peak=self.moment(schedule, timeline.peak_step, timeline.step_bytes),
+            saved_seconds=sim.timeline.seconds - timeline.seconds,
+            fits=None if room_bytes is None else timeline.peak_bytes <= room_bytes,
+        )
+
+    def moment(self, schedule: Schedule, step: int, step_bytes: PerStep) -> Moment:
+        """A step of a schedule in words."""
+        row = int(schedule[step])
+        record = self.simulated.record(row)
+        again = bool(self.simulated.reruns_of(schedule)[step])
+        phase = "recomputation" if again else record.phase
+        line = self.simulated.line(row)
+        return Moment(step, len(schedule), record.name, record.module, line, phase, int(step_bytes[step]))
+
+    def _rows_of(self, module: str) -> list[int]:
+        found = [row for row in self._all_rows_of(module) if row < self.simulated.graph.forward_length]
+        if not found:
+            raise UnknownModule(self._unknown(module))
+        return found
+
+    def _all_rows_of(self, module: str) -> list[int]:
+        inside = f"{module}."
+        ops = self.simulated.graph.ops[: self.simulated.graph.base_length]
+        return [
+            i for i, op in enumerate(ops) if not module or op.module == module or op.module.startswith(inside)
+        ]
+
+    def _unknown(self, module: str) -> str:
+        names = {op.module for op in self.simulated.graph.ops}
+        names |= {".".join(n.split(".")[:i]) for n in names for i in range(1, n.count(".") + 1)}
+        close = difflib.get_close_matches(module, sorted(names - {""}), n=3, cutoff=0.4)
+        like = f"; like it: {', '.join(close)}" if close else ""
+        return (
+            f"the plan has no operation of a module {module!r}{like}. Names are those of named_modules(); "
+            "`planner show` lists them"
+        )
+
+    def _kept(self, rows: Sequence[int]) -> tuple[list[int], int]:
+        sim, graph = self.simulated, self.simulated.graph
+        lives = sim.lives
+        outlive = (lives.start < graph.forward_length) & (lives.end >= graph.forward_length) & lives.used
+        values = lives.value[outlive]
+        values = values[np.isin(graph.producer[values], rows)]
+        return sorted(set(graph.producer[values].tolist())), int(graph.bytes[values].sum())
+
+    def _reruns(self, rows: Sequence[int]) -> list[Rerun]:
+        sim, graph = self.simulated, self.simulated.graph
+        steps: dict[int, list[int]] = {}
+        wanted = set(rows)
+        for step in np.flatnonzero(sim.reruns).tolist():
+            base = int(self._base[step])
+            if base in wanted:
+                steps.setdefault(base, []).append(step)
+        found = []
+        for base, when in sorted(steps.items()):
+            record = sim.record(base)
+            makes = graph.ops[graph.rerun(base)].outputs
+            size = int(graph.bytes[list(makes)].sum())
+            seconds = float(graph.seconds[sim.schedule[when]].sum())
+            found.append(Rerun(record.name, record.module, sim.line(base), size, seconds, tuple(when)))
+        return found
+
+    def _most_that_fits(self, again: set[int], room: int) -> tuple[Keeping | None, tuple[str, ...]]:
+        """The whole of it, or piece after piece, the ones that save most time for a byte first."""
+        whole = self.keeping(again, room)
+        if whole.fits:
+            return whole, ("all of it",)
+        graph = self.simulated.graph
+        pieces: dict[str, set[int]] = {}
+        times = Counter(self._base[self.simulated.reruns].tolist())
+        for row in again:
+            pieces.setdefault(f"{graph.ops[row].module or '(the model)'} itself", set()).add(row)
+        if len(pieces) == 1:
+            pieces = {f"{graph.ops[row].name} (operation {row})": {row} for row in sorted(again)}
+
+        def gain(rows: set[int]) -> float:
+            size = sum(int(graph.bytes[list(graph.ops[row].outputs)].sum()) for row in rows)
+            return float(sum(graph.seconds[row] * times[row] for row in rows)) / max(size, 1)
+
+        chosen: list[str] = []
+        together: set[int] = set()
+        best: Keeping | None = None
+        for name, rows in sorted(pieces.items(), key=lambda piece: -gain(piece[1]))[:_MOST_TRIES]:
+            tried = self.keeping(together | rows, room)
+            if tried.fits:
+                together |= rows
+                chosen.append(name)
+                best = tried
+        return best, tuple(chosen)
+
+    def _with_less(self, kept: Sequence[int]) -> tuple[int | None, int, int]:
+        sim, graph = self.simulated, self.simulated.graph
+        budget = sim.plan.target.budget_bytes
+        if budget is None:
+            return None, 0, 0
+        room = sim.room(int(budget * 0.9))
+        over = sim.timeline.step_bytes > room
+        alive = alive_at(graph, sim.schedule, self._peak)
+        movable = np.array([row for row in kept if graph.ops[row].recomputable], dtype=np.int64)
+        mine = alive[np.isin(graph.producer[alive], movable)]
+        return (
+            max(sim.timeline.peak_bytes - room, 0),
+            int(over.sum()),
+            int(graph.bytes[mine].sum()),
+        )
