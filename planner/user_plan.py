@@ -1,12 +1,16 @@
 """The plan as users have it: its data, and what can be done with it."""
 
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from planner.planfile.atomic_file import write_atomically
 from planner.planfile.plan import PlanRecord
 from planner.report.explanation import Explanation, explain
 from planner.report.figure import draw
+from planner.report.html import page
 from planner.report.text import as_html, as_text, render, render_summary
 from planner.runtime.install import apply
 from planner.runtime.shape_policy import OnNewShape
@@ -63,6 +67,31 @@ class Plan(PlanRecord):
             PlanFileError: the plan file is of an earlier release, which did not say what operations read.
         """
         return explain(self, module)
+
+    def report(
+        self, path: str | os.PathLike[str] | None = None, *, frontier: Sequence[PlanRecord] = ()
+    ) -> str:
+        """Make one HTML page of the plan, which opens without a network.
+
+        It has the timeline of live bytes, to zoom into, with what is alive at each step; the modules; all
+        operations; and what the plan does in words.
+
+        Args:
+            path: the file to write, as "report.html"; None writes none.
+            frontier: plans of a sweep of the same model, to show what other budgets cost.
+
+        Returns:
+            the page.
+
+        Raises:
+            PlanFileError: the file cannot be written, or the plan file is of an earlier release, which did
+                not say what operations read.
+            FrontierError: a plan of the frontier is of another model.
+        """
+        text = page(self, frontier)
+        if path is not None:
+            write_atomically(path, text)
+        return text
 
     def apply(
         self,

@@ -5,6 +5,10 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
+from tests.browser import CHROMIUM
+
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them all that they start.
 if (
     threading.current_thread() is threading.main_thread()
@@ -14,3 +18,18 @@ if (
 
 # Trainers are installed beside the other packages, without their dependencies, see the Makefile.
 sys.path.append(str(Path(sys.prefix) / "trainers"))
+
+
+def pytest_report_header() -> list[str]:
+    if CHROMIUM is None:
+        return ["no Chromium: tests marked `browser` are LEFT OUT (Debian: apt-get install chromium)"]
+    return []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if CHROMIUM is not None:
+        return
+    left_out = [item for item in items if item.get_closest_marker("browser")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

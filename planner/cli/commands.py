@@ -1,4 +1,4 @@
-"""The command line: `plan`, `sweep`, `max-batch`, `estimate`, `verify`, `show`, `explain` and `schema`.
+"""The command line: `plan`, `sweep`, `max-batch`, `estimate`, `verify`, and what reads plan files.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 a plan did not verify, 2 wrong
 usage or input, 3 no plan fits the budget, 130 interrupted. A reader of stdout that stops early, as `head`
@@ -39,7 +39,7 @@ from planner.cli.output import (
     stdout_for_results,
     width,
 )
-from planner.cli.plan_file_commands import explain_command
+from planner.cli.plan_file_commands import explain_command, report_command
 from planner.cli.progress import shown_progress
 from planner.errors import BudgetError
 from planner.estimation.table import render_estimate
@@ -341,6 +341,7 @@ def show_command(
 
 
 app.command("explain")(explain_command)
+app.command("report")(report_command)
 
 
 @app.command("schema")

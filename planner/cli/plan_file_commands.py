@@ -1,4 +1,4 @@
-"""Commands that read plan files, and need no model: `explain`."""
+"""Commands that read plan files, and need no model: `explain` and `report`."""
 
 from typing import Annotated
 
@@ -6,7 +6,9 @@ import typer
 
 from planner.cli.options import AsJson, Debug, PlanPath
 from planner.cli.output import one_line_errors, print_json, show, width
+from planner.planfile.atomic_file import check_writable
 from planner.report.explanation_text import render_explanation
+from planner.report.text import printable
 from planner.user_plan import Plan
 
 
@@ -30,3 +32,22 @@ def explain_command(
             print_json(found.to_dict())
         else:
             show(render_explanation(found, width=width()))
+
+
+def report_command(
+    plan_path: PlanPath,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The HTML file to write.")
+    ] = "report.html",
+    frontier: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PLAN", help="A plan of a sweep, to show what other budgets cost (repeatable)."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a plan as one HTML page that opens offline: timeline, modules, operations, and why."""
+    with one_line_errors(debug):
+        check_writable(output)
+        plan = Plan.load(plan_path)
+        plan.report(output, frontier=[Plan.load(path) for path in frontier or ()])
+        typer.echo(f"written to {printable(output)}")

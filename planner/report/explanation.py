@@ -16,6 +16,7 @@ import numpy as np
 from planner.errors import PlannerError
 from planner.planfile.plan import PlanRecord
 from planner.report.simulated import simulated
+from planner.report.undroppable import droppable
 from solvers.model.arrays import PerStep, Schedule
 from solvers.model.schedule import alive_at, lifetimes, simulate
 
@@ -346,9 +347,8 @@ class Explainer:
             return None, 0, 0
         room = sim.room(int(budget * 0.9))
         over = sim.timeline.step_bytes > room
-        alive = alive_at(graph, sim.schedule, self._peak)
-        movable = np.array([row for row in kept if graph.ops[row].recomputable], dtype=np.int64)
-        mine = alive[np.isin(graph.producer[alive], movable)]
+        alive = droppable(sim)
+        mine = alive[np.isin(graph.producer[alive], kept)]
         return (
             max(sim.timeline.peak_bytes - room, 0),
             int(over.sum()),

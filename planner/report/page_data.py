@@ -1,0 +1,193 @@
+"""What the page of a plan shows, as plain data: columns of numbers, with names given once."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from planner.errors import PlannerError
+from planner.planfile.budget import format_bytes
+from planner.planfile.plan import PlanRecord
+from planner.report.explanation import Explainer
+from planner.report.explanation_text import moment_text, sentences, short_name
+from planner.report.simulated import SimulatedPlan
+from planner.report.text import format_seconds
+from planner.report.undroppable import peak_parts
+
+_GROUPS = 6
+_BACKWARD = "results of the backward (gradients)"
+_OTHERS = "other modules"
+
+
+class FrontierError(PlannerError, ValueError):
+    """Plans of a frontier are not of one model."""
+
+
+def page_data(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> dict[str, Any]:
+    """What the page of a plan shows.
+
+    Args:
+        plan: The plan.
+        frontier: Plans of a sweep of the same model, to show what other budgets cost.
+
+    Raises:
+        PlanFileError: The plan does not say what its operations read, as those of earlier releases.
+        FrontierError: A plan of the frontier is of another model.
+    """
+    for other in frontier:
+        if other.model.state_digest != plan.model.state_digest:
+            raise FrontierError(
+                f"the frontier has a plan of another model ({other.model.class_name}; this one is of "
+                f"{plan.model.class_name}, or has other parameters): give plans of one sweep"
+            )
+    explainer = Explainer(plan)
+    sim = explainer.simulated
+    names, modules, lines = _Names(), _Names(), _Names()
+    graph = sim.graph
+    records = [sim.record(row) for row in range(graph.base_length)]
+    lives = sim.lives
+    shown = ~graph.on_demand[lives.value] | lives.used
+    base = graph.base_of[sim.schedule]
+    runs = np.bincount(base[sim.reruns], minlength=graph.base_length)
+    forward = graph.forward_length
+    outlive = lives.used & (lives.start < forward) & (lives.end >= forward)
+    kept = np.zeros(graph.base_length, dtype=np.int64)
+    np.add.at(kept, graph.producer[lives.value[outlive]], graph.bytes[lives.value[outlive]])
+    groups, group_of = _groups(sim)
+    return {
+        "model": plan.model.class_name,
+        "facts": _facts(plan),
+        "story": story(explainer),
+        "words": [list(pair) for pair in sentences(explainer.module(""))],
+        "notes": list(plan.notes),
+        "peak": {"step": sim.timeline.peak_step, "bytes": sim.timeline.peak_bytes},
+        "resident": plan.resident.total,
+        "room": sim.room_bytes,
+        "overhead": plan.overhead,
+        "forward": forward,
+        "unplanned": {
+            "bytes": plan.baseline_timeline.bytes,
+            "forward": plan.baseline_timeline.forward_length,
+            "peak": plan.baseline.dynamic_peak_bytes,
+        },
+        "groups": groups,
+        "ops": {
+            "name": [names.of(short_name(record.name)) for record in records],
+            "module": [modules.of(record.module) for record in records],
+            "line": [lines.of(sim.line(row)) for row in range(graph.base_length)],
+            "bytes": [record.bytes for record in records],
+            "seconds": [float(f"{record.seconds:.4g}") for record in records],
+            "kept": kept.tolist(),
+            "runs": runs.tolist(),
+            "group": group_of,
+        },
+        "names": names.all,
+        "modules": modules.all,
+        "lines": lines.all,
+        "schedule": base.tolist(),
+        "live": sim.timeline.step_bytes.tolist(),
+        "values": {
+            "op": graph.producer[lives.value[shown]].tolist(),
+            "bytes": graph.bytes[lives.value[shown]].tolist(),
+            "start": lives.start[shown].tolist(),
+            "end": lives.end[shown].tolist(),
+        },
+        "frontier": [_point(other) for other in frontier],
+        "own_point": _point(plan),
+    }
+
+
+def story(explainer: Explainer) -> list[str]:
+    """What a plan does, in sentences for somebody who has not seen one."""
+    sim, plan = explainer.simulated, explainer.simulated.plan
+    parts, moment = peak_parts(sim), explainer.binding
+    before, after = plan.baseline.dynamic_peak_bytes, parts.total_bytes
+    reruns = len(set(sim.graph.base_of[sim.schedule[sim.reruns]].tolist()))
+    told = [
+        f"Beside {format_bytes(plan.resident.total)} of parameters, inputs and other things that are there "
+        f"throughout, a training step as PyTorch runs it holds up to {format_bytes(before)}; with this plan "
+        f"{format_bytes(after)}.",
+        f"For that the backward runs {reruns} of {sim.graph.forward_length} operations of the forward again, "
+        f"which takes {format_seconds(max(sim.timeline.seconds - plan.no_recompute.seconds, 0.0))} "
+        f"({plan.overhead:+.1%}).",
+        f"It holds most at {moment_text(moment)}.",
+        f"{format_bytes(parts.undroppable_bytes)} of the {format_bytes(after)} there no plan can drop: "
+        f"{format_bytes(parts.operand_bytes)} are what this operation itself reads and makes, "
+        f"{format_bytes(parts.backward_bytes)} other gradients and results of the backward that are needed "
+        f"later, {format_bytes(parts.held_bytes)} other results that are held from outside, as the model's "
+        f"outputs are, or cannot be recomputed. The other {format_bytes(parts.kept_bytes)} are there because "
+        "that is faster, within the budget.",
+    ]
+    largest = _largest(sim)
+    if largest:
+        told.append(f"Largest there: {', '.join(largest)}.")
+    return told
+
+
+def _largest(sim: SimulatedPlan, most: int = 3) -> list[str]:
+    lives, step = sim.lives, sim.timeline.peak_step
+    alive = np.flatnonzero((lives.start <= step) & (step <= lives.end))
+    size: Counter[tuple[str, str]] = Counter()
+    for value in lives.value[alive].tolist():
+        record = sim.record(int(sim.graph.producer[value]))
+        size[short_name(record.name), record.module or "(the model)"] += sim.graph.values[value].bytes
+    return [f"{name} of {module}, {format_bytes(total)}" for (name, module), total in size.most_common(most)]
+
+
+def _facts(plan: PlanRecord) -> list[list[str]]:
+    target, solver, before, after = plan.target, plan.solver, plan.baseline, plan.predicted
+    least = target.budget_bytes is None
+    budget = "the least that can be reached" if least else format_bytes(target.budget_bytes or 0)
+    gap = "" if solver.gap is None else f"; at most {solver.gap:.2%} slower than possible"
+    return [
+        ["budget", f"{budget} ({target.budget_text}) on {target.device}"],
+        ["peak", f"{format_bytes(after.peak_bytes)} (unplanned {format_bytes(before.peak_bytes)})"],
+        ["of it the step", f"{format_bytes(after.dynamic_peak_bytes)} "
+         f"(unplanned {format_bytes(before.dynamic_peak_bytes)})"],
+        ["time", f"{format_seconds(after.seconds)}, {plan.overhead:+.1%} ({target.costs})"],
+        ["solver", f"{solver.name}, {solver.status}{gap}"],
+    ]  # fmt: skip
+
+
+def _groups(sim: SimulatedPlan) -> tuple[list[str], list[int]]:
+    """What bytes are stacked by: the largest kinds of modules, the same module of every layer as one."""
+    graph = sim.graph
+    kinds = []
+    for row in range(graph.base_length):
+        record = sim.record(row)
+        kind = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module) or "(the model)"
+        kinds.append(_BACKWARD if row >= graph.forward_length else kind)
+    lives = sim.lives
+    # Bytes times how long they are alive say how much of the picture a kind is.
+    weight: Counter[str] = Counter()
+    area = graph.bytes[lives.value] * (lives.end - lives.start + 1)
+    for value, size in zip(graph.producer[lives.value].tolist(), area.tolist(), strict=True):
+        weight[kinds[value]] += size
+    weight.pop(_BACKWARD, None)
+    names = [_BACKWARD, *(kind for kind, _ in weight.most_common(_GROUPS))]
+    if len(weight) > _GROUPS:
+        names.append(_OTHERS)
+    index = {name: i for i, name in enumerate(names)}
+    return names, [index.get(kind, len(names) - 1) for kind in kinds]
+
+
+def _point(plan: PlanRecord) -> dict[str, Any]:
+    overhead = plan.overhead if math.isfinite(plan.overhead) else 0.0
+    return {"peak": plan.predicted.peak_bytes, "overhead": overhead, "budget": plan.target.budget_text}
+
+
+class _Names:
+    """Texts by number."""
+
+    def __init__(self) -> None:
+        self._number: dict[str, int] = {}
+
+    def of(self, name: str) -> int:
+        return self._number.setdefault(name, len(self._number))
+
+    @property
+    def all(self) -> list[str]:
+        return list(self._number)
