@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from planner.planfile.schema import GradientLayout, GraphRecord, OpRecord
+from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program
 from planner.runtime.ddp import decisions_digest
 from tests.plans import layered_plan
 
@@ -19,6 +19,8 @@ OTHER: dict[str, Any] = {
     "per_use_inputs": [0],
     "gradient_layouts": [GradientLayout(output=0, dimensions=[1, 0])],
     "backward": [index for index in GRAPH.backward if index >= GRAPH.forward_length],
+    "other_programs": [Program(backward=GRAPH.backward)],
+    "executions": [0, 0],
     "ops": [op.model_copy(update={"name": "aten.relu.default"}) for op in GRAPH.ops],
 }
 """By field of a graph's record, another value for it."""
@@ -43,6 +45,11 @@ def test_other_operations_have_other_digests(field: str) -> None:
 def test_plans_that_run_the_same_have_one_digest() -> None:
     ops = [op.model_copy(update={"bytes": 1, "seconds": 2.0}) for op in GRAPH.ops]
     graph = GRAPH.model_copy(update={**SAYS_NOTHING, "ops": ops})
+    programs = [[Program(backward=GRAPH.backward, kept=kept)] for kept in ([], [0])]
+    first, second = (GRAPH.model_copy(update={"other_programs": others}) for others in programs)
+    assert decisions_digest(PLAN.model_copy(update={"graphs": [first]})) == decisions_digest(
+        PLAN.model_copy(update={"graphs": [second]})
+    )
     solver = PLAN.solver.model_copy(update={"name": "chain", "solve_seconds": 9.0})
     other = PLAN.model_copy(update={"graphs": [graph], "solver": solver, "notes": ["a note"]})
     assert decisions_digest(other) == decisions_digest(PLAN)

@@ -10,7 +10,7 @@ from planner.capture import graph_runner
 from planner.graph.joint_pass import TraceContext
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
-from planner.planfile.schema import GradientLayout
+from planner.planfile.graph_record import GradientLayout
 from planner.runtime import backend
 from tests.plans import layered_plan
 

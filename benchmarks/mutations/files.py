@@ -39,7 +39,7 @@ FILES = [
         "Schedules are read without a look at their order.",
         (
             Change(
-                "planner/planfile/schema.py",
+                "planner/planfile/graph_record.py",
                 "            if op_id != awaited:\n",
                 "            if op_id == awaited and op_id >= count:\n",
             ),

@@ -16,7 +16,7 @@ DETACHES_INPUTS = Change(
 )
 WRITES_GRADIENTS_ITSELF = Change(
     "planner/runtime/backend.py",
-    "        return CompiledGraph(compiled.call, hooks)\n",
+    "        return CompiledGraph(compiled.call, hooks), followed\n",
     "        def direct(*args: Any) -> Any:\n"
     "            given = list(args)\n"
     "            for i, tensor in enumerate(args):\n"
@@ -28,7 +28,7 @@ WRITES_GRADIENTS_ITSELF = Change(
     "        def _add(parameter: Any, found: Any) -> None:\n"
     "            parameter.grad = found if parameter.grad is None else parameter.grad + found\n"
     "\n"
-    "        return CompiledGraph(direct, hooks)\n",
+    "        return CompiledGraph(direct, hooks), followed\n",
 )
 ABSENT_IS_ZERO = Change(
     "planner/hooks/undefined_gradients.py",

@@ -14,8 +14,8 @@ _HELD = (
 )
 HOLDS_PARAMETERS = Change(
     "planner/runtime/backend.py",
-    "        return CompiledGraph(compiled.call, hooks)\n",
-    f"{_HELD}        return CompiledGraph(held, hooks)\n",
+    "        return CompiledGraph(compiled.call, hooks), followed\n",
+    f"{_HELD}        return CompiledGraph(held, hooks), followed\n",
 )
 TRAINS_ALL = Change(
     "planner/training_step/copies.py",

@@ -70,8 +70,8 @@ def described(plan: Plan) -> dict[str, Any]:
     return {
         **plan.model_dump(mode="json", exclude={"graphs", "timeline", "baseline_timeline"}),
         "overhead": plan.overhead,
-        "recomputed_ops": sum(len(graph.recomputed) for graph in plan.graphs),
-        "forward_ops": sum(graph.forward_length for graph in plan.graphs),
+        "recomputed_ops": plan.recomputed_operations,
+        "forward_ops": plan.forward_operations,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from planner.planfile.schema import GraphRecord
+from planner.planfile.graph_record import GraphRecord
 
 
 @dataclass(frozen=True)

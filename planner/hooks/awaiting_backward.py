@@ -34,6 +34,13 @@ class Calls:
             )
         self.last = _Call()
 
+    def next_execution(self, graph: object) -> int:
+        """How often a graph has run in the last call; it runs once more now."""
+        executions = self.last.executions
+        count = executions.get(graph, 0)
+        executions[graph] = count + 1
+        return count
+
     def kept(self) -> None:
         """A backward kept what it could have freed."""
         if not self._warned_of_kept:
@@ -77,12 +84,14 @@ class _Token:
 
 
 class _Call:
-    """One call: tokens of the nodes of its graphs, and whether any of their backwards ran."""
+    """One call: tokens of the nodes of its graphs, whether any of their backwards ran, and how often each
+    graph ran."""
 
-    __slots__ = ("done", "tokens")
+    __slots__ = ("done", "executions", "tokens")
 
     def __init__(self) -> None:
         self.done = False
+        self.executions: dict[object, int] = {}
         self.tokens: list[weakref.ref[_Token]] = []
 
     def awaits_backward(self) -> bool:

@@ -14,17 +14,15 @@ from pydantic_core import from_json
 from planner.errors import PlanFileError
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
+from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program
 from planner.planfile.json_layout import laid_out
 from planner.planfile.schema import (
     Footprint,
-    GradientLayout,
-    GraphRecord,
     InconsistentError,
     Label,
     LiveModule,
     ModelRecord,
     Name,
-    OpRecord,
     Record,
     Resident,
     SolverRecord,
@@ -43,6 +41,7 @@ __all__ = [
     "ModelRecord",
     "OpRecord",
     "PlanRecord",
+    "Program",
     "Resident",
     "SolverRecord",
     "StepRecord",
@@ -108,13 +107,22 @@ class PlanRecord(Record):
             return 0.0
         return self.predicted.seconds / self.no_recompute.seconds - 1
 
+    @property
+    def recomputed_operations(self) -> int:
+        """How many operations of the forward the backward re-runs, in all executions of all graphs."""
+        return sum(len(run.recomputed) for graph in self.graphs for run in graph.by_execution)
+
+    @property
+    def forward_operations(self) -> int:
+        """How many operations the forward has, in all executions of all graphs."""
+        return sum(graph.forward_length * len(graph.executions) for graph in self.graphs)
+
     def __repr__(self) -> str:
         whole, unplanned = self.predicted.peak_bytes, self.baseline.peak_bytes
-        rerun = sum(len(graph.recomputed) for graph in self.graphs)
         return (
             f"<Plan of {self.model.class_name} for {self.target.budget_text} on {self.target.device}: peak "
             f"{format_bytes(whole)} instead of {format_bytes(unplanned)}, time {self.overhead:+.1%}, re-runs "
-            f"{rerun} of {sum(graph.forward_length for graph in self.graphs)} operations>"
+            f"{self.recomputed_operations} of {self.forward_operations} operations>"
         )
 
     def __str__(self) -> str:

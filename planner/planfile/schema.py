@@ -1,6 +1,5 @@
 """The records that a plan is made of, each with the checks of its own fields."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -10,13 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 if TYPE_CHECKING:
     import numpy as np
 
-_MOST_OPS = 2_000_000
-_MOST_STEPS = 2_000_000
+MOST_OPS = 2_000_000
+MOST_STEPS = 2_000_000
 _TIMELINE_POINTS = 600
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Field(ge=0, le=1e15)]
-Index = Annotated[int, Field(ge=0, lt=_MOST_OPS)]
+Index = Annotated[int, Field(ge=0, lt=MOST_OPS)]
 Name = Annotated[str, StringConstraints(max_length=2000)]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -142,127 +141,6 @@ class ModelRecord(Record):
         max_length=64, description="autocast regions that were on, as in cuda:bfloat16"
     )
     torch_version: Label
-
-
-class OpRecord(Record):
-    """One operation of a captured graph; its index in the list is its stable id."""
-
-    name: Name = Field(description="as in aten.addmm.default")
-    module: Name = Field(
-        description="name of the module that ran it, as named_modules() has it; empty: the planned module"
-    )
-    bytes: Count = Field(description="bytes of the storages that it makes")
-    phase: Literal["forward", "backward"]
-    seconds: Seconds
-
-
-class GradientLayout(Record):
-    """The order of the dimensions in memory of an output's gradient, where that is not the output's."""
-
-    output: Index
-    dimensions: list[Annotated[int, Field(ge=0, lt=64)]] = Field(
-        max_length=64, description="its dimensions, those of the largest strides first"
-    )
-
-    @model_validator(mode="after")
-    def _is_an_order(self) -> Self:
-        if sorted(self.dimensions) != list(range(len(self.dimensions))):
-            raise InconsistentError(
-                f"{self.dimensions} does not name each of {len(self.dimensions)} dimensions once",
-                "dimensions",
-            )
-        return self
-
-
-class GraphRecord(Record):
-    """One captured graph and its schedule: the forward runs as captured, the backward as `backward` says."""
-
-    fingerprint: Label = Field(description="identifies the graph together with its sizes")
-    structure: Label = Field(description="identifies the graph whatever its sizes")
-    occurrence: Index = Field(
-        default=0,
-        description="how many graphs of that structure come before it, those without a backward too",
-    )
-    occurrences: Index = Field(
-        default=0, description="how many graphs of that structure the step has; 0: as many as are here"
-    )
-    unused_outputs: list[Index] = Field(
-        max_length=_MOST_OPS, description="outputs of the module that get no gradient"
-    )
-    per_use_inputs: list[Index] = Field(
-        default=[],
-        max_length=_MOST_OPS,
-        description="inputs whose gradients leave the graph per use (unsummed), so that they are added in "
-        "the order in which they are without a plan",
-    )
-    gradient_layouts: list[GradientLayout] = Field(
-        default=[],
-        max_length=_MOST_OPS,
-        description="of outputs whose gradients have other strides than they do",
-    )
-    ops: list[OpRecord] = Field(
-        min_length=1, max_length=_MOST_OPS, description="forward operations, then backward"
-    )
-    backward: list[Index] = Field(
-        max_length=_MOST_STEPS,
-        description="ids of operations in the order in which the backward runs them: each backward operation "
-        "once, and forward operations wherever they are re-run",
-    )
-    kept: list[Index] = Field(
-        default=[],
-        max_length=_MOST_OPS,
-        description="ids of forward operations whose results the forward holds for the backward; for "
-        "readers: it follows from `backward`",
-    )
-
-    def __repr__(self) -> str:
-        return (
-            f"<GraphRecord {self.structure[:12]}: {len(self.ops)} operations, {len(self.recomputed)} re-run>"
-        )
-
-    @property
-    def forward_length(self) -> int:
-        """How many operations the forward has; they come first in `ops`."""
-        return sum(1 for _ in itertools.takewhile(lambda op: op.phase == "forward", self.ops))
-
-    @property
-    def recomputed(self) -> list[int]:
-        """Ids of the forward operations that the backward re-runs, each once, ascending."""
-        forward_length = self.forward_length
-        return sorted({op for op in self.backward if op < forward_length})
-
-    @model_validator(mode="after")
-    def _is_a_schedule(self) -> Self:
-        if self.occurrence >= max(self.occurrences, 1):
-            raise InconsistentError(
-                f"occurrence {self.occurrence} of {self.occurrences}; they count from 0", "occurrence"
-            )
-        forward_length, count = self.forward_length, len(self.ops)
-        for index, op in enumerate(self.ops[forward_length:], forward_length):
-            if op.phase == "forward":
-                raise InconsistentError(
-                    "a forward operation stands after a backward one", "ops", index, "phase"
-                )
-        for position, op_id in enumerate(self.kept):
-            if op_id >= forward_length:
-                raise InconsistentError(f"operation {op_id} is not of the forward", "kept", position)
-        awaited = forward_length
-        for position, op_id in enumerate(self.backward):
-            if op_id >= count:
-                message = f"operation {op_id} is not one of the {count} in ops"
-                raise InconsistentError(message, "backward", position)
-            if op_id < forward_length:
-                continue
-            if op_id != awaited:
-                expected = (
-                    f"backward operation {awaited} is next" if awaited < count else "all have run before it"
-                )
-                message = f"backward operation {op_id} stands out of order ({expected})"
-                raise InconsistentError(message, "backward", position)
-            awaited += 1
-        if awaited < count:
-            raise InconsistentError(f"backward operation {awaited} is never run", "backward")
-        return self
 
 
 class Target(Record):

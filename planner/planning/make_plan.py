@@ -8,6 +8,7 @@ import torch
 from planner._torch import pytree
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
+from planner.lowering.partition import no_recomputation
 from planner.planfile.budget import Budget
 from planner.planfile.fingerprint import class_name, state_digest
 from planner.planfile.plan import (
@@ -19,6 +20,7 @@ from planner.planfile.plan import (
     ModelRecord,
     OpRecord,
     PlanRecord,
+    Program,
     SolverRecord,
     Target,
     TensorRecord,
@@ -148,10 +150,17 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
             )
     kept = _kept(problem, solution)
     records = []
-    for index, (captured_graph, backward) in enumerate(zip(captured.graphs, sequences, strict=True)):
+    for index, (captured_graph, executions) in enumerate(zip(captured.graphs, sequences, strict=True)):
         joint = captured_graph.joint
         if joint is None:
             continue
+        # One that the recorded step did not run has no execution there.
+        found = {tuple(backward): n for n, backward in reversed(list(enumerate(executions)))}
+        programs = [
+            Program(backward=list(backward), kept=kept.get((index, n), []))
+            for backward, n in sorted(found.items(), key=lambda item: item[1])
+        ] or [Program(backward=no_recomputation(joint))]
+        numbers = {tuple(program.backward): n for n, program in enumerate(programs)}
         ops = [
             OpRecord(
                 name=op.name,
@@ -175,25 +184,28 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                     for output, dimensions in sorted(captured_graph.spec.tangent_layouts.items())
                 ],
                 ops=ops,
-                backward=backward,
-                kept=kept.get(index, []),
+                backward=programs[0].backward,
+                kept=programs[0].kept,
+                other_programs=programs[1:],
+                executions=[numbers[tuple(backward)] for backward in executions] or [0],
             )
         )
     return records
 
 
-def _kept(problem: Problem, solution: Solution) -> dict[int, list[int]]:
-    """For each captured graph the forward operations whose results live on into the backward."""
+def _kept(problem: Problem, solution: Solution) -> dict[tuple[int, int], list[int]]:
+    """For each execution of each captured graph the forward operations whose results live on into the
+    backward."""
     graph = problem.graph
     lives = lifetimes(graph, solution.schedule)
     first = np.append(True, lives.value[1:] != lives.value[:-1])
     outlive = first & (lives.start < graph.forward_length) & (lives.end >= graph.forward_length)
-    kept: dict[int, set[int]] = {}
+    kept: dict[tuple[int, int], set[int]] = {}
     for value in lives.value[outlive].tolist():
         source = problem.sources[int(graph.producer[value])]
         if source.graph >= 0:
-            kept.setdefault(source.graph, set()).add(source.op)
-    return {index: sorted(ops) for index, ops in kept.items()}
+            kept.setdefault((source.graph, source.instance), set()).add(source.op)
+    return {execution: sorted(ops) for execution, ops in kept.items()}
 
 
 def _holders(problem: Problem, solution: Solution, step: int) -> list[LiveModule]:

@@ -20,6 +20,7 @@ from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, copy_bytes
+from planner.lowering.partition import no_recomputation
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
@@ -55,21 +56,27 @@ class Problem:
     eager: Timeline
     final_bytes: int
 
-    def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[int]]:
-        """For every captured graph the operations that its backward runs under a schedule, in order.
+    def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[list[int]]]:
+        """For every captured graph what its backward runs under a schedule: the operations of each of its
+        executions, in order.
 
-        A graph that ran several times in the step is never recomputed (see :func:`build_problem`),
-        so the first of its executions stands for all.
+        An execution whose backward does not run in the step re-runs nothing where it runs after all.
         """
-        steps: list[list[int]] = [[] for _ in captured.graphs]
+        steps: list[dict[int, list[int]]] = [{} for _ in captured.graphs]
         for row in schedule.tolist():
             source = self.sources[int(self.graph.base_of[row])]
-            if source.graph >= 0 and source.instance == 0:
-                steps[source.graph].append(source.op)
-        return [
-            order[graph.joint.forward_length :] if graph.joint is not None else []
-            for graph, order in zip(captured.graphs, steps, strict=True)
-        ]
+            if source.graph >= 0:
+                steps[source.graph].setdefault(source.instance, []).append(source.op)
+        sequences: list[list[list[int]]] = []
+        for graph, executions in zip(captured.graphs, steps, strict=True):
+            joint = graph.joint
+            sequences.append([])
+            if joint is None:
+                continue
+            for instance in range(max(executions, default=-1) + 1):
+                again = executions.get(instance, [])[joint.forward_length :]
+                sequences[-1].append(again or no_recomputation(joint))
+        return sequences
 
 
 def build_problem(
@@ -82,8 +89,7 @@ def build_problem(
 ) -> Problem:
     """Make of a captured step the problem that solvers see.
 
-    Operations of a graph that runs more than once in the step are not recomputable: all its
-    executions share one program.
+    Every execution of a graph has its own operations and values: what one keeps another may recompute.
 
     Args:
         captured: The step.
@@ -141,13 +147,11 @@ class _Builder:
     def run(self) -> None:
         """Make a row of everything that happened in the step."""
         recording = self.captured.compiled
-        calls = [e.graph for e in recording.events if isinstance(e.graph, GraphCall)]
-        forwards = [c.graph for c in calls if not c.backward]
         backward = False
         for index, event in enumerate(recording.events):
             backward = backward or event.backward
             if isinstance(event.graph, GraphCall):
-                self._graph_event(event, event.graph, backward, forwards.count(event.graph.graph) == 1)
+                self._graph_event(event, event.graph, backward)
             else:
                 self._glue_event(event, backward)
             self._last_row.append(len(self.rows) - 1)
@@ -229,7 +233,7 @@ class _Builder:
         )
         self.rows.append(_Row(Source(), op, call, recording.outputs[event.call], made))
 
-    def _graph_event(self, event: Event, call: GraphCall, backward: bool, once: bool) -> None:
+    def _graph_event(self, event: Event, call: GraphCall, backward: bool) -> None:
         joint = self.captured.graphs[call.graph].joint
         if joint is None:
             # Nothing to differentiate: its outputs appear as if one operation made them.
@@ -245,13 +249,13 @@ class _Builder:
             if placeholder in joint.storage_of and recorded in self._value_of:
                 storages[joint.storage_of[placeholder]] = self._value_of[recorded]
         split = joint.forward_length
-        copies = _Copies(joint, once and self.copying)
+        copies = _Copies(joint, self.copying)
         for joint_op in joint.ops[split:] if call.backward else joint.ops[:split]:
             for primal in copies.before(joint_op):
                 self.rows.append(self._copy_row(joint, primal, storages, region, joint_op.module))
                 copies.values[primal] = self.rows[-1].op.outputs[0]
             source = Source(call.graph, call.instance, joint_op.index)
-            row = self._joint_row(joint, joint_op, source, storages, region, backward, once, copies)
+            row = self._joint_row(joint, joint_op, source, storages, region, backward, copies)
             self.rows.append(row)
         for output, recorded in zip(joint.outputs[call.backward], call.outputs, strict=True):
             if recorded >= 0 and recorded not in self._value_of and isinstance(output, Node):
@@ -267,7 +271,6 @@ class _Builder:
         storages: dict[int, int],
         region: int,
         backward: bool,
-        once: bool,
         copies: "_Copies",
     ) -> _Row:
         reads = tuple(storages[s] for s in op.reads if s in storages)
@@ -275,7 +278,7 @@ class _Builder:
             size = joint.storage_bytes[storage]
             storages[storage] = self._value(Value(size, f"{op.node.name} @ {op.module}"))
         made = tuple(storages[s] for s in op.allocates)
-        recomputable = op.recomputable and once and not backward
+        recomputable = op.recomputable and not backward
         row = _Row(
             source,
             Op(

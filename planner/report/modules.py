@@ -83,7 +83,7 @@ def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
 
 def _tree(plan: PlanRecord) -> _Node:
     root = _Node()
-    for graph in plan.graphs:
+    for graph in (execution for each in plan.graphs for execution in each.by_execution):
         forward_length = graph.forward_length
         runs = Counter(op for op in graph.backward if op < forward_length)
         kept = set(graph.kept)

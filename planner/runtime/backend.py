@@ -33,6 +33,7 @@ from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import chosen_lowering
 from planner.lowering.partition import no_recomputation
 from planner.planfile.plan import GraphRecord, PlanRecord
+from planner.runtime.executions import Executions
 from planner.runtime.first_forward import Path
 from planner.runtime.forward_only import warns_if_differentiated
 from planner.runtime.own_errors import unplanned
@@ -68,6 +69,7 @@ class PlanBackend:
         self._calls, self._on_capture = calls, on_capture
         self._captured: Counter[str] = Counter()
         self._autocast: list[str] = []
+        self._warned_of_executions = False
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         call_what_was_captured(graph)
@@ -133,14 +135,49 @@ class PlanBackend:
         exactly: bool = False,
     ) -> Callable[..., Any]:
         """The callable of a graph. If ``exactly``, an error where it is not made of the plan's operations."""
+        first, followed = self._program(graph, example_inputs, record and record.programs[0], spec, exactly)
+        record = record or followed
+        if record is None:
+            return first
+        others = [
+            self._program(graph, example_inputs, program, spec, exactly, warn_of_it=False)[0]
+            for program in record.programs[1:]
+        ]
+        return Executions([first, *others], record.executions, self._calls, self._beyond_executions)
+
+    def _beyond_executions(self, planned: int) -> None:
+        if not self._warned_of_shapes() and not self._warned_of_executions:
+            self._warned_of_executions = True
+            warn(
+                f"a part of the forward runs more often in this step than the {planned} times that were "
+                "planned: it may exceed the budget. Plan with inputs for which it runs most often"
+            )
+
+    def _program(
+        self,
+        graph: GraphModule,
+        example_inputs: Sequence[Any],
+        record: GraphRecord | None,
+        spec: GraphSpec,
+        exactly: bool,
+        *,
+        warn_of_it: bool = True,
+    ) -> tuple[CompiledGraph, GraphRecord | None]:
+        """A graph that runs one program, and the plan's graph that it turned out to be."""
+        warn_once = warn if warn_of_it else _say_nothing
+        followed = record
         lower = chosen_lowering()
 
         def partition(traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
+            nonlocal followed
             if exactly and record is not None and not matches(record, traced.reading):
                 raise CaptureError("traced into other operations than planned")
             for hook in hooks:
                 hook.on_traced(traced)
-            halves = again.emitted(traced.reading, self._sequence(record, traced.reading))
+            if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
+                followed = next((g for g in self._plan.graphs if matches(g, traced.reading)), None)
+            sequence = self._sequence(followed, traced.reading, warn_once)
+            halves = again.emitted(traced.reading, sequence)
             return halves.forward, halves.backward
 
         def compile_backward(module: GraphModule) -> aot.BoxedFunction:
@@ -175,11 +212,11 @@ class PlanBackend:
             summed = spec.per_use_inputs - compiled.followed.per_use_inputs
             relaid = spec.tangent_layouts.keys() - compiled.followed.tangent_layouts.keys()
             where = f"input {min(summed)}" if summed else f"output {min(relaid)}"
-            warn(
+            warn_once(
                 f"the gradients of {where} of a graph cannot be added up, or laid out in memory, as planned: "
                 "gradients may differ in the last bits from those without a plan. planner.verify() tells"
             )
-        return CompiledGraph(compiled.call, hooks)
+        return CompiledGraph(compiled.call, hooks), followed
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in order,
@@ -194,10 +231,10 @@ class PlanBackend:
             return matching[count % len(matching)]
         return next((g for g in matching if g.occurrence == count % occurrences), None)
 
-    def _sequence(self, record: GraphRecord | None, joint: JointGraph) -> Sequence[int]:
+    def _sequence(
+        self, record: GraphRecord | None, joint: JointGraph, warn: Callable[[str], None]
+    ) -> Sequence[int]:
         """What a graph's backward runs, in order; warns where the plan is not followed exactly."""
-        if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
-            record = next((g for g in self._plan.graphs if matches(g, joint)), None)
         if record is None:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
             message = self._path.left(remapped.followed)
@@ -234,6 +271,10 @@ class PlanBackend:
         if then != now:
             return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"
         return "other parameters to train, another version, device or shape?"
+
+
+def _say_nothing(_text: str) -> None:
+    """Another program of the same graph was warned of."""
 
 
 def _grown(record: GraphRecord, joint: JointGraph) -> bool:

@@ -28,7 +28,12 @@ PATIENCE = timedelta(seconds=30)
 """How long a rank waits for what the others train by; after that it goes on without having compared."""
 
 
-_NOT_RUN: Any = {"fingerprint": True, "kept": True, "ops": {"__all__": {"bytes", "seconds"}}}
+_NOT_RUN: Any = {
+    "fingerprint": True,
+    "kept": True,
+    "other_programs": {"__all__": {"kept"}},
+    "ops": {"__all__": {"bytes", "seconds"}},
+}
 """Of a graph's record what nothing that runs depends on: sizes, costs, and what is there for readers."""
 _IN_SPEC: Any = dict.fromkeys(("unused_outputs", "per_use_inputs", "gradient_layouts"), True)
 """What of it :class:`GraphSpec` holds."""

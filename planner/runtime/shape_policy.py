@@ -256,14 +256,22 @@ def predicted_peak(plan: PlanRecord, prepared: Prepared) -> int:
     there = [joint for joint in joints if joint is not None]
     if len(there) != len(plan.graphs):
         raise PlanMismatch(f"it is captured as {len(there)} graphs, the plan has {len(plan.graphs)}")
-    found = iter([_sequence(record, joint) for record, joint in zip(plan.graphs, there, strict=True)])
+    found = iter(
+        [
+            [_sequence(program, joint) for program in record.by_execution]
+            for record, joint in zip(plan.graphs, there, strict=True)
+        ]
+    )
     sequences = [next(found) if joint is not None else [] for joint in joints]
     schedule = schedule_of(prepared.problem, captured, sequences)
     return simulate(prepared.problem.graph, schedule).peak_bytes
 
 
-def schedule_of(problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[int]]) -> Schedule:
-    """The schedule in which every captured graph's backward runs a sequence of its operations."""
+def schedule_of(
+    problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[Sequence[int]]]
+) -> Schedule:
+    """The schedule in which the backward of every captured graph runs a sequence of its operations for each
+    execution; the last one's for those beyond."""
     rows = {(s.graph, s.instance, s.op): row for row, s in enumerate(problem.sources) if s.graph >= 0}
     begun: set[tuple[int, int]] = set()
     schedule: list[int] = []
@@ -273,7 +281,8 @@ def schedule_of(problem: Problem, captured: CapturedStep, sequences: Sequence[Se
             schedule.append(row)
         elif (source.graph, source.instance) not in begun:
             begun.add((source.graph, source.instance))
-            for op in sequences[source.graph]:
+            of_graph = sequences[source.graph]
+            for op in of_graph[min(source.instance, len(of_graph) - 1)]:
                 base = rows[source.graph, source.instance, op]
                 schedule.append(base if op >= joint.forward_length else problem.graph.rerun(base))
     return np.array(schedule, dtype=np.int64)

@@ -1,0 +1,180 @@
+"""A graph that runs several times in a step: every execution keeps and recomputes as the plan says of it."""
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import planner
+from planner.errors import PlanFileError, PlanWarning
+from planner.user_plan import Plan
+from planner.verification.measure import measure_peak
+from tests.plans import layered_plan
+from tests.side_by_side import assert_same, assert_trains_alike, left_by, plan_of
+
+X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
+
+
+class Block(nn.Module):
+    """Breaks at both ends, so that all blocks run one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 96), nn.Linear(96, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        x = x + F.dropout(self.down(F.gelu(self.up(x)).tanh()), 0.1, self.training)
+        torch._dynamo.graph_break()
+        return x
+
+
+class Blocks(nn.Module):
+    """Blocks one after the other, ``times`` over: the second time each is used again."""
+
+    def __init__(self, count: int = 4, times: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.times = times
+        self.scale = nn.Parameter(torch.ones(32))  # the first block's input has a gradient, too
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = block(x)
+        return x.square().mean()
+
+
+def blocks(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks(**options).train()
+
+
+def loop(model: nn.Module) -> list[torch.Tensor]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(model(X))
+        losses[-1].backward()
+        optimizer.step()
+    return losses
+
+
+def of_blocks(plan: Plan) -> Any:
+    (graph,) = [graph for graph in plan.graphs if len(graph.executions) > 1]
+    return graph
+
+
+def measured_peak(model: nn.Module) -> int:
+    def step() -> torch.Tensor:
+        loss = model(X)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        model.zero_grad()
+        step()
+    model.zero_grad()
+    return measure_peak(step, "cpu").peak_bytes
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.heavy)])
+def test_executions_follow_programs_of_their_own(times: int) -> None:
+    model = blocks(count=4 // times, times=times)
+    plan = assert_trains_alike(
+        model, (X,), loop, expected_runs=None, budget="84%", solver="auto", time_limit=2
+    )
+    assert len(of_blocks(plan).executions) == 4
+    assert len(set(of_blocks(plan).executions)) > 1
+    assert len({tuple(run.recomputed) for run in of_blocks(plan).by_execution}) > 1
+    assert measured_peak(model) == plan.predicted.dynamic_peak_bytes
+    again = sum(len(run.recomputed) for graph in plan.graphs for run in graph.by_execution)
+    assert f"re-runs {again} of" in repr(plan)
+    assert len({tuple(run.kept) for run in of_blocks(plan).by_execution}) > 1
+    assert Plan.loads(plan.dumps()) == plan
+
+
+@pytest.mark.heavy
+def test_blocks_that_break_need_little_more_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = plan_of(blocks(), (X,))
+    monkeypatch.setattr(torch._dynamo, "graph_break", lambda: None)
+    whole = plan_of(blocks(), (X,))
+    assert whole.coverage == "one-graph"
+    assert broken.predicted.dynamic_peak_bytes < 1.15 * whole.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("executions", [0, 1], r"graphs\[0\].executions\[1\]: 1 is none of the 1 programs"),
+        ("executions", [], r"graphs\[0\].executions: "),
+        (
+            "other_programs",
+            [{"backward": [0]}],
+            r"other_programs\[0\].backward: .* 10 is never",
+        ),
+        (
+            "other_programs",
+            [{"backward": [99]}],
+            r"other_programs\[0\].backward\[0\]: operation 99",
+        ),
+    ],
+)
+def test_programs_in_files_are_checked(field: str, value: Any, words: str) -> None:
+    data = json.loads(layered_plan(layers=1, kept_layers=1).dumps())
+    data["graphs"][0][field] = value
+    with pytest.raises(PlanFileError, match=words):
+        Plan.loads(json.dumps(data))
+
+
+def test_files_of_a_release_without_executions_are_read() -> None:
+    plan = layered_plan(layers=1)
+    data = json.loads(plan.dumps())
+    for field in ("executions", "other_programs"):
+        del data["graphs"][0][field]
+    assert Plan.loads(json.dumps(data)) == plan
+
+
+def test_fewer_executions_than_planned_are_silent_and_more_are_warned_of_and_exact() -> None:
+    model = blocks(count=1, times=2)
+    plan = plan_of(model, (X,), solver="checkpoint_all")
+    plan.apply(model)
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        losses = []
+        for model.times in (2, 1, 4):
+            model.zero_grad()
+            losses.append(model(X))
+            losses[-1].backward()
+        return losses
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = left_by(model, run)
+    words = [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
+    assert len(words) == 1
+    assert "more often in this step than the 2 times that were planned" in words[0]
+    assert_same(ours, left_by(blocks(count=1), run))
+
+
+@pytest.mark.heavy
+def test_other_shapes_follow_the_programs_too() -> None:
+    model = blocks()
+    plan = planner.plan(model, (X,), budget="75%", time_limit=2)
+    plan.apply(model)
+    twin = blocks()
+
+    def other(model: nn.Module) -> list[torch.Tensor]:
+        losses = []
+        for rows in (64, 40, 24):
+            model.zero_grad()
+            losses.append(model(X[:rows]))
+            losses[-1].backward()
+        return losses
+
+    assert_same(left_by(model, other), left_by(twin, other))
