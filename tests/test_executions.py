@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import planner
 from planner.errors import PlanFileError, PlanWarning
+from planner.report.simulated import simulated
 from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 from tests.plans import layered_plan
@@ -96,7 +97,9 @@ def test_executions_follow_programs_of_their_own(times: int) -> None:
     again = sum(len(run.recomputed) for graph in plan.graphs for run in graph.by_execution)
     assert f"re-runs {again} of" in repr(plan)
     assert len({tuple(run.kept) for run in of_blocks(plan).by_execution}) > 1
-    assert Plan.loads(plan.dumps()) == plan
+    again = Plan.loads(plan.dumps())
+    assert again == plan
+    assert simulated(again).timeline.seconds == plan.predicted.seconds  # and the peak, or it is refused
 
 
 @pytest.mark.heavy

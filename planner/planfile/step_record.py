@@ -8,7 +8,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from planner.planfile.schema import Count, InconsistentError, Index, Name, OpRecord, Record
+from planner.planfile.graph_record import OpRecord
+from planner.planfile.schema import Count, InconsistentError, Index, Name, Record
 
 _MOST = 2_000_000
 _MOST_READS = 20_000_000
@@ -26,6 +27,11 @@ class StepRecord(Record):
         description="for each operation of the step, in order: which of the plan's graphs it is of; -1: none"
     )
     ops: Indices = Field(description="its id in that graph, or its position in `outside`")
+    executions: Indices = Field(
+        default=[],
+        description="for each operation which execution of its graph in the step it is of; empty: all "
+        "of the first",
+    )
     outside: Annotated[list[OpRecord], Field(max_length=_MOST)] = Field(
         description="operations that run outside captured graphs"
     )
@@ -50,6 +56,11 @@ class StepRecord(Record):
     )
     line_of: OrNone = Field(description="for each operation its line; -1: not known")
 
+    def places(self) -> list[tuple[int, int, int]]:
+        """For each operation of the step its graph, the execution of that, and its id there."""
+        executions = self.executions or [0] * len(self.ops)
+        return list(zip(self.graphs, executions, self.ops, strict=True))
+
     def __repr__(self) -> str:
         return f"<StepRecord: {len(self.ops)} operations, {len(self.value_bytes)} values>"
 
@@ -58,6 +69,7 @@ class StepRecord(Record):
         count, values, replays = len(self.graphs), len(self.value_bytes), len(self.replays)
         for name, expected in (
             ("ops", count),
+            ("executions", count if self.executions else 0),
             ("read_counts", count),
             ("reads", sum(self.read_counts)),
             ("made_counts", count),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from planner.capture.captured_step import CapturedStep
-from planner.planfile.schema import OpRecord
+from planner.planfile.graph_record import OpRecord
 from planner.planfile.step_record import StepRecord
 from planner.problem.build import Problem
 from planner.training_step.user_lines import users_line
@@ -40,9 +40,11 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
             line = _short(users_line(joint.ops[source.op].node.meta.get("stack_trace")))
         line_of.append(-1 if line is None else lines.setdefault(line, len(lines)))
     replayed = {op.replay: i for i, op in enumerate(base) if op.replay is not None}
+    executions = [source.instance for source in problem.sources]
     return StepRecord(
         graphs=graphs,
         ops=ops,
+        executions=executions if any(executions) else [],
         outside=outside,
         forward_length=graph.forward_length,
         read_counts=[len(op.inputs) for op in base],

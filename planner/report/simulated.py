@@ -8,11 +8,11 @@ from functools import cached_property
 import numpy as np
 
 from planner.errors import PlanFileError
+from planner.planfile.graph_record import OpRecord
 from planner.planfile.plan import PlanRecord
-from planner.planfile.schema import OpRecord
 from planner.planfile.step_record import StepRecord
 from solvers.model.arrays import Schedule, StepMask
-from solvers.model.graph import Graph, GraphError, Op, Phase, Value
+from solvers.model.graph import GLUE_REGION, Graph, GraphError, Op, Phase, Value
 from solvers.model.schedule import Lifetimes, Timeline, lifetimes, simulate
 
 
@@ -116,7 +116,8 @@ def _graph(plan: PlanRecord, step: StepRecord) -> Graph:
     makes = _ragged(step.made_counts, range(len(values)))
     replay = {op: len(step.graphs) + i for i, op in enumerate(step.replays)}
     ops = []
-    for i, (graph, op) in enumerate(zip(step.graphs, step.ops, strict=True)):
+    regions: dict[tuple[int, int], int] = {}
+    for i, (graph, execution, op) in enumerate(step.places()):
         record = plan.graphs[graph].ops[op] if graph >= 0 else step.outside[op]
         forward = i < step.forward_length
         ops.append(
@@ -127,7 +128,7 @@ def _graph(plan: PlanRecord, step: StepRecord) -> Graph:
                 workspace_bytes=step.workspace_bytes[i],
                 phase=Phase.FORWARD if forward else Phase.BACKWARD,
                 recomputable=forward and i not in fixed,
-                region=graph,
+                region=regions.setdefault((graph, execution), len(regions)) if graph >= 0 else GLUE_REGION,
                 replay=replay.get(i),
                 name=record.name,
                 module=record.module,
@@ -155,23 +156,25 @@ def _graph(plan: PlanRecord, step: StepRecord) -> Graph:
 
 def _schedule(plan: PlanRecord, step: StepRecord, graph: Graph) -> Schedule:
     """The operations in order, with those that each graph's backward runs again where it says."""
-    before: dict[tuple[int, int], list[int]] = {}
+    before: dict[tuple[int, int, int], list[int]] = {}
     for index, record in enumerate(plan.graphs):
-        forward, waiting = record.forward_length, []
-        for op in record.backward:
-            if op < forward:
-                waiting.append(op)
-            elif waiting:
-                before[index, op] = waiting
-                waiting = []
-    row_of: dict[tuple[int, int], int] = {}
+        forward = record.forward_length
+        for execution, program in enumerate(record.by_execution):
+            waiting: list[int] = []
+            for op in program.backward:
+                if op < forward:
+                    waiting.append(op)
+                elif waiting:
+                    before[index, execution, op] = waiting
+                    waiting = []
+    row_of: dict[tuple[int, int, int], int] = {}
     rows: list[int] = []
-    for row, place in enumerate(zip(step.graphs, step.ops, strict=True)):
+    for row, place in enumerate(step.places()):
         row_of.setdefault(place, row)
         for op in before.pop(place, ()):
-            if (place[0], op) not in row_of:
+            if (*place[:2], op) not in row_of:
                 raise GraphError(f"operation {op} of graph {place[0]} is re-run and is not among the step's")
-            rows.append(graph.rerun(row_of[place[0], op]))
+            rows.append(graph.rerun(row_of[*place[:2], op]))
         rows.append(row)
     return np.array(rows, dtype=np.int64)
 
