@@ -25,6 +25,7 @@ from planner.version import __version__ as __version__
 if TYPE_CHECKING:
     from planner.api import plan, sweep
     from planner.batch.max_batch import max_batch
+    from planner.estimation.comparison import compare
     from planner.estimation.estimate import estimate, suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
     from planner.planfile.budget import format_bytes
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Plan": "planner.user_plan",
     "auto_checkpoint": "planner.lazy.auto_checkpoint",
+    "compare": "planner.estimation.comparison",
     "estimate": "planner.estimation.estimate",
     "format_bytes": "planner.planfile.budget",
     "max_batch": "planner.batch.max_batch",
@@ -58,6 +60,7 @@ __all__ = [
     "PlanWarning",
     "PlannerError",
     "auto_checkpoint",
+    "compare",
     "estimate",
     "format_bytes",
     "max_batch",

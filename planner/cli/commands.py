@@ -13,6 +13,7 @@ import typer
 
 import planner
 from planner.cli.builder import Built, build, build_for_batches, load_reference
+from planner.cli.compare_command import compare_command
 from planner.cli.options import (
     Again,
     AsJson,
@@ -39,7 +40,7 @@ from planner.cli.output import (
     stdout_for_results,
     width,
 )
-from planner.cli.plan_file_commands import explain_command, report_command
+from planner.cli.plan_file_commands import diff_command, explain_command, report_command
 from planner.cli.progress import shown_progress
 from planner.errors import BudgetError
 from planner.estimation.table import render_estimate
@@ -141,6 +142,7 @@ def sweep_command(
     keep: Keep = None,
     recompute: Again = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for all budgets.")] = 300.0,
+    figure: FigurePath = None,
     as_json: AsJson = False,
     debug: Debug = False,
     *,
@@ -153,6 +155,8 @@ def sweep_command(
             parse_budget(budget, 2**40)
         if output is not None:
             check_folder(output)
+        if figure is not None:
+            plan_figure.check_figure(figure)
         with stdout_for_results(), shown_progress() as progress:
             built = build(reference, progress)
             plans = planner.sweep(
@@ -171,6 +175,8 @@ def sweep_command(
         for made, path in zip(plans, saved, strict=True):
             if path is not None:
                 made.save(path)
+        if figure is not None:
+            plan_figure.save_frontier(plans, figure)
         if as_json:
             print_json([{**described(p), "saved_to": s} for p, s in zip(plans, saved, strict=True)])
             return
@@ -342,6 +348,8 @@ def show_command(
 
 app.command("explain")(explain_command)
 app.command("report")(report_command)
+app.command("diff")(diff_command)
+app.command("compare")(compare_command)
 
 
 @app.command("schema")

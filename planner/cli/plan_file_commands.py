@@ -1,5 +1,6 @@
-"""Commands that read plan files, and need no model: `explain` and `report`."""
+"""Commands that read plan files, and need no model: `explain`, `report` and `diff`."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -7,6 +8,7 @@ import typer
 from planner.cli.options import AsJson, Debug, PlanPath
 from planner.cli.output import one_line_errors, print_json, show, width
 from planner.planfile.atomic_file import check_writable
+from planner.report.difference import difference, render_difference
 from planner.report.explanation_text import render_explanation
 from planner.report.text import printable
 from planner.user_plan import Plan
@@ -51,3 +53,24 @@ def report_command(
         plan = Plan.load(plan_path)
         plan.report(output, frontier=[Plan.load(path) for path in frontier or ()])
         typer.echo(f"written to {printable(output)}")
+
+
+def diff_command(
+    first: PlanPath,
+    second: Annotated[str, typer.Argument(metavar="PLAN", help="Another plan file.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show two plans side by side: what they promise, and which modules they treat otherwise."""
+    with one_line_errors(debug):
+        plans = Plan.load(first), Plan.load(second)
+        if as_json:
+            print_json(difference(*plans))
+        else:
+            show(render_difference(*plans, names_of(first, second), width=width()))
+
+
+def names_of(first: str, second: str) -> tuple[str, str]:
+    """What to call two files: their names, or all of their paths where those are the same."""
+    names = os.path.basename(first), os.path.basename(second)
+    return names if names[0] != names[1] else (first, second)

@@ -32,6 +32,9 @@ from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
 from solvers.whole_blocks import OUTSIDE, recompute_blocks
 
+Change = Callable[[torch.nn.Module], None]
+"""Changes a copy of the model."""
+
 _CANDIDATES = 48
 """Of a model's modules so many of those that hold most are tried, for each name that is suggested."""
 
@@ -117,7 +120,7 @@ def estimate(
     check_options(checkpoints=checkpoints)
     check_model(model)
     names = _matching(model, checkpoints)
-    prepared = _prepared("estimate", model, args, kwargs, progress, options)
+    prepared = prepared_step("estimate", model, args, kwargs, progress, options)
     report = progress or no_report
     report("recording the step with checkpoints", 0.8)
     made = Estimate(
@@ -164,7 +167,7 @@ def suggest(
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise EstimateError(f"k={k!r}: expected how many modules to name, 1 or more")
-    prepared = _prepared("suggest", model, args, kwargs, progress, options)
+    prepared = prepared_step("suggest", model, args, kwargs, progress, options)
     report = progress or no_report
     graph = prepared.problem.graph
     held = sorted(module_memory(prepared)[1:], key=lambda row: -row.activation_bytes)
@@ -198,7 +201,7 @@ def _whole(graph: Graph, names: Sequence[str]) -> Schedule:
     return recompute_blocks(graph, block)
 
 
-def _prepared(
+def prepared_step(
     of: str,
     model: torch.nn.Module,
     args: Inputs,
@@ -206,6 +209,7 @@ def _prepared(
     progress: Progress | None,
     options: StepKeywords,
 ) -> Prepared:
+    """The step that a function of this package is about, captured; ``of`` is the function's name."""
     check_options(progress=progress)
     wanted = read_options(of, StepKeywords, options)
     report = progress or no_report
@@ -218,15 +222,30 @@ def _prepared(
     )
 
 
+def with_checkpoints(prepared: Prepared, patterns: Sequence[str]) -> tuple[Change, Checkpointed]:
+    """What puts a checkpoint around each of some modules, and the step with it."""
+    names = _matching(prepared.model, patterns)
+    return _wrapped(names), _checkpointed(prepared, names)
+
+
+def enable_checkpointing(prepared: Prepared) -> tuple[Change, Checkpointed] | None:
+    """What Hugging Face's models do themselves, and the step with it; None for others."""
+    made = _as_hugging_face(prepared)
+    return None if made is None else (_enable, made)
+
+
 def _checkpointed(prepared: Prepared, names: Sequence[str]) -> Checkpointed:
     """The step with a checkpoint around each of some modules, recorded."""
+    return _recorded(prepared, _wrapped(names), names)
 
+
+def _wrapped(names: Sequence[str]) -> Change:
     def wrap(copied: torch.nn.Module) -> None:
         for name in names:
             part = copied.get_submodule(name)
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
-    return _recorded(prepared, wrap, names)
+    return wrap
 
 
 def _as_hugging_face(prepared: Prepared) -> Checkpointed | None:
@@ -239,18 +258,16 @@ def _as_hugging_face(prepared: Prepared) -> Checkpointed | None:
     ]
     if not layers or not getattr(model, "supports_gradient_checkpointing", False):
         return None
-
-    def enable(copied: torch.nn.Module) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # it is to have another name one day
-            copied.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-
-    return _recorded(prepared, enable, layers)
+    return _recorded(prepared, _enable, layers)
 
 
-def _recorded(
-    prepared: Prepared, change: Callable[[torch.nn.Module], None], names: Sequence[str]
-) -> Checkpointed:
+def _enable(copied: torch.nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is to have another name one day
+        copied.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+
+def _recorded(prepared: Prepared, change: Change, names: Sequence[str]) -> Checkpointed:
     recording = record_eagerly(
         prepared.model, prepared.step, change, cuda=prepared.cuda, accumulate=prepared.options.accumulate
     )

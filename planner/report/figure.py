@@ -1,6 +1,7 @@
 """A plan as a figure, by matplotlib, which is imported when one is drawn."""
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlannerError
@@ -62,13 +63,44 @@ def save(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
         PlanFileError: the file cannot be written.
     """
     kind = _format(path)
-    figure = draw(plan)
+    _write(draw(plan), path, kind)
+
+
+def _write(figure: "Figure", path: str | os.PathLike[str], kind: str) -> None:
     from matplotlib import rc_context
 
     # Without a date and with fixed names the same plan gives the same file.
     metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     with rc_context({"svg.hashsalt": "planner"}):
         replace_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=150, metadata=metadata))
+
+
+def draw_frontier(plans: Sequence[PlanRecord]) -> "Figure":
+    """Draw what memory costs in time: a point a plan.
+
+    Raises:
+        PlottingError: matplotlib is not installed.
+    """
+    figure: Figure = _figure_class()(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    points = sorted((plan.predicted.peak_bytes, plan.overhead) for plan in plans)
+    axes.plot(_mib([p for p, _ in points]), [100 * o for _, o in points], "o-", color=_PLANNED, label="plans")
+    if plans:
+        unplanned = plans[0].baseline.peak_bytes
+        label = f"unplanned: {format_bytes(unplanned)}"
+        axes.axvline(unplanned / _MIB, color=_UNPLANNED, linestyle="--", label=label)
+        axes.legend()
+    axes.set_xlabel("peak in MiB")
+    axes.set_ylabel("extra time in %")
+    axes.set_ylim(bottom=min(0.0, *(100 * o for _, o in points)) if points else 0.0)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def save_frontier(plans: Sequence[PlanRecord], path: str | os.PathLike[str]) -> None:
+    """Draw the plans of a sweep into a file, as :func:`save` does one."""
+    kind = _format(path)
+    _write(draw_frontier(plans), path, kind)
 
 
 def _format(path: str | os.PathLike[str]) -> str:
