@@ -18,7 +18,14 @@ from planner.planning.options import (
     shows_options,
 )
 from planner.planning.prepare import prepare
-from planner.planning.solve import find_solver, infeasible, least_whole_step, plan_prepared, room_bytes
+from planner.planning.solve import (
+    find_solver,
+    infeasible,
+    least_whole_step,
+    plan_prepared,
+    reserving_no_more,
+    room_bytes,
+)
 from planner.planning.solve_for import solve_for
 from planner.problem.selection import select
 from planner.progress import Progress, no_report
@@ -26,6 +33,7 @@ from planner.training_step.inputs import Inputs, read_step
 from planner.user_plan import Plan
 from solvers import portfolio
 from solvers.model.schedule import simulate
+from solvers.model.solution import Solution
 
 
 @shows_options(PlanKeywords)
@@ -48,8 +56,8 @@ def plan(
         budget: Most bytes for the whole step, the optimizer's included: an int, "8GiB", "60%" of the
             unplanned step, "min" for the least that can be reached at any price, or "min@33%" for the
             least at no more than 33 % extra time. On a GPU it bounds what the device must have: allocated
-            bytes, a reserve for fragmentation, libraries and the context (``plan.whole_step`` tells them
-            apart).
+            bytes, what the caching allocator reserves beyond these, libraries and the context
+            (``plan.whole_step`` tells them apart); a percentage bounds the allocated bytes alone.
         progress: Called with a text and a fraction from 0 to 1.
         **options: See :class:`planner.planning.options.PlanOptions`.
 
@@ -143,7 +151,9 @@ def sweep(
         steps = [most - (most - least.peak_bytes) * i // max(points - 1, 1) for i in range(points)]
         least_total = least_whole_step(prepared).total_bytes
         totals = (prepared.footprint.around(prepared.resident.total + x) for x in dict.fromkeys(steps))
-        wanted = [Budget(b, str(b)) for b in dict.fromkeys(max(t, least_total) for t in totals)]
+        wanted = [
+            Budget(b, str(b), relative=True) for b in dict.fromkeys(max(t, least_total) for t in totals)
+        ]
     rooms = [room_bytes(budget, prepared) for budget in wanted]
     shares = [budget for budget in wanted if budget.max_overhead is not None]
     answers = portfolio.sweep(
@@ -161,6 +171,15 @@ def sweep(
         if budget.max_overhead is None
         else solve_for(graph, budget, None, portfolio.NAME, time_limit=each, constraints=constraints)
         for budget in wanted
+    ]
+    left = max(0.0, end - time.perf_counter()) / max(1, len(solutions))
+
+    def solve(room: int, seconds: float) -> Solution:
+        return portfolio.solve(graph, room, time_limit=seconds, constraints=constraints)
+
+    solutions = [
+        reserving_no_more(prepared, solution, budget, solve, time_limit=left)
+        for solution, budget in zip(solutions, wanted, strict=True)
     ]
     plans = [
         Plan.of(make_plan(prepared, solution, budget))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import planner
+from planner.allocator.training_loop import step_allocations
 from planner.costs.devices import find_device
 from planner.costs.optimizer_step import OptimizerError, OptimizerStep, optimizer_step
 from planner.costs.step_memory import StepMemoryModel
@@ -196,19 +197,32 @@ def test_an_optimizer_that_needs_more_than_a_call_is_refused() -> None:
 
 
 def test_the_sum_on_a_gpu_and_the_room_it_leaves() -> None:
-    gpu = replace(find_device("H100"), fragmentation=0.1)
+    gpu = find_device("H100")
     resident = Resident(
         parameter_bytes=100 * MIB, buffer_bytes=0, input_bytes=0, gradient_bytes=0, optimizer_bytes=200 * MIB
     )
-    footprint = StepMemoryModel(gpu, resident, OptimizerStep(200 * MIB, 50 * MIB, 0.0))
-    whole = footprint.whole_step(dynamic_peak_bytes=500 * MIB, final_bytes=100 * MIB)
+    # Its first step makes two of 100 MiB, and each step holds 50 MiB for a while.
+    making = step_allocations(
+        start=[0, 1, 2], end=[3, 3, 2], sizes=[100 * MIB, 100 * MIB, 50 * MIB], workspace=[0] * 3
+    )
+    steady = step_allocations(start=[0], end=[0], sizes=[50 * MIB], workspace=[0])
+    footprint = StepMemoryModel(
+        gpu, resident, OptimizerStep(200 * MIB, 50 * MIB, 0.0, making, steady), (100 * MIB,)
+    )
+    # 400 MiB that forward leaves to backward, then gradients of 100 MiB, after which the 400 are freed.
+    step = step_allocations(start=[0, 1], end=[1, 2], sizes=[400 * MIB, 100 * MIB], workspace=[0, 0])
+    whole = footprint.whole_step(dynamic_peak_bytes=500 * MIB, final_bytes=100 * MIB, allocations=step)
     assert whole.forward_backward_bytes == 800 * MIB
     assert whole.optimizer_step_bytes == 450 * MIB
     assert whole.allocated_bytes == 800 * MIB
-    assert whole.fragmentation_bytes == 80 * MIB
-    assert whole.reserved_bytes == 880 * MIB + gpu.library_bytes
+    # The state takes the larger part of the block of 400 MiB, so that the second forward needs another.
+    assert whole.reserved_bytes == (100 + 64 + 400 + 100 + 400) * MIB
+    assert whole.fragmentation_bytes == 200 * MIB
+    # One segment that grows has the 200 MiB that are left of it, and grows by the other 200.
+    assert whole.expandable_reserved_bytes == 880 * MIB
     assert whole.total_bytes == whole.reserved_bytes + gpu.context_bytes
-    for budget in (whole.total_bytes, whole.total_bytes + 12_345, whole.total_bytes - 1):
+    bare = footprint.whole_step(500 * MIB, 100 * MIB)
+    for budget in (bare.total_bytes, bare.total_bytes + 12_345, bare.total_bytes - 1):
         room = footprint.room_bytes(budget)
         assert footprint.whole_step(room, 100 * MIB).total_bytes <= budget
         assert footprint.whole_step(room + 1, 100 * MIB).total_bytes > budget

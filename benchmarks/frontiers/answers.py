@@ -19,9 +19,11 @@ from planner.batch.points import MaxBatch
 from planner.batch.search import BatchSearch
 from planner.costs.devices import find_device
 from planner.planfile.budget import Budget
+from planner.planfile.schema import WholeStep
 from planner.planning.make_plan import make_plan
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import Prepared, prepare
+from planner.planning.solve import reserving_no_more
 from planner.training_step.step import Step
 from solvers import portfolio
 from solvers.model.graph import Graph
@@ -56,7 +58,17 @@ def as_result(found: MaxBatch) -> Result:
     """What a search found, without the plan itself."""
     whole = found.plan.whole_step
     assert whole is not None
-    return {**found.to_dict(), "whole_step": {**whole.model_dump(), "total_bytes": whole.total_bytes}}
+    return {**found.to_dict(), "whole_step": as_data(whole)}
+
+
+def as_data(whole: WholeStep) -> Result:
+    """What a whole step takes of its device, with the sums."""
+    return {
+        **whole.model_dump(),
+        "reserved_bytes": whole.reserved_bytes,
+        "expandable_reserved_bytes": whole.expandable_reserved_bytes,
+        "total_bytes": whole.total_bytes,
+    }
 
 
 def holders(step: Prepared) -> Result:
@@ -158,16 +170,20 @@ def planned(
     step = prepared(model, args, optimizer)
     room = step.footprint.room_bytes(budget.bytes or 0)
     graph = step.problem.graph
-    solution = portfolio.solve(graph, room, time_limit=30)
-    whole = step.footprint.whole_step(solution.peak_bytes, step.problem.final_bytes)
+
+    def solve(room: int, seconds: float) -> Solution:
+        return portfolio.solve(graph, room, time_limit=seconds)
+
+    solution = reserving_no_more(step, solve(room, 30), budget, solve, time_limit=60)
+    whole = step.whole_step(solution.schedule)
     base = step.baseline_whole_step
     result: Result = {
         "kind": "plan",
         "published": published,
         "budget_bytes": budget.bytes,
         "fits": solution.feasible,
-        "unplanned": {**base.model_dump(), "total_bytes": base.total_bytes},
-        "planned": {**whole.model_dump(), "total_bytes": whole.total_bytes},
+        "unplanned": as_data(base),
+        "planned": as_data(whole),
         "unplanned_dynamic_bytes": step.problem.eager.peak_bytes,
         "planned_dynamic_bytes": solution.peak_bytes,
         "overhead": solution.seconds / step.problem.eager.seconds - 1,

@@ -1,9 +1,9 @@
 """What a training loop allocates and frees, in order, and what the caching allocator reserves for it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ class Allocations:
             least the number of operations: not by them.
         workspace: For each operation what its kernel allocates and frees inside.
         names: For each block what made it, for people; may be empty.
+        backward_from: The first operation of the backward.
+        seconds, operations: How long each operation takes, and what it is; may be empty.
     """
 
     bytes: Integers
@@ -36,12 +38,9 @@ class Allocations:
     end: Integers
     workspace: Integers
     names: tuple[str, ...] = ()
-
-    @classmethod
-    def nothing(cls) -> "Allocations":
-        """No operations."""
-        none = np.zeros(0, dtype=np.int64)
-        return cls(none, none, none, none)
+    backward_from: int = 0
+    seconds: tuple[float, ...] = ()
+    operations: tuple[str, ...] = ()
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
@@ -76,7 +75,6 @@ class TrainingLoop:
             parameters, buffers, gradients that are added to, inputs.
         step: Forward and backward. What they leave, gradients and outputs, is freed after the
             optimizer's step, as ``zero_grad()`` does.
-        backward_from: The operation of `step` with which backward begins.
         libraries: Workspaces of matrix libraries, which stay: for the forward, and for backward.
         making: The optimizer's first step, which makes its state: what it leaves stays.
         steady: Its later steps; what they leave is freed when they end.
@@ -84,7 +82,6 @@ class TrainingLoop:
 
     resident: tuple[int, ...]
     step: Allocations
-    backward_from: int = 0
     libraries: tuple[int, ...] = ()
     making: Allocations | None = None
     steady: Allocations | None = None
@@ -117,35 +114,54 @@ def reservation(loop: TrainingLoop, settings: AllocatorSettings | None = None) -
     return Reservation(allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
 
 
-def run(loop: TrainingLoop, allocator: CachingAllocator) -> Iterator[tuple[str, str]]:
+class Moment(NamedTuple):
+    """Before an event of the allocator.
+
+    Attributes:
+        phase: "resident", "libraries", "forward", "backward", "optimizer" or "zero_grad".
+        what: What makes the block, or frees it.
+        sequence, operation: The operation that runs: the allocations that it is of, and its number in them;
+            None and -1 outside of operations.
+        step: The number of the step.
+    """
+
+    phase: str
+    what: str
+    sequence: Allocations | None = None
+    operation: int = -1
+    step: int = 0
+
+
+def run(loop: TrainingLoop, allocator: CachingAllocator) -> Iterator[Moment]:
     """Run a loop through an allocator.
 
     Yields:
-        Before every event of the allocator the phase of the loop, and what makes or frees the block.
+        Before every event of the allocator what it is of.
 
     Raises:
         SimulatedOutOfMemory: The allocator's memory is not enough.
     """
     for size in loop.resident:
-        yield "resident", "parameters, buffers, inputs"
+        yield Moment("resident", "parameters, buffers, inputs")
         allocator.malloc(size)
-    due = list(zip((0, loop.backward_from), loop.libraries, strict=False))
+    due = list(zip((0, loop.step.backward_from), loop.libraries, strict=False))
     for number in range(STEPS):
         left: list[int] = []
         for operation, what in _run(loop.step, allocator, left):
             while due and operation >= due[0][0]:
-                yield "libraries", "workspace of a matrix library"
+                yield Moment("libraries", "workspace of a matrix library", step=number)
                 allocator.malloc(due.pop(0)[1])
-            yield ("backward" if operation >= loop.backward_from else "forward"), what
+            phase = "backward" if operation >= loop.step.backward_from else "forward"
+            yield Moment(phase, what, loop.step, operation, number)
         update = loop.making if number == 0 else loop.steady
         if update is not None:
             made: list[int] = []
-            for _, what in _run(update, allocator, made):
-                yield "optimizer", what
+            for operation, what in _run(update, allocator, made):
+                yield Moment("optimizer", what, update, operation, number)
             if number > 0:
                 left += made
         for address in left:
-            yield "zero_grad", "gradients and outputs are let go"
+            yield Moment("zero_grad", "gradients and outputs are let go", step=number)
             allocator.free(address)
 
 
@@ -169,18 +185,34 @@ def _run(allocations: Allocations, allocator: CachingAllocator, left: list[int])
 
 
 def step_allocations(
-    start: Any, end: Any, sizes: Any, workspace: Any, names: tuple[str, ...] = ()
+    *,
+    start: Sequence[int] | Integers,
+    end: Sequence[int] | Integers,
+    sizes: Sequence[int] | Integers,
+    workspace: Sequence[int] | Integers,
+    names: Sequence[str] = (),
+    backward_from: int = 0,
+    seconds: Sequence[float] = (),
+    operations: Sequence[str] = (),
 ) -> Allocations:
-    """Allocations from blocks in any order; those without bytes are left out.
+    """Allocations from blocks in any order; of the same operation the first is allocated first.
 
     Args:
-        start, end, sizes: Of each block, as for :class:`Allocations`.
-        workspace: Of each operation.
-        names: Of each block; may be empty.
+        start, end, sizes, names: Of each block, as for :class:`Allocations`.
+        workspace, seconds, operations: Of each operation.
+        backward_from: The first operation of the backward.
     """
-    start, end, sizes = (np.asarray(a, dtype=np.int64) for a in (start, end, sizes))
-    order = np.argsort(start, kind="stable")
-    order = order[sizes[order] > 0]
+    starts, ends, amounts = (np.asarray(a, dtype=np.int64) for a in (start, end, sizes))
+    order = np.argsort(starts, kind="stable")
     named = tuple(names[i] for i in order.tolist()) if names else ()
     scratch = np.asarray(workspace, dtype=np.int64)
-    return Allocations(sizes[order], start[order], end[order], scratch, named)
+    return Allocations(
+        amounts[order],
+        starts[order],
+        ends[order],
+        scratch,
+        named,
+        backward_from,
+        tuple(map(float, seconds)),
+        tuple(operations),
+    )

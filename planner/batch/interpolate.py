@@ -12,10 +12,14 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.allocator.training_loop import Allocations
 from planner.costs.step_memory import StepMemoryModel
+from planner.planfile.schema import WholeStep
 from planner.planning.prepare import Prepared
-from solvers.model.arrays import PerStep
+from planner.problem.allocations import planned_allocations
+from solvers.model.arrays import PerStep, Schedule
 from solvers.model.graph import Graph
+from solvers.model.schedule import simulate
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Sized:
         graph: The problem.
         footprint: What does not depend on the schedule.
         eager_bytes: Live bytes of the unplanned step over its operations, int64.
+        eager_allocations: What it allocates, in order.
         eager_final_bytes: What the unplanned step leaves.
         eager_seconds: Its time.
         final_bytes: What a planned step leaves.
@@ -36,6 +41,7 @@ class Sized:
     graph: Graph
     footprint: StepMemoryModel
     eager_bytes: PerStep
+    eager_allocations: Allocations
     eager_final_bytes: int
     eager_seconds: float
     final_bytes: int
@@ -49,24 +55,45 @@ class Sized:
             problem.graph,
             prepared.footprint,
             problem.eager.step_bytes,
+            problem.eager.allocations,
             problem.eager.final_bytes,
             problem.eager.seconds,
             problem.final_bytes,
         )
 
+    @cached_property
+    def unplanned(self) -> WholeStep:
+        """The unplanned step with the optimizer's own."""
+        peak = int(self.eager_bytes.max(initial=0))
+        return self.footprint.whole_step(peak, self.eager_final_bytes, self.eager_allocations)
+
     @property
     def unplanned_bytes(self) -> int:
         """What the device must have for the unplanned step."""
-        peak = int(self.eager_bytes.max(initial=0))
-        return self.footprint.whole_step(peak, self.eager_final_bytes).total_bytes
+        return self.unplanned.total_bytes
 
-    def total_bytes(self, dynamic_peak_bytes: int) -> int:
-        """What the device must have for a planned step of a dynamic peak."""
-        return self.footprint.whole_step(dynamic_peak_bytes, self.final_bytes).total_bytes
+    def whole_step(self, schedule: Schedule) -> WholeStep:
+        """The step by a schedule, with the optimizer's own."""
+        key = schedule.tobytes()
+        if key not in self._whole_steps:
+            peak = simulate(self.graph, schedule).peak_bytes
+            on_gpu = self.footprint.device.kind == "cuda"
+            allocations = planned_allocations(self.graph, schedule) if on_gpu else None
+            self._whole_steps[key] = self.footprint.whole_step(peak, self.final_bytes, allocations)
+        return self._whole_steps[key]
+
+    def total_bytes(self, schedule: Schedule) -> int:
+        """What the device must have for the step by a schedule."""
+        return self.whole_step(schedule).total_bytes
+
+    @cached_property
+    def _whole_steps(self) -> dict[bytes, WholeStep]:
+        return {}
 
     def room_bytes(self, budget_bytes: int) -> int:
-        """The dynamic peak that a budget leaves; nothing where the step cannot fit at all."""
-        if self.total_bytes(0) > budget_bytes:
+        """The dynamic peak that a budget leaves if no more is reserved than is allocated; nothing where the
+        step cannot fit at all."""
+        if self.footprint.whole_step(0, self.final_bytes).total_bytes > budget_bytes:
             return 0
         return self.footprint.room_bytes(budget_bytes)
 
@@ -78,6 +105,7 @@ class Sized:
             self.graph.base_length,
             len(self.graph.values),
             len(self.eager_bytes),
+            len(self.eager_allocations.bytes),
             tuple((op.name, op.inputs, op.outputs) for op in ops),
         )
 
@@ -142,13 +170,18 @@ def _between(first: Sized, second: Sized, size: int) -> Sized:
     )
     before, after = first.footprint, second.footprint
     inputs = whole(before.resident.input_bytes, after.resident.input_bytes)
-    footprint = replace(before, resident=before.resident.model_copy(update={"input_bytes": inputs}))
+    tensors = before.tensors
+    if len(tensors) == len(after.tensors):
+        tensors = tuple(whole(a, b) for a, b in zip(tensors, after.tensors, strict=True))
+    resident = before.resident.model_copy(update={"input_bytes": inputs})
+    footprint = replace(before, resident=resident, tensors=tensors)
     eager = first.eager_bytes + (second.eager_bytes - first.eager_bytes) * share
     return Sized(
         size,
         Graph(ops, values, first.graph.base_length),
         footprint,
         np.maximum(np.rint(eager), 0).astype(np.int64),
+        first.eager_allocations.between(second.eager_allocations, share),
         whole(first.eager_final_bytes, second.eager_final_bytes),
         affine(first.eager_seconds, second.eager_seconds),
         whole(first.final_bytes, second.final_bytes),

@@ -13,6 +13,8 @@ class BatchPoint:
     Attributes:
         batch: The batch.
         total_bytes: What the device must have for the whole step.
+        allocated_bytes: The most that is allocated.
+        reserved_bytes: What the allocator of a GPU reserves for that, workspaces of libraries included.
         seconds: Predicted time of forward, backward and the optimizer's step.
         samples_per_second: Batch over seconds.
         overhead: Time of forward and backward per sample, over that of the largest unplanned batch:
@@ -23,6 +25,8 @@ class BatchPoint:
 
     batch: int
     total_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
     seconds: float
     samples_per_second: float
     overhead: float

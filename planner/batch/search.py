@@ -11,8 +11,10 @@ from planner.batch.interpolate import Sized, SizedSteps
 from planner.batch.points import BatchChoice, BatchPoint, MaxBatch, named
 from planner.errors import InfeasibleBudget
 from planner.planfile.budget import Budget, format_bytes
+from planner.planfile.schema import WholeStep
 from planner.planning.make_plan import make_plan
 from planner.planning.solve import find_solver
+from planner.planning.within_budget import within_budget
 from planner.progress import Progress
 from planner.training_step.inputs import InputError, read_inputs, read_step
 from planner.training_step.step import Loss, Outputs, Step
@@ -167,7 +169,8 @@ class BatchSearch:
         for schedule in reversed(self._schedules):
             if len(schedule) and _belongs(schedule, step):
                 timeline = simulate(step.graph, schedule)
-                if timeline.peak_bytes <= room and self._fast_enough(step, timeline.seconds):
+                fast = self._fast_enough(step, timeline.seconds)
+                if timeline.peak_bytes <= room and fast and step.total_bytes(schedule) <= self.budget_bytes:
                     self.tell(f"batch {size} fits")
                     return True
         solution = self._solve(step, min(QUICK_SECONDS, self.time_limit))
@@ -180,11 +183,16 @@ class BatchSearch:
         return True
 
     def _solve(self, step: Sized, seconds: float) -> Solution:
-        room = step.room_bytes(self.budget_bytes)
-        if self.solver != portfolio.NAME:
-            return find_solver(self.solver)(step.graph, room, time_limit=seconds)
-        known = [s for s in self._schedules[-4:] if _belongs(s, step)]
-        return portfolio.solve(step.graph, room, time_limit=seconds, known=known, minimum=step.size == 1)
+        def solve(room: int, seconds: float) -> Solution:
+            if self.solver != portfolio.NAME:
+                return find_solver(self.solver)(step.graph, room, time_limit=seconds)
+            known = [s for s in self._schedules[-4:] if _belongs(s, step)]
+            return portfolio.solve(step.graph, room, time_limit=seconds, known=known, minimum=step.size == 1)
+
+        solution = solve(step.room_bytes(self.budget_bytes), seconds)
+        if step.footprint.device.kind != "cuda":
+            return solution
+        return within_budget(solution, self.budget_bytes, step.total_bytes, solve, time_limit=seconds)
 
     def _allowed(self, step: Sized, solution: Solution) -> bool:
         return solution.feasible and self._fast_enough(step, solution.seconds)
@@ -196,12 +204,14 @@ class BatchSearch:
         reference = self._reference or step.graph.base_seconds / step.size
         return seconds / step.size / reference - 1 if reference else 0.0
 
-    def _point(self, size: int, peak_bytes: int, seconds: float) -> BatchPoint:
+    def _point(self, size: int, memory: WholeStep, seconds: float) -> BatchPoint:
         step = self.steps.at(size)
         whole = seconds + step.footprint.optimizer.seconds
         return BatchPoint(
             batch=size,
-            total_bytes=step.total_bytes(peak_bytes),
+            total_bytes=memory.total_bytes,
+            allocated_bytes=memory.allocated_bytes,
+            reserved_bytes=memory.reserved_bytes,
             seconds=whole,
             samples_per_second=size / whole if whole else 0.0,
             overhead=self._overhead(step, seconds),
@@ -216,8 +226,7 @@ class BatchSearch:
         without = None
         if unplanned is not None:
             step = self.steps.at(unplanned)
-            peak = int(step.eager_bytes.max(initial=0))
-            without = replace(self._point(unplanned, peak, step.eager_seconds), planned=False)
+            without = replace(self._point(unplanned, step.unplanned, step.eager_seconds), planned=False)
         largest = {allowed: points[-1]}
         for share in others:
             if share not in largest:
@@ -245,7 +254,7 @@ class BatchSearch:
 
     def _points(self, most: int) -> list[BatchPoint]:
         return [
-            self._point(size, solution.peak_bytes, solution.seconds)
+            self._point(size, self.steps.at(size).whole_step(solution.schedule), solution.seconds)
             for size, solution in sorted(self._solutions.items())
             if size <= most
         ]
@@ -272,10 +281,10 @@ class BatchSearch:
         solution = self._solutions[low]
         if not self._allowed(step, solution):
             return None
-        return self._point(low, solution.peak_bytes, solution.seconds)
+        return self._point(low, step.whole_step(solution.schedule), solution.seconds)
 
     def _infeasible(self, step: Sized, solution: Solution) -> InfeasibleBudget:
-        least = step.total_bytes(solution.peak_bytes)
+        least = step.total_bytes(solution.schedule)
         slow = solution.feasible
         return InfeasibleBudget(
             f"budget {self.budget_text} is {format_bytes(self.budget_bytes)}, "

@@ -40,9 +40,6 @@ CUDA_LAUNCH_SECONDS = 4e-6
 CUBLAS_THREADS = 2
 CUBLAS_WORKSPACE_BYTES = 2 * (4096 << 10) + 8 * (16 << 10)
 CUBLAS_WORKSPACE_BYTES_HOPPER = 32 << 20
-# What the caching allocator holds beyond what is allocated: rounding to segments of 2 and 20 MiB, and gaps
-# that no block fits into. An assumption, stated in every plan; measured figures differ by model.
-CUDA_FRAGMENTATION = 0.03
 
 
 class DeviceError(PlannerError, ValueError):
@@ -64,7 +61,6 @@ class Device:
         allocation_rounding_bytes: Every allocation is rounded up to a multiple of this.
         context_bytes: Memory gone before the first tensor exists.
         library_bytes: What matrix libraries allocate once and keep.
-        fragmentation: Share of the allocated bytes that the allocator is taken to reserve on top of them.
         capability: CUDA compute capability, which decides the attention kernels; None where it has none.
         cudnn: Whether cuDNN's kernels run on it: on NVIDIA's, not on AMD's.
     """
@@ -78,7 +74,6 @@ class Device:
     allocation_rounding_bytes: int
     context_bytes: int
     library_bytes: int = 0
-    fragmentation: float = 0.0
     capability: tuple[int, int] | None = None
     cudnn: bool = True
 
@@ -124,7 +119,6 @@ def _gpu(
         context_bytes=CUDA_CONTEXT_BYTES,
         library_bytes=CUBLAS_THREADS
         * (CUBLAS_WORKSPACE_BYTES_HOPPER if (capability or (0, 0)) >= (9, 0) else CUBLAS_WORKSPACE_BYTES),
-        fragmentation=CUDA_FRAGMENTATION,
         capability=capability,
         cudnn=not name.startswith("MI"),
     )
@@ -319,7 +313,7 @@ def _check(device: Device, source: str) -> None:
     for name in ("memory_bytes", "bandwidth", "allocation_rounding_bytes"):
         if not _is_number(getattr(device, name)) or getattr(device, name) <= 0:
             refuse(name, "a number above 0")
-    for name in ("launch_seconds", "context_bytes", "library_bytes", "fragmentation"):
+    for name in ("launch_seconds", "context_bytes", "library_bytes"):
         if not _is_number(getattr(device, name)) or getattr(device, name) < 0:
             refuse(name, "a number of at least 0")
     capability = device.capability

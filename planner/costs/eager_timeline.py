@@ -1,8 +1,11 @@
 """The step as the user has it today: its timeline, from a recording of the eager step."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from planner._torch import operators
+from planner.allocator.training_loop import Allocations, step_allocations
 from planner.costs.devices import Device, round_bytes
 from planner.costs.host_tensors import made_on_host
 from planner.costs.roofline import Costs, roofline
@@ -12,9 +15,24 @@ from planner.training_step.recorder import Event, Recording
 from solvers.model.schedule import Timeline
 
 
+@dataclass(frozen=True)
+class EagerTimeline(Timeline):
+    """A recorded step.
+
+    Attributes:
+        allocations: What it allocates, in order.
+    """
+
+    allocations: Allocations
+
+
 def eager_timeline(
-    recording: Recording, device: Device, meter: WorkspaceMeter | None, costs: Costs | None = None
-) -> Timeline:
+    recording: Recording,
+    device: Device,
+    meter: WorkspaceMeter | None,
+    costs: Costs | None = None,
+    kind: str | None = None,
+) -> EagerTimeline:
     """The timeline of a step that was recorded operation by operation.
 
     Args:
@@ -22,6 +40,7 @@ def eager_timeline(
         device: For seconds and rounding.
         meter: Measures what kernels allocate inside; None counts nothing.
         costs: Seconds of operations; None for the device's roofline.
+        kind: The kind of device of which the allocations are wanted; None for all there are.
     """
     costs = costs or roofline(device)
     calls = recording.calls
@@ -34,6 +53,7 @@ def eager_timeline(
     change = np.zeros(length + 1, dtype=np.int64)
     workspace = np.zeros(length, dtype=np.int64)
     total_seconds, final = 0.0, 0
+    blocks: list[tuple[int, int, int, str]] = []
     for i, event in enumerate(recording.events):
         assert event.call is not None
         memory = memories[event.call]
@@ -44,6 +64,9 @@ def eager_timeline(
         ):
             died = recording.storages[storage].died_after
             change[i] += size
+            if size and kind in (None, recording.storages[storage].kind):
+                name = str(calls[event.call].func)
+                blocks.append((i, length if died is None else max(died, i), size, name))
             if died is None:
                 final += size
             else:
@@ -51,7 +74,19 @@ def eager_timeline(
     live = np.cumsum(change[:length])
     total = live + workspace
     peak_step = int(total.argmax()) if length else 0
-    return Timeline(live, total, int(total.max(initial=0)), peak_step, final, total_seconds)
+    start, end, sizes, names = zip(*blocks, strict=True) if blocks else ((), (), (), ())
+    backward_from = next((i for i, event in enumerate(recording.events) if event.backward), length)
+    allocations = step_allocations(
+        start=start,
+        end=end,
+        sizes=sizes,
+        workspace=workspace,
+        names=names,
+        backward_from=backward_from,
+        seconds=[seconds[event.call] for event in recording.events if event.call is not None],
+        operations=[str(calls[event.call].func) for event in recording.events if event.call is not None],
+    )
+    return EagerTimeline(live, total, int(total.max(initial=0)), peak_step, final, total_seconds, allocations)
 
 
 def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:

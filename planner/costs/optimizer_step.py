@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from planner._torch import fake as fake_
+from planner.allocator.training_loop import Allocations
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import eager_timeline
 from planner.costs.roofline import Costs
@@ -31,11 +32,15 @@ class OptimizerStep:
         state_bytes: What it keeps between steps: moments, momentum, master weights.
         transient_bytes: The most that its step holds beyond parameters, gradients and state.
         seconds: Predicted time of one step.
+        making: What its first step allocates, the state among it; None where there is no optimizer.
+        steady: What later steps allocate.
     """
 
     state_bytes: int = 0
     transient_bytes: int = 0
     seconds: float = 0.0
+    making: Allocations | None = None
+    steady: Allocations | None = None
 
 
 def optimizer_step(
@@ -101,11 +106,13 @@ def optimizer_step(
     finally:
         for copy in fakes.values():
             copy.grad = None
-    making, steady = (eager_timeline(r, device, meter, costs) for r in (first, second))
+    making, steady = (eager_timeline(r, device, meter, costs, device.kind) for r in (first, second))
     return OptimizerStep(
         state_bytes=sum(round_bytes(device, int(t.untyped_storage().nbytes())) for t in state),
         transient_bytes=max(making.peak_bytes - making.final_bytes, steady.peak_bytes, 0),
         seconds=steady.seconds,
+        making=making.allocations,
+        steady=steady.allocations,
     )
 
 

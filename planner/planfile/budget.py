@@ -38,6 +38,8 @@ class Budget:
     """The budget as it was written."""
     max_overhead: float | None = None
     """The most extra time of a step that takes the least bytes: 0.33 is 33 %; None for whatever it takes."""
+    relative: bool = False
+    """It is a share of what the unplanned step allocates, and bounds what is allocated."""
 
 
 def parse_budget(value: int | str, baseline_peak_bytes: int) -> Budget:
@@ -91,7 +93,7 @@ def _parse_text(value: str, baseline_peak_bytes: int) -> Budget:
         amount *= _UNITS[unit]
     elif amount.denominator != 1:
         raise BudgetError(f"budget {_shortened(value)} is not a whole number of bytes: expected {_FORMS}")
-    return Budget(_checked(amount, _shortened(value)), text)
+    return Budget(_checked(amount, _shortened(value)), text, relative=unit == "%")
 
 
 def _checked(amount: Fraction, shown: str) -> int:

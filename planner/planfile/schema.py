@@ -85,7 +85,11 @@ class WholeStep(Record):
     allocated_bytes: Count = Field(description="the larger of the two")
     library_bytes: Count = Field(description="workspaces that matrix libraries allocate once and keep")
     fragmentation_bytes: Count = Field(
-        description="what the allocator is assumed to reserve beyond what is allocated"
+        description="what the caching allocator reserves beyond what is allocated and the libraries' "
+        "workspaces: the step's allocations and frees, run through a simulation of it"
+    )
+    expandable_fragmentation_bytes: Count | None = Field(
+        default=None, description="the same with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
     context_bytes: Count = Field(description="gone before the first tensor exists")
 
@@ -93,6 +97,12 @@ class WholeStep(Record):
     def reserved_bytes(self) -> int:
         """What the allocator reserves, as ``torch.cuda.max_memory_reserved`` counts."""
         return self.allocated_bytes + self.library_bytes + self.fragmentation_bytes
+
+    @property
+    def expandable_reserved_bytes(self) -> int | None:
+        """What it reserves with expandable segments; None where there is no such allocator."""
+        more = self.expandable_fragmentation_bytes
+        return None if more is None else self.allocated_bytes + self.library_bytes + more
 
     @property
     def total_bytes(self) -> int:

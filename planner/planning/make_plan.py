@@ -41,6 +41,10 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> PlanRec
     model, meter = prepared.model, prepared.meter
     graph = problem.graph
     timeline = simulate(graph, solution.schedule)
+    whole = prepared.whole_step(solution.schedule)
+    budget_bytes = budget.bytes
+    if budget_bytes is not None and budget.relative:
+        budget_bytes += whole.fragmentation_bytes
     nothing = simulate(graph, graph.base_schedule)
     coverage, reached = _coverage(captured)
     forward_steps = graph.forward_length
@@ -81,7 +85,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> PlanRec
             torch_version=torch.__version__,
         ),
         target=Target(
-            budget_bytes=budget.bytes,
+            budget_bytes=budget_bytes,
             budget_text=budget.text,
             device=prepared.device.name,
             inputs=prepared.options.inputs,
@@ -100,7 +104,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> PlanRec
         predicted=footprint(timeline.peak_bytes, timeline.seconds),
         baseline=footprint(problem.eager.peak_bytes, problem.eager.seconds),
         no_recompute=footprint(nothing.peak_bytes, nothing.seconds),
-        whole_step=prepared.footprint.whole_step(timeline.peak_bytes, problem.final_bytes),
+        whole_step=whole,
         baseline_whole_step=prepared.baseline_whole_step,
         graphs=_graph_records(captured, problem, solution),
         forward_only=sorted({g.structure for g in captured.graphs if g.joint is None and g.occurrences}),

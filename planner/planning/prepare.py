@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import get_args
 
 import torch
@@ -26,12 +27,15 @@ from planner.planfile.plan import (
 )
 from planner.planning.options import CostSource, PlanOptions
 from planner.planning.runnable import refuse_what_cannot_run
+from planner.problem.allocations import planned_allocations
 from planner.problem.build import Problem, build_problem
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import InputError
 from planner.training_step.sharded import SHARDED
 from planner.training_step.step import Step, tensors_in, unique_storages
 from planner.training_step.wrappers import refuse_wrappers
+from solvers.model.arrays import Schedule
+from solvers.model.schedule import simulate
 
 NEWEST = (9, 0)
 """Compute capability of devices that do not tell theirs."""
@@ -72,22 +76,29 @@ class Prepared:
         """Where the step will run."""
         return self.footprint.device
 
-    @property
+    @cached_property
     def baseline_whole_step(self) -> WholeStep:
         """The unplanned step with the optimizer's own."""
         eager = self.problem.eager
-        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes)
+        return self.footprint.whole_step(eager.peak_bytes, eager.final_bytes, eager.allocations)
+
+    def whole_step(self, schedule: Schedule) -> WholeStep:
+        """The step by a schedule, with the optimizer's own."""
+        problem = self.problem
+        peak = simulate(problem.graph, schedule).peak_bytes
+        allocations = planned_allocations(problem.graph, schedule) if self.device.kind == "cuda" else None
+        return self.footprint.whole_step(peak, problem.final_bytes, allocations)
 
     def budget(self, value: int | str) -> Budget:
-        """Read a budget; percentages are of the unplanned step's allocated bytes.
+        """Read a budget; percentages are of the unplanned step's allocated bytes, and bound allocated bytes.
 
         Raises:
             BudgetError: The budget cannot be read.
         """
         wanted = parse_budget(value, self.baseline_whole_step.allocated_bytes)
-        if wanted.bytes is None or not wanted.text.endswith("%"):
+        if wanted.bytes is None or not wanted.relative:
             return wanted
-        return Budget(self.footprint.around(wanted.bytes), wanted.text)
+        return replace(wanted, bytes=self.footprint.around(wanted.bytes))
 
 
 @held_interrupts()
@@ -160,7 +171,9 @@ def prepare(
         source.save()
     if meter is not None and meter.unmeasured:
         warn(unmeasured(meter))
-    footprint = StepMemoryModel(target, _resident(captured, update, target), update)
+    footprint = StepMemoryModel(
+        target, _resident(captured, update, target), update, _tensor_bytes(captured, target)
+    )
     seconds = time.perf_counter() - started
     return Prepared(model, step, captured, problem, footprint, meter, source, seconds, options, cuda)
 
@@ -183,6 +196,12 @@ def _resident(captured: CapturedStep, update: OptimizerStep, device: Device) -> 
         gradient_bytes=size(captured.gradients),
         optimizer_bytes=update.state_bytes,
     )
+
+
+def _tensor_bytes(captured: CapturedStep, device: Device) -> tuple[int, ...]:
+    """Of what is there throughout, in the order in which a training loop makes it."""
+    tensors = [*captured.parameters, *captured.buffers, *captured.gradients, *captured.inputs]
+    return tuple(round_bytes(device, int(t.untyped_storage().nbytes())) for t in unique_storages(tensors))
 
 
 def device_of(model: torch.nn.Module, step: Step) -> torch.device:

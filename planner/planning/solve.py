@@ -1,11 +1,14 @@
 """From a captured step and a budget to a plan, by a solver."""
 
+from collections.abc import Callable
+
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord, WholeStep
 from planner.planning.make_plan import make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
+from planner.planning.within_budget import within_budget
 from planner.problem.selection import select
 from planner.progress import Progress, no_report
 from solvers.model.solution import Solution
@@ -27,26 +30,60 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
     wanted = prepared.budget(budget)
     graph = prepared.problem.graph
     report(f"solving ({options.solver})", 0.0)
-    solution = solve_for(
+    constraints = select(
         graph,
-        wanted,
-        room_bytes(wanted, prepared),
-        options.solver,
-        time_limit=options.time_limit,
-        progress=lambda text, fraction: report(text, 0.93 * fraction),
-        constraints=select(
-            graph,
-            keep=options.keep,
-            recompute=options.recompute,
-            checkpoints=options.checkpoints,
-            modules=dict(prepared.model.named_modules()),
-        ),
+        keep=options.keep,
+        recompute=options.recompute,
+        checkpoints=options.checkpoints,
+        modules=dict(prepared.model.named_modules()),
     )
+
+    def solve(room: int | None, seconds: float) -> Solution:
+        return solve_for(
+            graph,
+            wanted,
+            room,
+            options.solver,
+            time_limit=seconds,
+            progress=lambda text, fraction: report(text, 0.93 * fraction),
+            constraints=constraints,
+        )
+
+    solution = solve(room_bytes(wanted, prepared), options.time_limit)
+    solution = reserving_no_more(prepared, solution, wanted, solve, time_limit=options.time_limit)
     if not solution.feasible:
         raise infeasible(prepared, solution, wanted)
     made = make_plan(prepared, solution, wanted)
     report("planned", 1.0)
     return made
+
+
+def reserving_no_more(
+    prepared: Prepared,
+    solution: Solution,
+    budget: Budget,
+    solve: Callable[[int, float], Solution],
+    *,
+    time_limit: float,
+) -> Solution:
+    """A solution whose step holds a budget on a GPU with all that its allocator reserves.
+
+    A share of what the unplanned step allocates, and the least there is, bound what is allocated.
+
+    Args:
+        solution: A solver's for what the budget allows to be allocated.
+        solve: As for :func:`planner.planning.within_budget.within_budget`.
+        time_limit: Wall seconds for solving again.
+    """
+    if budget.bytes is None or budget.relative or prepared.device.kind != "cuda":
+        return solution
+    return within_budget(
+        solution,
+        budget.bytes,
+        lambda schedule: prepared.whole_step(schedule).total_bytes,
+        solve,
+        time_limit=time_limit,
+    )
 
 
 def find_solver(name: str) -> Solve:
@@ -78,7 +115,9 @@ def least_whole_step(prepared: Prepared) -> WholeStep:
 
 def infeasible(prepared: Prepared, solution: Solution, budget: Budget) -> InfeasibleBudget:
     assert budget.bytes is not None
-    whole = prepared.footprint.whole_step(solution.peak_bytes, prepared.problem.final_bytes)
+    whole = prepared.whole_step(solution.schedule)
+    if budget.relative:  # which bounds what is allocated
+        whole = whole.model_copy(update={"fragmentation_bytes": 0})
     return InfeasibleBudget(
         f"budget {budget.text} is {format_bytes(budget.bytes)}, but the least that {solution.solver} "
         f"reaches is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
@@ -94,5 +133,7 @@ def _least_possible(whole: WholeStep, prepared: Prepared) -> str:
     if whole.optimizer_step_bytes > whole.forward_backward_bytes:
         resident += ", and it is the optimizer's step that takes most"
     return resident + (
-        f", and {format_bytes(around)} are the context, libraries and fragmentation" if around else ""
+        f", and {format_bytes(around)} are the context, libraries and what the allocator reserves"
+        if around
+        else ""
     )

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graph_runner import GraphCall
 from planner.costs.devices import Device, round_bytes
-from planner.costs.eager_timeline import eager_timeline, real_sizes
+from planner.costs.eager_timeline import EagerTimeline, eager_timeline, real_sizes
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
 from planner.graph.in_place import operator_in_place
@@ -25,7 +25,6 @@ from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
 from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
-from solvers.model.schedule import Timeline
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Problem:
 
     graph: Graph
     sources: list[Source]
-    eager: Timeline
+    eager: EagerTimeline
     final_bytes: int
 
     def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[list[int]]]:

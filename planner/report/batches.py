@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.planfile.budget import format_bytes
-from planner.report.columns import fitted_table
+from planner.report.columns import Cell, fitted_table
 
 
 class Batches(Protocol):
@@ -29,20 +29,28 @@ def render_batches(found: Batches, *, width: int = 100) -> Table:
         key = (choice.point.batch, choice.point.planned)
         names.setdefault(key, []).append(choice.name)
         points[key] = choice.point
-    rows = []
+    on_gpu = any(point.total_bytes != point.allocated_bytes for point in points.values())
+    rows: list[list[Cell]] = []
     for key, point in points.items():
         label = Text(", ".join(names[key]).replace(", largest at", " and"))
         if point == found.largest:
             label = Text(f"{label.plain} (planned)", style="bold")
         rows.append(
-            (
+            [
                 label,
                 ("" if point.captured else "about ") + str(point.batch),
                 f"{point.batch / found.unplanned.batch:.2f}x" if found.unplanned else "",
                 format_bytes(point.total_bytes),
+                *(
+                    [format_bytes(point.reserved_bytes), format_bytes(point.allocated_bytes)]
+                    if on_gpu
+                    else []
+                ),
                 f"{point.samples_per_second:,.1f}",
                 f"{point.overhead:+.1%}",
-            )
+            ]
         )
-    headers = ("", "batch", "of unplanned", "memory", "samples/s", "time per sample")
-    return fitted_table(headers, rows, width=width, least=("memory", "of unplanned", "samples/s"))
+    apart = ("reserved", "allocated") if on_gpu else ()
+    headers = ("", "batch", "of unplanned", "memory", *apart, "samples/s", "time per sample")
+    least = ("memory", "of unplanned", "samples/s", "allocated", "reserved")
+    return fitted_table(headers, rows, width=width, least=least)

@@ -69,6 +69,7 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
         ("peak", *(_share(item.peak_bytes, plan.baseline.peak_bytes) for item in footprints)),
         ("  of the step", *(format_bytes(item.dynamic_peak_bytes) for item in footprints)),
         ("  resident", *(format_bytes(item.resident_bytes) for item in footprints)),
+        *_on_the_device(plan),
         ("time", *(format_seconds(item.seconds) for item in footprints)),
     ]
     headers = ("", "unplanned", "nothing recomputed", "planned")
@@ -104,6 +105,22 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
     stacked.add_row(Text())
     stacked.add_row(table)
     return stacked
+
+
+def _on_the_device(plan: PlanRecord) -> list[tuple[str, str, str, str]]:
+    """What the allocator of a GPU makes of the whole step, the optimizer's own included."""
+    before, now = plan.baseline_whole_step, plan.whole_step
+    if before is None or now is None or before.total_bytes == before.allocated_bytes:
+        return []
+    rows = [
+        ("whole step, allocated", before.allocated_bytes, now.allocated_bytes),
+        ("  reserved", before.reserved_bytes, now.reserved_bytes),
+        ("  with the context", before.total_bytes, now.total_bytes),
+    ]
+    unplanned, planned = before.expandable_reserved_bytes, now.expandable_reserved_bytes
+    if unplanned is not None and planned is not None:
+        rows.insert(2, ("  reserved, expandable segments", unplanned, planned))
+    return [(name, format_bytes(a), "", format_bytes(b)) for name, a, b in rows]
 
 
 def timeline_chart(plan: PlanRecord, *, width: int = 100, height: int = 10) -> Text:

@@ -158,14 +158,15 @@ class NewShapes:
         self._predictions += 1
         try:
             prepared = self._prepare(args, kwargs)
-            peak_bytes = predicted_peak(first.plan, prepared)
+            schedule = schedule_at(first.plan, prepared)
+            peak_bytes = simulate(prepared.problem.graph, schedule).peak_bytes
         except Exception as error:
             if is_meant(error):
                 raise
             warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
             first.covered.append(shapes)
             return first
-        whole = prepared.footprint.whole_step(peak_bytes, prepared.problem.final_bytes)
+        whole = prepared.whole_step(schedule)
         total = whole.total_bytes + self._unknown_optimizer_bytes()
         budget = first.plan.target.budget_bytes
         then = first.plan.predicted
@@ -245,8 +246,8 @@ class NewShapes:
         return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
-def predicted_peak(plan: PlanRecord, prepared: Prepared) -> int:
-    """Bytes that a step allocates over entry when it runs at other shapes by a plan's schedule.
+def schedule_at(plan: PlanRecord, prepared: Prepared) -> Schedule:
+    """A plan's schedule for a step that was captured anew, at other shapes perhaps.
 
     Raises:
         PlanMismatch: The step is made of other graphs than the plan.
@@ -263,8 +264,7 @@ def predicted_peak(plan: PlanRecord, prepared: Prepared) -> int:
         ]
     )
     sequences = [next(found) if joint is not None else [] for joint in joints]
-    schedule = schedule_of(prepared.problem, captured, sequences)
-    return simulate(prepared.problem.graph, schedule).peak_bytes
+    return schedule_of(prepared.problem, captured, sequences)
 
 
 def schedule_of(

@@ -31,10 +31,12 @@ class Storage:
     Attributes:
         bytes: Its size.
         died_after: Index of the event after which nothing held it; None while it lives.
+        kind: The kind of device that it is on.
     """
 
     bytes: int
     died_after: int | None = None
+    kind: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class StepRecorder(autograd.InfrastructureMode):
             if key in self._known:
                 continue
             number = len(self.recording.storages)
-            self.recording.storages.append(Storage(storage.nbytes()))
+            self.recording.storages.append(Storage(storage.nbytes(), kind=tensor.device.type))
             self._born_under.append(node)
             self._known[key] = number
             self._references[number] = weakref.ref(storage, self._on_death(key, number))
