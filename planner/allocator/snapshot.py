@@ -1,6 +1,6 @@
 """The predicted memory of a training loop, in the forms that PyTorch's and Chrome's viewers open.
 
-A *snapshot* is what ``torch.cuda.memory._snapshot()`` returns: the segments with their blocks, and the history
+A *snapshot* is what ``torch.cuda.memory._snapshot()`` returns: segments with their blocks, and the history
 of events. Pickled, https://pytorch.org/memory_viz and ``python -m torch.cuda._memory_viz`` open it. A *Chrome
 trace* is JSON that https://ui.perfetto.dev and ``chrome://tracing`` open.
 """
@@ -174,7 +174,7 @@ def _slices(moment: Moment, begin: float) -> Iterator[dict[str, Any]]:
     now = begin
     for number, (name, taken) in enumerate(zip(sequence.operations, sequence.seconds, strict=True)):
         phase = moment.phase
-        if phase in ("forward", "backward"):
+        if phase != "optimizer":
             phase = "backward" if number >= sequence.backward_from else "forward"
         operation, _, module = name.partition(" @ ")
         if taken > 0:

@@ -149,7 +149,7 @@ def run(loop: TrainingLoop, allocator: CachingAllocator) -> Iterator[Moment]:
         left: list[int] = []
         for operation, what in _run(loop.step, allocator, left):
             while due and operation >= due[0][0]:
-                yield Moment("libraries", "workspace of a matrix library", step=number)
+                yield Moment("libraries", "workspace of a library", loop.step, operation, number)
                 allocator.malloc(due.pop(0)[1])
             phase = "backward" if operation >= loop.step.backward_from else "forward"
             yield Moment(phase, what, loop.step, operation, number)

@@ -14,6 +14,7 @@ import typer
 import planner
 from planner.cli.builder import Built, build, build_for_batches, load_reference
 from planner.cli.compare_command import compare_command
+from planner.cli.memory import replay_command, snapshot_command
 from planner.cli.options import (
     Again,
     AsJson,
@@ -350,6 +351,8 @@ app.command("explain")(explain_command)
 app.command("report")(report_command)
 app.command("diff")(diff_command)
 app.command("compare")(compare_command)
+app.command("snapshot")(snapshot_command)
+app.command("replay")(replay_command)
 
 
 @app.command("schema")

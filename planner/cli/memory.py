@@ -1,0 +1,156 @@
+"""The commands `snapshot` and `replay`: a plan's memory in viewers, a recorded run under other settings."""
+
+import json
+import pickle
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from planner.allocator.recorded import read_snapshot, recorded_run
+from planner.allocator.recorded import replay as replayed
+from planner.allocator.settings import AllocatorSettings
+from planner.allocator.snapshot import chrome_trace, record, snapshot
+from planner.cli.builder import build
+from planner.cli.options import AsJson, Debug, Reference, StepOptions, with_step_options
+from planner.cli.output import one_line_errors, print_json, stdout_for_results
+from planner.cli.progress import shown_progress
+from planner.errors import PlannerError
+from planner.planfile.atomic_file import check_writable, replace_atomically
+from planner.planfile.budget import format_bytes, parse_budget
+from planner.planning.options import PlanOptions
+from planner.planning.prepare import prepare
+from planner.problem.allocations import planned_allocations
+from planner.report.text import printable
+from planner.runtime.shape_policy import schedule_at
+from planner.training_step.inputs import read_step
+from planner.user_plan import Plan
+
+Settings = Annotated[
+    str,
+    typer.Option(
+        "--settings", metavar="CONF", help="As PYTORCH_CUDA_ALLOC_CONF, as expandable_segments:True."
+    ),
+]
+
+
+class NoAllocatorError(PlannerError, ValueError):
+    """There is no caching allocator where the step is to run."""
+
+
+@with_step_options
+def snapshot_command(
+    reference: Reference,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="A snapshot as .pickle, a Chrome trace as .json."
+        ),
+    ],
+    plan_path: Annotated[
+        str | None,
+        typer.Option("--plan", metavar="PLAN", help="The step by this plan file; unplanned if not given."),
+    ] = None,
+    conf: Settings = "",
+    as_json: AsJson = False,
+    debug: Debug = False,
+    *,
+    step: StepOptions,
+) -> None:
+    """Write a training loop's predicted memory on a GPU for pytorch.org/memory_viz or ui.perfetto.dev."""
+    with one_line_errors(debug, as_json):
+        settings = AllocatorSettings.parse(conf)
+        check_writable(output)
+        plan = None if plan_path is None else Plan.load(plan_path)
+        if plan is not None and step.device is None:
+            step = replace(step, device=plan.target.device)
+        with stdout_for_results(), shown_progress() as progress:
+            built = build(reference, progress)
+            options = PlanOptions(**step.keywords())
+            asked = read_step(
+                built.model, built.args, built.kwargs, options.loss, options.outputs, of="snapshot"
+            )
+            asked = replace(asked, training=True if plan is None else plan.model.training)
+            prepared = prepare(built.model, asked, options, progress=progress)
+        if prepared.device.kind != "cuda":
+            raise NoAllocatorError(
+                f"on {prepared.device.name} memory is not cached: name a GPU, as --device A100-80GB"
+            )
+        problem = prepared.problem
+        allocations = problem.eager.allocations
+        if plan is not None:
+            allocations = planned_allocations(problem.graph, schedule_at(plan, prepared))
+        recorded = record(prepared.footprint.loop(allocations), settings)
+        if output.endswith(".json"):
+            content = json.dumps(chrome_trace(recorded)).encode()
+        else:
+            content = pickle.dumps(snapshot(recorded))
+        replace_atomically(output, lambda file: file.write(content))
+        allocator = recorded.allocator
+        result = {
+            "saved_to": output,
+            "events": len(recorded.trace),
+            "reserved_bytes": allocator.peak_reserved_bytes,
+            "allocated_bytes": allocator.peak_allocated_bytes,
+        }
+        if as_json:
+            print_json(result)
+            return
+        typer.echo(
+            f"{len(recorded.trace)} events, {format_bytes(allocator.peak_allocated_bytes)} allocated, "
+            f"{format_bytes(allocator.peak_reserved_bytes)} reserved; written to {printable(output)}"
+        )
+
+
+def replay_command(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="SNAPSHOT",
+            help="What torch.cuda.memory._dump_snapshot() wrote, with a history.",
+            show_default=False,
+        ),
+    ],
+    conf: Settings = "",
+    other: Annotated[
+        str, typer.Option("--instead", metavar="CONF", help="The settings to replay it with.")
+    ] = "expandable_segments:True",
+    device: Annotated[int | None, typer.Option(help="Of several devices, which.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="What the device has, as 79GiB; any amount if not given.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """What a recorded run would reserve under other settings of the caching allocator."""
+    with one_line_errors(debug, as_json):
+        recorded_with, instead = AllocatorSettings.parse(conf), AllocatorSettings.parse(other)
+        limit = None if memory is None else parse_budget(memory, 2**40).bytes
+        run = recorded_run(read_snapshot(path), device)
+        before, after = (replayed(run, settings, limit) for settings in (recorded_with, instead))
+        if as_json:
+            print_json(
+                {
+                    "device": run.device,
+                    "events": len(run.events),
+                    "recorded_reserved_bytes": run.peak_reserved_bytes,
+                    "reserved_bytes": before.reserved_bytes,
+                    "instead_reserved_bytes": after.reserved_bytes,
+                    "allocated_bytes": before.allocated_bytes,
+                    "out_of_memory_at": before.failed_at,
+                    "instead_out_of_memory_at": after.failed_at,
+                }
+            )
+            return
+        shown, used = printable(other) or "the defaults", format_bytes(before.allocated_bytes)
+        change = f"{format_bytes(before.reserved_bytes)} -> {format_bytes(after.reserved_bytes)} reserved"
+        typer.echo(
+            f"your run on device {run.device}, {len(run.events)} events, with {shown}: {change} "
+            f"({used} allocated)"
+        )
+        recorded_bytes = format_bytes(run.peak_reserved_bytes)
+        typer.echo(f"recorded were {recorded_bytes} reserved; both figures above are simulated")
+        for what, found in ((conf, before), (other, after)):
+            if found.failed_at is not None:
+                with_what = printable(what) or "the defaults"
+                typer.echo(f"with {with_what}: out of memory at event {found.failed_at}")
