@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,25 @@ def test_inside_other_modules_and_torch_compile() -> None:
     model = planner.auto_checkpoint(_model(), **BY)
     torch.compile(model, backend="eager")(_batch()).backward()
     assert installed_plan(model) is not None
+
+
+@pytest.mark.heavy
+def test_compiled_code_around_it_is_all_that_a_process_has_compiled() -> None:
+    # Dynamo must know of plans before the first of them is made: so in a process of its own.
+    program = """
+import torch
+import planner
+from planner.runtime.install import installed_plan
+from tests.side_by_side import Layers
+
+inner = planner.auto_checkpoint(Layers(2), budget="min", solver="sqrt_n")
+outer = torch.nn.Sequential(torch.nn.Linear(32, 32), inner)
+torch.compile(outer, backend="eager")(torch.randn(64, 32)).backward()
+print(installed_plan(inner) is not None)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "True\n"
+    assert "Warning" not in run.stderr
 
 
 @pytest.mark.heavy

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from planner._torch import modules
+from planner._torch.tracing.dynamo_patches import end_graphs_at_plans
 from planner._torch.tracing.inside_compile import RUNS_A_PLAN
 from planner.runtime.unplanned import Unplanned, displaced
 
@@ -71,6 +72,7 @@ class InstalledCall:
 
 def install(model: torch.nn.Module, call: InstalledCall) -> None:
     """Put ``call`` in place of the module's own, and of its copies' and pickles'."""
+    end_graphs_at_plans()  # nothing may have been captured in this process yet: a plan can come from a file
     modules.install_call(model, call)
     vars(model)[Companion.NAME] = Companion(model)
 

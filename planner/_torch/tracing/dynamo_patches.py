@@ -51,10 +51,15 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     _break_at_indices_that_are_data()
     _break_at_masks_that_are_written_through()
     numbers_of_numpy(_is_ours)
-    call_planned_modules(_is_ours)
+    end_graphs_at_plans()
     pass_over_marks(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     break_at_swaps(_is_ours)
+
+
+def end_graphs_at_plans() -> None:
+    """Let the user's own ``torch.compile`` call what is installed in a module in place of its call."""
+    call_planned_modules(_is_ours)
 
 
 def _is_ours(tx: Any) -> bool:
