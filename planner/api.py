@@ -145,7 +145,9 @@ def sweep(
     end = time.perf_counter() + time_limit
     known = []
     if budgets is None:
-        least = portfolio.solve(graph, None, time_limit=time_limit / 4, constraints=constraints)
+        least = portfolio.solve(
+            graph, None, time_limit=time_limit / 4, constraints=constraints, effort=given.effort
+        )
         known = [least.schedule]
         most = simulate(graph, graph.base_schedule).peak_bytes
         steps = [most - (most - least.peak_bytes) * i // max(points - 1, 1) for i in range(points)]
@@ -163,13 +165,22 @@ def sweep(
         progress=lambda text, fraction: report(text, 0.4 + 0.58 * fraction),
         constraints=constraints,
         known=known,
+        effort=given.effort,
     )
     solved = iter(answers)
     each = max(0.0, end - time.perf_counter()) / max(1, len(shares))
     solutions = [
         next(solved)
         if budget.max_overhead is None
-        else solve_for(graph, budget, None, portfolio.NAME, time_limit=each, constraints=constraints)
+        else solve_for(
+            graph,
+            budget,
+            None,
+            portfolio.NAME,
+            time_limit=each,
+            effort=given.effort,
+            constraints=constraints,
+        )
         for budget in wanted
     ]
     left = max(0.0, end - time.perf_counter()) / max(1, len(solutions))

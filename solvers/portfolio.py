@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from solvers.chains import lower_sets, rotor, sqrt_n
+from solvers.effort import EFFORTS, Effort, PortfolioSettings
 from solvers.least import bisect, floor_bytes
 from solvers.local.exchange import exchange
 from solvers.local.polish import delay, polish, trade
@@ -33,67 +34,6 @@ from solvers.programs.lower_bound import INTEGER_SECONDS, Bound, lower_bound, ti
 NAME = "auto"
 
 
-@dataclass(frozen=True)
-class PortfolioSettings:
-    """How much the portfolio tries, and when it stops. A graph is *large* if it has more forward operations
-    than ``ilp.FINE``. Distances to the bound are relative to the seconds of the step.
-
-    Attributes:
-        exact_slots: Graphs of no more slots (forward times backward operations) are solved exactly as well.
-        seconds: Wall seconds for one budget where none are given.
-        sweep_seconds: Wall seconds for each budget of a sweep at most.
-        last_start: The share of a time limit after which nothing is begun any more: what has begun ends
-            within the rest.
-        met: A schedule this close to the bound ends the search.
-        optimal_gap: A schedule with no larger a gap is called optimal.
-        near: Nearer to the bound than this, recomputing twice is not tried.
-        nearer: Large graphs this near to the bound are done when the single-recompute program is.
-        far: Farther from the bound than this, lower sets are tried as well.
-        program_share, program_seconds, program_least_share: On large graphs each kind of program gets this
-            share of the time limit, but no more process seconds than the second, unless the third, a share
-            as well, is more: answers on a fast machine should not wait for the limit, and a long limit
-            should be of use.
-        small_program_seconds: The process seconds that each kind of program gets on small graphs.
-        walled_programs: Programs with walls get this many times as long: they are solved at several sizes.
-        usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
-        least_share: The share of a time limit that the forms of least peak get.
-        least_rounds: How often a budget just below the least peak so far is tried.
-        small_trading_share, large_trading_share: The share of the time left that local improvement gets.
-        polishing_rounds: How often local improvement goes over an answer at most.
-    """
-
-    exact_slots: int = 500
-    seconds: float = 60.0
-    sweep_seconds: float = 30.0
-    last_start: float = 0.95
-    met: float = 1e-6
-    optimal_gap: float = 1e-6
-    near: float = 2e-3
-    nearer: float = 2e-4
-    far: float = 1e-2
-    program_share: float = 1 / 8
-    program_seconds: float = 0.5
-    program_least_share: float = 1 / 120
-    small_program_seconds: float = 6.0
-    walled_programs: float = 1.5
-    usual_length: int = 4_000
-    least_share: float = 0.5
-    least_rounds: int = 5
-    small_trading_share: float = 1 / 100
-    large_trading_share: float = 1 / 200
-    polishing_rounds: int = 3
-
-    def patience(self, forward_length: int, time_limit: float) -> float:
-        """The process seconds that each kind of program gets."""
-        if forward_length <= ilp.FINE:
-            return min(time_limit, self.small_program_seconds)
-        most = self.program_seconds * max(1.0, forward_length / self.usual_length)
-        return max(min(self.program_share * time_limit, most), self.program_least_share * time_limit)
-
-
-SETTINGS = PortfolioSettings()
-
-
 def solve(
     graph: Graph,
     budget: int | None,
@@ -104,6 +44,7 @@ def solve(
     known: Sequence[Schedule] = (),
     most_seconds: float = float("inf"),
     minimum: bool = True,
+    effort: Effort = "best",
 ) -> Solution:
     """Run the portfolio on one budget.
 
@@ -118,6 +59,7 @@ def solve(
         most_seconds: Where the least peak is asked for, of the schedules that take no longer.
         minimum: Whether an infeasible answer is to have the least peak of all, the one that a budget of
             None has; else it has the least that was met on the way, sooner.
+        effort: How long to go on where the answer is hardly getting better.
 
     Returns:
         The fastest schedule found, with a bound that holds for every schedule, optimal where the two
@@ -125,8 +67,9 @@ def solve(
         fastest schedule found; infeasible if all schedules take longer than ``most_seconds``.
     """
     begin = time.perf_counter()
-    shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
-    left = max(0.0, (SETTINGS.seconds if time_limit is None else time_limit) - (time.perf_counter() - begin))
+    shared = Shared.of(graph, constraints or NO_CONSTRAINTS, effort)
+    limit = shared.settings.seconds if time_limit is None else time_limit
+    left = max(0.0, limit - (time.perf_counter() - begin))
     if budget is not None:
         return _solve(shared, budget, left, progress, known, minimum)
     if np.isinf(most_seconds):
@@ -142,16 +85,18 @@ class Shared:
     lazy: row_generation.LazyRows
     tables: rotor.Tables
     floor: int
+    settings: PortfolioSettings
     least: list[Solution] = field(default_factory=list)
 
     @staticmethod
-    def of(graph: Graph, constraints: Constraints) -> "Shared":
+    def of(graph: Graph, constraints: Constraints, effort: Effort) -> "Shared":
         """Nothing solved so far."""
         return Shared(
             ilp.Programs(graph, constraints),
             row_generation.LazyRows(graph, constraints),
             rotor.Tables(),
             floor_bytes(graph),
+            EFFORTS[effort],
         )
 
 
@@ -163,6 +108,7 @@ def sweep(
     progress: Progress | None = None,
     constraints: Constraints | None = None,
     known: Sequence[Schedule] = (),
+    effort: Effort = "best",
 ) -> list[Solution]:
     """Solve for many budgets, sharing programs and schedules between them.
 
@@ -173,6 +119,7 @@ def sweep(
         progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
         known: Schedules found before that are candidates for all of them.
+        effort: As for :func:`solve`.
 
     Returns:
         One solution a budget, in the order given. Seconds never rise with the budget.
@@ -181,16 +128,17 @@ def sweep(
     lowest: list[int | None] = [None] if None in wanted else []
     ascending = [*lowest, *sorted({b for b in wanted if b is not None})]
     begin = time.perf_counter()
-    shared = Shared.of(graph, constraints or NO_CONSTRAINTS)
+    shared = Shared.of(graph, constraints or NO_CONSTRAINTS, effort)
+    settings = shared.settings
     found: dict[int | None, Solution] = {}
     left = (
-        SETTINGS.sweep_seconds * len(ascending)
+        settings.sweep_seconds * len(ascending)
         if time_limit is None
         else time_limit - (time.perf_counter() - begin)
     )
     for n, budget in enumerate(ascending):
         before = [*known, *(s.schedule for s in list(found.values())[-1:])]
-        share = min(SETTINGS.sweep_seconds, max(0.0, left) / (len(ascending) - n))
+        share = min(settings.sweep_seconds, max(0.0, left) / (len(ascending) - n))
         if budget is None:
             solution = _least(shared, share, None, before)
         else:
@@ -215,7 +163,7 @@ def _solve(
     begin = time.perf_counter()
     search, bound = _attempt(shared, budget, time_limit, progress, known)
     if search.fastest is not None or not minimum:
-        return _judge(search, bound)
+        return _judge(search, bound, shared.settings.optimal_gap)
     assert search.least is not None
     lowest = _least(shared, time_limit, progress, [search.least.schedule])
     met = lowest.peak_bytes <= budget
@@ -233,8 +181,8 @@ def _least(
     if shared.least:
         return shared.least[0]
     programs = shared.programs
-    graph, floor = programs.graph, shared.floor
-    search = Search(NAME, graph, None, SETTINGS.least_share * time_limit, progress, programs.constraints)
+    graph, floor, settings = programs.graph, shared.floor, shared.settings
+    search = Search(NAME, graph, None, settings.least_share * time_limit, progress, programs.constraints)
     everything = search.try_everything()
     for schedule in known:
         search.try_schedule(schedule)
@@ -243,15 +191,16 @@ def _least(
         lambda: sqrt_n.improve(search),
         lambda: ilp.descend(search, programs),
         lambda: rotor.improve(search, None, everything.peak_bytes),
-        lambda: _least_exactly(search),
+        lambda: _least_exactly(search, settings),
     )
     for n, form in enumerate(forms):
         if search.least is not None and search.least.peak_bytes > floor and not search.out_of_time():
             search.begin_stage((n / 8, (n + 1) / 8), 0.5)
             form()
     assert search.least is not None
-    best, proven = search.least, floor
-    for _ in range(SETTINGS.least_rounds):
+    best = search.least
+    proven = floor if settings.below_least else best.peak_bytes
+    for _ in range(settings.least_rounds):
         budget = best.peak_bytes - (best.peak_bytes > proven)
         left = max(0.0, time_limit - search.elapsed)
         attempt, _ = _attempt(shared, budget, left / 2, None, [best.schedule])
@@ -271,9 +220,9 @@ def _least(
     return solution
 
 
-def _least_exactly(search: Search) -> None:
+def _least_exactly(search: Search, settings: PortfolioSettings) -> None:
     """Offer the least peak of a small graph."""
-    if search.least is not None and exact_ilp.count_slots(search.graph) <= SETTINGS.exact_slots:
+    if search.least is not None and exact_ilp.count_slots(search.graph) <= settings.exact_slots:
         exact_ilp.least_peak(search, exact_ilp.find_slots(search.graph), search.least.peak_bytes)
 
 
@@ -298,7 +247,8 @@ def _least_within(
     def attempt(budget: int, seconds: float, known: Sequence[Schedule]) -> Solution:
         if lower_bound(graph, budget, time_limit=seconds / 4, integer_seconds=0.0).seconds > most_seconds:
             return best.infeasible()
-        return _judge(*_attempt(shared, budget, seconds, None, known))
+        search, bound = _attempt(shared, budget, seconds, None, known)
+        return _judge(search, bound, shared.settings.optimal_gap)
 
     best = search.solution()
     best = bisect(attempt, shared.floor - 1, best, most_seconds, time_limit - search.elapsed)
@@ -316,9 +266,9 @@ def _attempt(
     known: Sequence[Schedule],
 ) -> tuple[Search, Bound]:
     """Run the portfolio on one budget: everything found, and the bound."""
-    programs = shared.programs
+    programs, settings = shared.programs, shared.settings
     graph = programs.graph
-    search = Search(NAME, graph, budget, SETTINGS.last_start * time_limit, progress, programs.constraints)
+    search = Search(NAME, graph, budget, settings.last_start * time_limit, progress, programs.constraints)
     large = graph.forward_length > ilp.FINE
     everything = search.try_everything()
     for schedule in known:
@@ -327,7 +277,7 @@ def _attempt(
         return search, Bound(graph.base_seconds, -1)
     if budget < shared.floor:
         return search, Bound(float("inf"), -1)
-    patience = SETTINGS.patience(graph.forward_length, time_limit)
+    patience = settings.patience(graph.forward_length, time_limit)
     bound = lower_bound(
         graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0
     )
@@ -335,32 +285,32 @@ def _attempt(
         return search, bound
     search.begin_stage((0.0, 0.2), 0.4)
     row_generation.improve(search, budget, shared.lazy, seconds=patience)
-    if not _done(search, bound) and not (large and _distance(search, bound) <= SETTINGS.near):
+    if not _done(search, bound, settings) and not (large and _distance(search, bound) <= settings.near):
         bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
-    enough = bound.seconds + SETTINGS.met * graph.base_seconds
+    enough = bound.seconds + settings.met * graph.base_seconds
     sizes = programs.sizes()
-    far = _distance(search, bound) > SETTINGS.near
-    if not _done(search, bound) and far:
+    far = _distance(search, bound) > settings.near
+    if not _done(search, bound, settings) and far:
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
-    if not _done(search, bound) and not (large and _distance(search, bound) <= SETTINGS.nearer):
+    if not _done(search, bound, settings) and not (large and _distance(search, bound) <= settings.nearer):
         search.begin_stage((0.3, 0.5), 0.5)
         if far or not large:
             rotor.improve(search, budget, everything.peak_bytes, shared.tables)
         else:
             counts = rotor.COUNTS[:1]
             rotor.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
-    if not _done(search, bound) and (far or not large):
+    if not _done(search, bound, settings) and (far or not large):
         left = max(time_limit - search.elapsed, 1e-9)
-        search.begin_stage((0.5, 0.9), min(1.0, search.wall(SETTINGS.walled_programs * patience) / left))
+        search.begin_stage((0.5, 0.9), min(1.0, search.wall(settings.walled_programs * patience) / left))
         ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
-    search.begin_stage((0.9, 1.0), SETTINGS.large_trading_share if large else SETTINGS.small_trading_share)
-    if not _done(search, bound) and _distance(search, bound) > SETTINGS.far:
+    search.begin_stage((0.9, 1.0), settings.large_trading_share if large else settings.small_trading_share)
+    if not _done(search, bound, settings) and _distance(search, bound) > settings.far:
         lower_sets.improve(search, budget, everything.peak_bytes)
-    if not _done(search, bound) and exact_ilp.count_slots(graph) <= SETTINGS.exact_slots:
+    if not _done(search, bound, settings) and exact_ilp.count_slots(graph) <= settings.exact_slots:
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget)
-    for _ in range(SETTINGS.polishing_rounds):
-        if search.fastest is None or search.out_of_time() or _done(search, bound):
+    for _ in range(settings.polishing_rounds):
+        if search.fastest is None or search.out_of_time() or _done(search, bound, settings):
             break
         before = search.fastest.seconds
         delay(search, search.fastest)
@@ -382,17 +332,17 @@ def _distance(search: Search, bound: Bound) -> float:
     return (search.fastest.seconds - bound.seconds) / search.graph.base_seconds
 
 
-def _done(search: Search, bound: Bound) -> bool:
+def _done(search: Search, bound: Bound, settings: PortfolioSettings) -> bool:
     """Whether all the time is up, not only the stage's, or the best schedule is as good as can be proven."""
     late = search.time_limit is not None and search.elapsed > search.time_limit
-    return late or _distance(search, bound) <= SETTINGS.met
+    return late or _distance(search, bound) <= settings.met
 
 
-def _judge(search: Search, bound: Bound) -> Solution:
+def _judge(search: Search, bound: Bound, optimal_gap: float) -> Solution:
     """The best schedule with the bound; optimal when it meets it."""
     solution = search.solution()
     if not solution.feasible:
         return solution
     seconds = min(bound.seconds, solution.seconds)
-    met = solution.seconds <= seconds * (1 + SETTINGS.optimal_gap)
+    met = solution.seconds <= seconds * (1 + optimal_gap)
     return replace(solution, bound_seconds=seconds, status=Status.OPTIMAL if met else Status.FEASIBLE)

@@ -88,3 +88,14 @@ def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest
     again = portfolio.solve(graph, budget, time_limit=2)
     assert again.feasible
     assert again.seconds <= 1.05 * found.seconds
+
+
+@pytest.mark.parametrize("share", [None, 0.5, 0.7])
+def test_what_is_found_fast_is_hardly_worse(share: float | None) -> None:
+    graph = transformer(2)
+    budget = None if share is None else int(share * simulate(graph, graph.base_schedule).peak_bytes)
+    fast, best = (portfolio.solve(graph, budget, effort=effort) for effort in ("fast", "best"))
+    assert fast.feasible
+    assert best.feasible
+    assert fast.peak_bytes <= (best.peak_bytes if budget is None else budget)
+    assert best.seconds <= fast.seconds <= best.seconds + 0.005 * graph.base_seconds

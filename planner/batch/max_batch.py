@@ -90,6 +90,12 @@ def max_batch(
         )
 
     search = BatchSearch(
-        SizedSteps(capture), wanted, solver=solver, time_limit=time_limit, most=most, progress=progress
+        SizedSteps(capture),
+        wanted,
+        solver=solver,
+        effort=given.effort,
+        time_limit=time_limit,
+        most=most,
+        progress=progress,
     )
     return search.run(min(start, most), max_overhead, OVERHEADS)

@@ -20,6 +20,7 @@ from planner.training_step.inputs import InputError, read_inputs, read_step
 from planner.training_step.step import Loss, Outputs, Step
 from planner.user_plan import Plan
 from solvers import portfolio
+from solvers.effort import Effort
 from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution
@@ -56,6 +57,7 @@ class BatchSearch:
         budget: Budget,
         *,
         solver: str = portfolio.NAME,
+        effort: Effort = "fast",
         time_limit: float = 60,
         most: int = 1 << 20,
         progress: Progress | None = None,
@@ -64,10 +66,16 @@ class BatchSearch:
         Args:
             steps: The steps by batch.
             budget: Bytes for the whole step.
-            solver, time_limit, most, progress: As for :func:`max_batch`.
+            solver, effort, time_limit, most, progress: As for :func:`max_batch`.
         """
         assert budget.bytes is not None
-        self.steps, self.solver, self.time_limit, self.most = steps, solver, time_limit, most
+        self.steps, self.solver, self.effort, self.time_limit, self.most = (
+            steps,
+            solver,
+            effort,
+            time_limit,
+            most,
+        )
         self.budget_bytes, self.budget_text = budget.bytes, budget.text
         self._progress = progress
         self._max_overhead: float | None = None
@@ -187,7 +195,14 @@ class BatchSearch:
             if self.solver != portfolio.NAME:
                 return find_solver(self.solver)(step.graph, room, time_limit=seconds)
             known = [s for s in self._schedules[-4:] if _belongs(s, step)]
-            return portfolio.solve(step.graph, room, time_limit=seconds, known=known, minimum=step.size == 1)
+            return portfolio.solve(
+                step.graph,
+                room,
+                time_limit=seconds,
+                known=known,
+                minimum=step.size == 1,
+                effort=self.effort,
+            )
 
         solution = solve(step.room_bytes(self.budget_bytes), seconds)
         if step.footprint.device.kind != "cuda":

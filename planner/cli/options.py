@@ -81,6 +81,13 @@ class Inputs(StrEnum):
     overwritten = "overwritten"
 
 
+class Effort(StrEnum):
+    """How long the solver "auto" searches."""
+
+    fast = "fast"
+    best = "best"
+
+
 Solver = Annotated[str, typer.Option(help="How to search for the plan.")]
 DeviceName = Annotated[
     str | None,
@@ -104,6 +111,12 @@ InputsName = Annotated[
     typer.Option(
         "--inputs",
         help="Whether inputs, buffers or biases are overwritten before the backward: it then reads copies.",
+    ),
+]
+EffortName = Annotated[
+    Effort,
+    typer.Option(
+        "--effort", help="How long solver auto searches: fast, or best for about three times as long."
     ),
 ]
 Keep = Annotated[
@@ -144,6 +157,7 @@ class StepOptions:
     accumulate: Accumulate = None
     costs: CostName = CostSource.roofline
     inputs: InputsName = Inputs.unchanged
+    effort: EffortName = Effort.fast
 
     def keywords(self) -> "StepKeywords":
         """What to pass to :func:`planner.plan`, ``sweep`` or ``max_batch``."""

@@ -21,6 +21,7 @@ from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.planfile.plan import PlanRecord
 from planner.training_step.inputs import InputError
 from planner.training_step.step import Loss, Outputs, checked_outputs
+from solvers.effort import Effort
 from solvers.registry import SOLVERS
 
 CostSource = Literal["roofline", "measured"]
@@ -44,6 +45,7 @@ class StepKeywords(TypedDict, total=False):
     costs: CostSource
     training: bool
     inputs: InputsAre
+    effort: Effort
 
 
 class PlanKeywords(StepKeywords, total=False):
@@ -82,6 +84,8 @@ class PlanOptions:
             in now; False for evaluation mode (dropout off, running statistics as they are).
         inputs: What happens to inputs, buffers and biases between forward and backward: "unchanged", then
             the backward may read them again, or "overwritten", then it reads copies, whose bytes count.
+        effort: How long solver "auto" searches: "fast" answers in seconds, "best" goes on for about three
+            times as long, for extra time that is lower by up to some tenths of a percent of the step.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         time_limit: Wall seconds for the solver.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
@@ -100,6 +104,7 @@ class PlanOptions:
     costs: CostSource = "roofline"
     training: bool = True
     inputs: InputsAre = "unchanged"
+    effort: Effort = "fast"
     solver: str = "auto"
     time_limit: float = 60
     keep: Sequence[str] = ()
@@ -247,6 +252,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
         "" if value is None or value in get_args(Attention) else f"None or one of {get_args(Attention)}"
     ),
     "checkpoints": _texts,
+    "effort": lambda value: "" if value in get_args(Effort) else f"one of {get_args(Effort)}",
     "keep": _texts,
     "max_overhead": _share,
     "most": _at_least(1),

@@ -45,6 +45,7 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
             room,
             options.solver,
             time_limit=seconds,
+            effort=options.effort,
             progress=lambda text, fraction: report(text, 0.93 * fraction),
             constraints=constraints,
         )

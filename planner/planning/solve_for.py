@@ -3,6 +3,7 @@
 from planner.errors import BudgetError
 from planner.planfile.budget import Budget
 from solvers import portfolio
+from solvers.effort import Effort
 from solvers.least import least
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
@@ -17,6 +18,7 @@ def solve_for(
     solver: str,
     *,
     time_limit: float,
+    effort: Effort,
     progress: Progress | None = None,
     constraints: Constraints | None = None,
 ) -> Solution:
@@ -28,6 +30,7 @@ def solve_for(
         room: The dynamic peak that it allows; None for the least.
         solver: Its name.
         time_limit: Wall seconds.
+        effort: How long the portfolio searches.
         progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
 
@@ -38,11 +41,15 @@ def solve_for(
     Raises:
         BudgetError: Asked for was the least at some extra time, and all that the solver finds takes more.
     """
+    if room is not None and solver == portfolio.NAME:
+        return portfolio.solve(
+            graph, room, time_limit=time_limit, progress=progress, constraints=constraints, effort=effort
+        )
     if room is not None:
         solution = SOLVERS[solver](
             graph, room, time_limit=time_limit, progress=progress, constraints=constraints
         )
-        if solution.feasible or solver == portfolio.NAME:
+        if solution.feasible:
             return solution
         lowest = least(SOLVERS[solver], graph, time_limit=time_limit, constraints=constraints)
         return lowest if lowest.peak_bytes <= room else lowest.infeasible()
@@ -57,6 +64,7 @@ def solve_for(
             progress=progress,
             constraints=constraints,
             most_seconds=most_seconds,
+            effort=effort,
         )
     else:
         solution = least(

@@ -1,0 +1,76 @@
+"""How much the portfolio tries before it answers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from solvers.programs import ilp
+
+Effort = Literal["fast", "best"]
+"""Answers in seconds, or as good as they get: see ``EFFORTS``."""
+
+
+@dataclass(frozen=True)
+class PortfolioSettings:
+    """How much the portfolio tries, and when it stops. A graph is *large* if it has more forward operations
+    than ``ilp.FINE``. Distances to the bound are relative to the seconds of the step.
+
+    Attributes:
+        exact_slots: Graphs of no more slots (forward times backward operations) are solved exactly as well.
+        seconds: Wall seconds for one budget where none are given.
+        sweep_seconds: Wall seconds for each budget of a sweep at most.
+        last_start: The share of a time limit after which nothing is begun any more: what has begun ends
+            within the rest.
+        met: A schedule this close to the bound ends the search.
+        optimal_gap: A schedule with no larger a gap is called optimal.
+        near: Nearer to the bound than this, recomputing twice is not tried.
+        nearer: Large graphs this near to the bound are done when the single-recompute program is.
+        far: Farther from the bound than this, lower sets are tried as well.
+        program_share, program_seconds, program_least_share: On large graphs each kind of program gets this
+            share of the time limit, but no more process seconds than the second, unless the third, a share
+            as well, is more: answers on a fast machine should not wait for the limit, and a long limit
+            should be of use.
+        small_program_seconds: The process seconds that each kind of program gets on small graphs.
+        walled_programs: Programs with walls get this many times as long: they are solved at several sizes.
+        usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
+        least_share: The share of a time limit that the forms of least peak get.
+        below_least: Whether budgets just below the least peak that was found are tried as well.
+        least_rounds: How often at most.
+        small_trading_share, large_trading_share: The share of the time left that local improvement gets.
+        polishing_rounds: How often local improvement goes over an answer at most.
+    """
+
+    exact_slots: int = 500
+    seconds: float = 60.0
+    sweep_seconds: float = 30.0
+    last_start: float = 0.95
+    met: float = 1e-6
+    optimal_gap: float = 1e-6
+    near: float = 2e-3
+    nearer: float = 2e-4
+    far: float = 1e-2
+    program_share: float = 1 / 8
+    program_seconds: float = 0.5
+    program_least_share: float = 1 / 120
+    small_program_seconds: float = 6.0
+    walled_programs: float = 1.5
+    usual_length: int = 4_000
+    least_share: float = 0.5
+    below_least: bool = True
+    least_rounds: int = 5
+    small_trading_share: float = 1 / 100
+    large_trading_share: float = 1 / 200
+    polishing_rounds: int = 3
+
+    def patience(self, forward_length: int, time_limit: float) -> float:
+        """The process seconds that each kind of program gets."""
+        if forward_length <= ilp.FINE:
+            return min(time_limit, self.small_program_seconds)
+        most = self.program_seconds * max(1.0, forward_length / self.usual_length)
+        return max(min(self.program_share * time_limit, most), self.program_least_share * time_limit)
+
+
+EFFORTS: dict[Effort, PortfolioSettings] = {
+    "best": PortfolioSettings(),
+    "fast": PortfolioSettings(small_program_seconds=1.0, below_least=False),
+}
+"""What either costs and brings is measured by ``benchmarks/effort.py``."""
