@@ -76,8 +76,8 @@ MODELS = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "            return remapped.backward\n        same = ",
-                "            return no_recomputation(joint)\n        same = ",
+                "            return remapped.backward, remapped.packed\n        same = ",
+                "            return no_recomputation(joint), ()\n        same = ",
             ),
         ),
         ("tests/test_loops.py::test_layers_that_are_frozen_and_thawed_after_apply_follow_the_plan",),

@@ -56,9 +56,8 @@ SHAPES = [
         (
             Change(
                 "planner/runtime/shape_policy.py",
-                "    return schedule_of(prepared.problem, captured, sequences)\n",
-                "    graph = prepared.problem.graph\n"
-                "    return graph.base_schedule if sequences else np.zeros(0, dtype=np.int64)\n",
+                "    return packing, schedule_of(packing.problem, captured, sequences)\n",
+                "    return packing, packing.problem.graph.base_schedule\n",
             ),
         ),
         ("tests/test_shapes.py::test_a_larger_shape_is_announced_with_its_peak",),

@@ -10,8 +10,8 @@ STEPS = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "        return record.backward\n",
-                "        return no_recomputation(joint)\n",
+                "        return record.backward, record.packed\n",
+                "        return no_recomputation(joint), ()\n",
             ),
         ),
         ("tests/test_install.py::test_the_plan_is_really_run",),

@@ -38,6 +38,13 @@ def same_shape(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
+def empty_of(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one dimension, without data like another without data, where that is."""
+    mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return torch.empty(size, dtype=dtype, device=like.device)
+
+
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without data."""
     return isinstance(value, FakeTensor)

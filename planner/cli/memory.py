@@ -76,10 +76,10 @@ def snapshot_command(
             raise NoAllocatorError(
                 f"on {prepared.device.name} memory is not cached: name a GPU, as --device A100-80GB"
             )
-        problem = prepared.problem
-        allocations = problem.eager.allocations
+        allocations = prepared.problem.eager.allocations
         if plan is not None:
-            allocations = planned_allocations(problem.graph, schedule_at(plan, prepared))
+            packing, schedule = schedule_at(plan, prepared)
+            allocations = planned_allocations(packing.problem.graph, schedule)
         recorded = record(prepared.footprint.loop(allocations), settings)
         if output.endswith(".json"):
             content = json.dumps(chrome_trace(recorded)).encode()

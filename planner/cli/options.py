@@ -88,6 +88,13 @@ class Effort(StrEnum):
     best = "best"
 
 
+class Encodings(StrEnum):
+    """Whether masks may be kept as bits."""
+
+    auto = "auto"
+    none = "none"
+
+
 Solver = Annotated[str, typer.Option(help="How to search for the plan.")]
 DeviceName = Annotated[
     str | None,
@@ -118,6 +125,10 @@ EffortName = Annotated[
     typer.Option(
         "--effort", help="How long solver auto searches: fast, or best for about three times as long."
     ),
+]
+EncodingsName = Annotated[
+    Encodings,
+    typer.Option(help="Whether masks may be kept as bits, eight to a byte, where that is better."),
 ]
 Keep = Annotated[
     list[str] | None,
@@ -158,6 +169,7 @@ class StepOptions:
     costs: CostName = CostSource.roofline
     inputs: InputsName = Inputs.unchanged
     effort: EffortName = Effort.fast
+    encodings: EncodingsName = Encodings.auto
 
     def keywords(self) -> "StepKeywords":
         """What to pass to :func:`planner.plan`, ``sweep`` or ``max_batch``."""

@@ -21,6 +21,8 @@ from torch.fx.node import map_arg
 from planner.errors import CaptureError
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias, copied
+from planner.graph.packed import PACKED, read_sizes
+from planner.graph.replay_rule import ReplayRule
 
 _USER_OUTPUTS = "user_outputs"
 
@@ -43,7 +45,9 @@ class Partition:
     read_again: tuple[Node, ...] = ()
 
 
-def partition(joint: JointGraph, backward: Sequence[int], *, copying: bool = False) -> Partition:
+def partition(
+    joint: JointGraph, backward: Sequence[int], *, copying: bool = False, packed: Collection[int] = ()
+) -> Partition:
     """Emit the graphs that run a schedule.
 
     Args:
@@ -51,11 +55,15 @@ def partition(joint: JointGraph, backward: Sequence[int], *, copying: bool = Fal
         backward: The operations that the backward runs, by index, in order; forward operations
             among them are re-runs.
         copying: Re-runs read copies of ``joint.to_copy``.
+        packed: The operations whose masks the forward leaves as bits, by index; that they run again means
+            that these are unpacked.
 
     Raises:
         CaptureError: If the backward needs an input that the step overwrites.
     """
-    body = _Backward(joint, joint.to_copy if copying else frozenset())
+    masks = frozenset(joint.ops[index] for index in packed)
+    read_sizes(joint.graph, [op.node for op in masks])
+    body = _Backward(joint, joint.to_copy if copying else frozenset(), masks)
     for index in backward:
         body.run(joint.ops[index])
     body.finish()
@@ -82,8 +90,10 @@ class _Backward:
     corresponds to a different node of this graph in each version of the storages that it views.
     """
 
-    def __init__(self, joint: JointGraph, to_copy: Collection[Node]) -> None:
-        self.joint, self._to_copy = joint, to_copy
+    def __init__(
+        self, joint: JointGraph, to_copy: Collection[Node], packed: Collection[JointOp] = ()
+    ) -> None:
+        self.joint, self._to_copy, self.packed = joint, to_copy, packed
         self.reads = InputReads(joint)
         self.taken: dict[tuple[Node, bool], Node] = {}  # of an input, or of its copy
         self.read: set[Node] = set()  # inputs, by the backward's own operations
@@ -110,16 +120,20 @@ class _Backward:
                     self._size(user)
             return
         node = self._again(op)
-        node.meta = {**op.node.meta, "val": op.rule.values_again(op.node)}
-        for storage in op.allocates_again:
+        node.meta = {**op.node.meta, "val": self.rule(op).values_again(op.node)}
+        for storage in op.allocates if op in self.packed else op.allocates_again:
             self._version[storage] += 1
         self._current[op.node] = (self._versions(op.node), node)
 
     def _again(self, op: JointOp) -> Node:
-        state = op.rule.state(op.node)
+        state = self.rule(op).state(op.node)
         if state is not None and op not in self.states:
             self.states[op] = self._placeholder(f"{op.node.name}_{state.name}", None)
-        return op.rule.emit_again(self.graph, op.node, self._node_again, self.states.get(op))
+        return self.rule(op).emit_again(self.graph, op.node, self._node_again, self.states.get(op))
+
+    def rule(self, op: JointOp) -> ReplayRule:
+        """How an operation runs again."""
+        return PACKED if op in self.packed else op.rule
 
     def node(self, original: Node) -> Node:
         """The node that stands for a joint node at this point, saved or emitted as needed."""
@@ -235,13 +249,15 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     for size in sizes.get(-1, ()):
         node(size)
     for op in joint.ops[: joint.forward_length]:
-        if op in body.states:
+        if op in body.states and op not in body.packed:
             state_of[op] = op.rule.save_state(graph, op.node)
             state_of[op].meta["val"] = torch.empty(0, dtype=torch.uint8)
         for primal in first_readers.get(op.index, ()):
             if (primal, True) in body.taken:
                 taken_as[primal, True] = _taken(graph, env[primal], copied)
         node(op.node)
+        if op in body.states and op in body.packed:
+            state_of[op] = PACKED.save_state(graph, node(op.node))
         for size in sizes.get(op.index, ()):
             node(size)
     wanted = [*outputs, *saved, *body.sizes]

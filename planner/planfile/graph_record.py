@@ -58,6 +58,12 @@ class Program(Record):
         description="ids of operations in the order in which the backward runs them: each backward operation "
         "once, and forward operations wherever they are re-run",
     )
+    packed: list[Index] = Field(
+        default=[],
+        max_length=MOST_OPS,
+        description="ids of forward operations whose masks the forward keeps as bits, eight to a byte; where "
+        "`backward` names them, these are unpacked",
+    )
     kept: list[Index] = Field(
         default=[],
         max_length=MOST_OPS,
@@ -74,9 +80,10 @@ class Program(Record):
         Raises:
             InconsistentError: It does not.
         """
-        for position, op_id in enumerate(self.kept):
-            if op_id >= forward_length:
-                raise InconsistentError(f"operation {op_id} is not of the forward", "kept", position)
+        for name in ("kept", "packed"):
+            for position, op_id in enumerate(getattr(self, name)):
+                if op_id >= forward_length:
+                    raise InconsistentError(f"operation {op_id} is not of the forward", name, position)
         awaited = forward_length
         for position, op_id in enumerate(self.backward):
             if op_id >= count:
@@ -149,7 +156,7 @@ class GraphRecord(Program):
 
     @property
     def recomputed(self) -> list[int]:
-        """Ids of the forward operations that the backward re-runs, each once, ascending."""
+        """Ids of the forward operations that the backward re-runs, or unpacks, each once, ascending."""
         forward_length = self.forward_length
         return sorted({op for op in self.backward if op < forward_length})
 
@@ -158,7 +165,8 @@ class GraphRecord(Program):
         """A record of each program, as if it were the graph's only one."""
         alone = self.model_copy(update={"other_programs": [], "executions": [0]})
         others = [
-            alone.model_copy(update={"backward": p.backward, "kept": p.kept}) for p in self.other_programs
+            alone.model_copy(update={"backward": p.backward, "packed": p.packed, "kept": p.kept})
+            for p in self.other_programs
         ]
         return [alone, *others]
 

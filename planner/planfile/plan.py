@@ -110,7 +110,8 @@ class PlanRecord(Record):
     @property
     def recomputed_operations(self) -> int:
         """How many operations of the forward the backward re-runs, in all executions of all graphs."""
-        return sum(len(run.recomputed) for graph in self.graphs for run in graph.by_execution)
+        runs = [run for graph in self.graphs for run in graph.by_execution]
+        return sum(len(run.recomputed) - len(run.packed) for run in runs)
 
     @property
     def forward_operations(self) -> int:
@@ -119,10 +120,12 @@ class PlanRecord(Record):
 
     def __repr__(self) -> str:
         whole, unplanned = self.predicted.peak_bytes, self.baseline.peak_bytes
+        packed = sum(len(run.packed) for graph in self.graphs for run in graph.by_execution)
         return (
             f"<Plan of {self.model.class_name} for {self.target.budget_text} on {self.target.device}: peak "
             f"{format_bytes(whole)} instead of {format_bytes(unplanned)}, time {self.overhead:+.1%}, re-runs "
-            f"{self.recomputed_operations} of {self.forward_operations} operations>"
+            f"{self.recomputed_operations} of {self.forward_operations} operations"
+            f"{f', {packed} masks as bits' if packed else ''}>"
         )
 
     def __str__(self) -> str:

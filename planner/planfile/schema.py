@@ -170,6 +170,9 @@ class Target(Record):
     workspace: Name = Field(description="where the scratch bytes of operations come from")
 
 
+BoundCovers = Literal["every schedule", "schedules that pack no masks", "schedules that pack masks"]
+
+
 class SolverRecord(Record):
     """How the schedule was found. How long that took is in no file and does not count in comparisons, so that
     planning again gives the same."""
@@ -177,7 +180,14 @@ class SolverRecord(Record):
     name: Label
     status: Label
     gap: Annotated[float, Field(ge=0)] | None = Field(description="0.01: at most 1 % slower than possible")
-    bound_seconds: Seconds | None = Field(description="no schedule within the budget is faster than this")
+    bound_seconds: Seconds | None = Field(
+        description="no schedule within the budget, of those that `bound_covers` names, is faster than this"
+    )
+    bound_covers: BoundCovers = Field(
+        default="every schedule",
+        description="which schedules the bound, the gap and the status speak of: all; those that keep masks "
+        "whole or make them again; or those that keep them whole or as bits",
+    )
     solve_seconds: Seconds | None = Field(default=None, description="not written; in older files")
     capture_seconds: Seconds | None = Field(default=None, description="not written; in older files")
 
@@ -188,7 +198,7 @@ class SolverRecord(Record):
         return hash(self._found())
 
     def _found(self) -> tuple[object, ...]:
-        return self.name, self.status, self.gap, self.bound_seconds
+        return self.name, self.status, self.gap, self.bound_seconds, self.bound_covers
 
 
 class LiveModule(Record):

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from planner.planfile.graph_record import OpRecord
-from planner.planfile.schema import Count, InconsistentError, Index, Name, Record
+from planner.planfile.schema import Count, InconsistentError, Index, Name, Record, Seconds
 
 _MOST = 2_000_000
 _MOST_READS = 20_000_000
@@ -51,6 +51,9 @@ class StepRecord(Record):
     replay_made_counts: Counts = Field(description="how many values each of these forms makes")
     replay_makes: Indices = Field(description="the values that they make")
     replay_workspace_bytes: Counts = Field(description="what each of these forms allocates and frees inside")
+    replay_seconds: Annotated[list[Seconds], Field(max_length=_MOST)] = Field(
+        default=[], description="the time of each of these forms; empty: as long as the operations take first"
+    )
     lines: Annotated[list[Name], Field(max_length=_MOST)] = Field(
         description="lines of the model's code, as in net.py:12"
     )
@@ -81,6 +84,7 @@ class StepRecord(Record):
             ("replay_made_counts", replays),
             ("replay_makes", sum(self.replay_made_counts)),
             ("replay_workspace_bytes", replays),
+            ("replay_seconds", replays if self.replay_seconds else 0),
             ("line_of", count),
         ):
             found = len(getattr(self, name))

@@ -1,6 +1,7 @@
 """From a solution to a plan: what is kept, what is recomputed, what that promises."""
 
 import platform
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from planner.planfile.plan import (
     TensorRecord,
     Timeline,
 )
+from planner.planning.encodings import Solved
 from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
 from planner.planning.step_record import step_record
 from planner.problem.build import Problem
@@ -35,17 +37,20 @@ from solvers.model.schedule import alive_at, lifetimes, simulate
 from solvers.model.solution import Solution
 
 
-def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> PlanRecord:
+def make_plan(prepared: Prepared, solved: Solution | Solved, budget: Budget) -> PlanRecord:
     """The plan that a solution is."""
-    captured, problem, resident = prepared.captured, prepared.problem, prepared.resident
+    if isinstance(solved, Solution):
+        solved = Solved(solved, prepared.problem)
+    solution, problem = solved.solution, solved.problem
+    captured, resident = prepared.captured, prepared.resident
     model, meter = prepared.model, prepared.meter
     graph = problem.graph
     timeline = simulate(graph, solution.schedule)
-    whole = prepared.whole_step(solution.schedule)
+    whole = replace(prepared, problem=problem).whole_step(solution.schedule)
     budget_bytes = budget.bytes
     if budget_bytes is not None and budget.relative:
         budget_bytes += whole.fragmentation_bytes
-    nothing = simulate(graph, graph.base_schedule)
+    nothing = simulate(prepared.problem.graph, prepared.problem.graph.base_schedule)
     coverage, reached = _coverage(captured)
     forward_steps = graph.forward_length
     eager_forward = sum(not e.backward for e in captured.eager.events)
@@ -97,6 +102,7 @@ def make_plan(prepared: Prepared, solution: Solution, budget: Budget) -> PlanRec
             status=str(solution.status),
             gap=solution.gap,
             bound_seconds=solution.bound_seconds,
+            bound_covers=solved.bound_covers,
             solve_seconds=solution.solve_seconds,
             capture_seconds=prepared.seconds,
         ),
@@ -153,18 +159,22 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                 problem.graph.values[v].bytes for v in outputs if not problem.graph.values[v].on_demand
             )
     kept = _kept(problem, solution)
+    packed: dict[tuple[int, int], list[int]] = {}
+    for mask in sorted(problem.packed, key=lambda source: source.op):
+        packed.setdefault((mask.graph, mask.instance), []).append(mask.op)
     records = []
     for index, (captured_graph, executions) in enumerate(zip(captured.graphs, sequences, strict=True)):
         joint = captured_graph.joint
         if joint is None:
             continue
         # One that the recorded step did not run has no execution there.
-        found = {tuple(backward): n for n, backward in reversed(list(enumerate(executions)))}
+        decided = [(tuple(b), tuple(packed.get((index, n), ()))) for n, b in enumerate(executions)]
+        found = {execution: n for n, execution in reversed(list(enumerate(decided)))}
         programs = [
-            Program(backward=list(backward), kept=kept.get((index, n), []))
-            for backward, n in sorted(found.items(), key=lambda item: item[1])
+            Program(backward=list(backward), packed=list(masks), kept=kept.get((index, n), []))
+            for (backward, masks), n in sorted(found.items(), key=lambda item: item[1])
         ] or [Program(backward=no_recomputation(joint))]
-        numbers = {tuple(program.backward): n for n, program in enumerate(programs)}
+        numbers = {(tuple(p.backward), tuple(p.packed)): n for n, p in enumerate(programs)}
         ops = [
             OpRecord(
                 name=op.name,
@@ -189,9 +199,10 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                 ],
                 ops=ops,
                 backward=programs[0].backward,
+                packed=programs[0].packed,
                 kept=programs[0].kept,
                 other_programs=programs[1:],
-                executions=[numbers[tuple(backward)] for backward in executions] or [0],
+                executions=[numbers[execution] for execution in decided] or [0],
             )
         )
     return records

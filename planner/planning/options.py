@@ -26,6 +26,9 @@ from solvers.registry import SOLVERS
 
 CostSource = Literal["roofline", "measured"]
 
+Encodings = Literal["auto", "none"]
+"""Whether masks may be kept as bits."""
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -46,6 +49,7 @@ class StepKeywords(TypedDict, total=False):
     training: bool
     inputs: InputsAre
     effort: Effort
+    encodings: Encodings
 
 
 class PlanKeywords(StepKeywords, total=False):
@@ -86,6 +90,9 @@ class PlanOptions:
             the backward may read them again, or "overwritten", then it reads copies, whose bytes count.
         effort: How long solver "auto" searches: "fast" answers in seconds, "best" goes on for about three
             times as long, for extra time that is lower by up to some tenths of a percent of the step.
+        encodings: "auto" keeps masks (of dropout, say) as bits, eight to a byte, where that is better than to
+            keep them as they are or to draw them again; "none" does not. On the CPU only; searches for the
+            largest batch do without.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         time_limit: Wall seconds for the solver.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
@@ -105,6 +112,7 @@ class PlanOptions:
     training: bool = True
     inputs: InputsAre = "unchanged"
     effort: Effort = "fast"
+    encodings: Encodings = "auto"
     solver: str = "auto"
     time_limit: float = 60
     keep: Sequence[str] = ()
@@ -253,6 +261,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     ),
     "checkpoints": _texts,
     "effort": lambda value: "" if value in get_args(Effort) else f"one of {get_args(Effort)}",
+    "encodings": lambda value: "" if value in get_args(Encodings) else f"one of {get_args(Encodings)}",
     "keep": _texts,
     "max_overhead": _share,
     "most": _at_least(1),

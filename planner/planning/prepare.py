@@ -29,6 +29,7 @@ from planner.planning.options import CostSource, PlanOptions
 from planner.planning.runnable import refuse_what_cannot_run
 from planner.problem.allocations import planned_allocations
 from planner.problem.build import Problem, build_problem
+from planner.problem.encodings import Packing, find_packings
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import InputError
 from planner.training_step.sharded import SHARDED
@@ -63,6 +64,8 @@ class Prepared:
     costs: Costs
     seconds: float
     options: PlanOptions
+    packings: tuple[Packing, ...]
+    """The masks that can be kept as bits."""
     cuda: CudaKernels | None
     """What CUDA does where the CPU would do something else; None where the device is at hand."""
 
@@ -164,6 +167,7 @@ def prepare(
             progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
         )
     problem = build_problem(captured, target, meter, source, copying=options.inputs == "overwritten")
+    packings = find_packings(captured, problem, target, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
     update = optimizer_step(options.optimizer, model, target, meter, source)
@@ -175,7 +179,9 @@ def prepare(
         target, _resident(captured, update, target), update, _tensor_bytes(captured, target)
     )
     seconds = time.perf_counter() - started
-    return Prepared(model, step, captured, problem, footprint, meter, source, seconds, options, cuda)
+    return Prepared(
+        model, step, captured, problem, footprint, meter, source, seconds, options, packings, cuda
+    )
 
 
 def unmeasured(meter: WorkspaceMeter) -> str:

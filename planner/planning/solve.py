@@ -1,16 +1,20 @@
 """From a captured step and a budget to a plan, by a solver."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord, WholeStep
+from planner.planning.encodings import Solved, better, followed, keeps_everything, offered
 from planner.planning.make_plan import make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
 from planner.planning.within_budget import within_budget
 from planner.problem.selection import select
 from planner.progress import Progress, no_report
+from solvers.model.constraints import Constraints
+from solvers.model.graph import Graph
 from solvers.model.solution import Solution
 from solvers.model.solver import Solve
 from solvers.registry import SOLVERS
@@ -30,13 +34,8 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
     wanted = prepared.budget(budget)
     graph = prepared.problem.graph
     report(f"solving ({options.solver})", 0.0)
-    constraints = select(
-        graph,
-        keep=options.keep,
-        recompute=options.recompute,
-        checkpoints=options.checkpoints,
-        modules=dict(prepared.model.named_modules()),
-    )
+    room = room_bytes(wanted, prepared)
+    constraints = _constraints(prepared, graph)
 
     def solve(room: int | None, seconds: float) -> Solution:
         return solve_for(
@@ -46,17 +45,43 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
             options.solver,
             time_limit=seconds,
             effort=options.effort,
-            progress=lambda text, fraction: report(text, 0.93 * fraction),
+            progress=lambda text, fraction: report(text, (0.93 if offer is None else 0.46) * fraction),
             constraints=constraints,
         )
 
-    solution = solve(room_bytes(wanted, prepared), options.time_limit)
-    solution = reserving_no_more(prepared, solution, wanted, solve, time_limit=options.time_limit)
-    if not solution.feasible:
-        raise infeasible(prepared, solution, wanted)
-    made = make_plan(prepared, solution, wanted)
+    offer = offered(prepared, constraints)
+    limit = options.time_limit if offer is None else options.time_limit / 2
+    solution = reserving_no_more(prepared, solve(room, limit), wanted, solve, time_limit=limit)
+    solved = Solved(solution, prepared.problem)
+    if offer is not None and not keeps_everything(solved):
+        solved = replace(solved, bound_covers="schedules that pack no masks")
+        solution = solve_for(
+            offer.problem.graph,
+            wanted,
+            room,
+            options.solver,
+            time_limit=limit,
+            effort=options.effort,
+            progress=lambda text, fraction: report(text, 0.46 + 0.47 * fraction),
+            constraints=_constraints(prepared, offer.problem.graph),
+        )
+        solved = better(solved, followed(prepared.problem, offer, solution), room)
+    if not solved.solution.feasible:
+        raise infeasible(replace(prepared, problem=solved.problem), solved.solution, wanted)
+    made = make_plan(prepared, solved, wanted)
     report("planned", 1.0)
     return made
+
+
+def _constraints(prepared: Prepared, graph: Graph) -> Constraints:
+    options = prepared.options
+    return select(
+        graph,
+        keep=options.keep,
+        recompute=options.recompute,
+        checkpoints=options.checkpoints,
+        modules=dict(prepared.model.named_modules()),
+    )
 
 
 def reserving_no_more(

@@ -62,6 +62,7 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
         replay_made_counts=[len(op.outputs) for op in forms],
         replay_makes=_numbers(number, forms, "outputs"),
         replay_workspace_bytes=[op.workspace_bytes for op in forms],
+        replay_seconds=[op.seconds for op in forms] if problem.packed else [],
         lines=list(lines),
         line_of=line_of,
     )

@@ -48,12 +48,14 @@ class Problem:
         sources: Where each base row comes from.
         eager: Timeline of the step as it is without a plan.
         final_bytes: What a step leaves, whatever its schedule: gradients and outputs.
+        packed: The operations whose masks the forward packs, see :mod:`planner.problem.encodings`.
     """
 
     graph: Graph
     sources: list[Source]
     eager: EagerTimeline
     final_bytes: int
+    packed: frozenset[Source] = frozenset()
 
     def backward_sequences(self, captured: CapturedStep, schedule: Schedule) -> list[list[list[int]]]:
         """For every captured graph what its backward runs under a schedule: the operations of each of its

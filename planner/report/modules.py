@@ -85,8 +85,8 @@ def _tree(plan: PlanRecord) -> _Node:
     root = _Node()
     for graph in (execution for each in plan.graphs for execution in each.by_execution):
         forward_length = graph.forward_length
-        runs = Counter(op for op in graph.backward if op < forward_length)
-        kept = set(graph.kept)
+        runs = Counter(op for op in graph.backward if op < forward_length and op not in graph.packed)
+        kept, packed = set(graph.kept), set(graph.packed)
         for index, op in enumerate(graph.ops[:forward_length]):
             node = root
             path = [node]
@@ -98,6 +98,7 @@ def _tree(plan: PlanRecord) -> _Node:
                 share.ops += 1
                 share.seconds += op.seconds
                 share.kept_bytes += op.bytes if index in kept else 0
+                share.kept_bytes += (op.bytes + 7) // 8 if index in packed else 0
                 if runs[index]:
                     share.recomputed_ops += 1
                     share.recomputed_bytes += op.bytes

@@ -142,7 +142,7 @@ def _graph(plan: PlanRecord, step: StepRecord) -> Graph:
             Op(
                 replay_reads[i],
                 replay_makes[i],
-                seconds=first.seconds,
+                seconds=step.replay_seconds[i] if step.replay_seconds else first.seconds,
                 workspace_bytes=step.replay_workspace_bytes[i],
                 phase=first.phase,
                 recomputable=first.recomputable,

@@ -176,8 +176,7 @@ class PlanBackend:
                 hook.on_traced(traced)
             if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
                 followed = next((g for g in self._plan.graphs if matches(g, traced.reading)), None)
-            sequence = self._sequence(followed, traced.reading, warn_once)
-            halves = again.emitted(traced.reading, sequence)
+            halves = again.emitted(traced.reading, *self._sequence(followed, traced.reading, warn_once))
             return halves.forward, halves.backward
 
         def compile_backward(module: GraphModule) -> aot.BoxedFunction:
@@ -233,19 +232,22 @@ class PlanBackend:
 
     def _sequence(
         self, record: GraphRecord | None, joint: JointGraph, warn: Callable[[str], None]
-    ) -> Sequence[int]:
-        """What a graph's backward runs, in order; warns where the plan is not followed exactly."""
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """What a graph's backward runs, in order, and what of it is kept as bits.
+
+        Warns where the plan is not followed exactly.
+        """
         if record is None:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
             message = self._path.left(remapped.followed)
             if message:
                 warn(message)
-            return remapped.backward
+            return remapped.backward, remapped.packed
         self._path.follow(record)
         if not matches(record, joint):
             if not all(joint.ops[i].recomputable for i in record.recomputed if i < joint.forward_length):
                 warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
-                return no_recomputation(joint)
+                return no_recomputation(joint), ()
             remapped = remap_schedule(record, joint)
             # Where all that the operations produce fits into the planned peak, any order of them does.
             fits = total_bytes(joint) <= self._plan.predicted.dynamic_peak_bytes
@@ -256,7 +258,7 @@ class PlanBackend:
                     f"it re-runs the {remapped.followed} that are there, and may exceed the budget. "
                     "Plan it again"
                 )
-            return remapped.backward
+            return remapped.backward, remapped.packed
         same = joint.fingerprint == record.fingerprint
         if not same and _grown(record, joint) and not self._warned_of_shapes():
             warn(
@@ -264,7 +266,7 @@ class PlanBackend:
                 "although the inputs have the planned shapes: something else in the model sets sizes. The "
                 "step may exceed the budget"
             )
-        return record.backward
+        return record.backward, record.packed
 
     def _what_differs(self) -> str:
         then, now = self._plan.model.autocast, self._autocast

@@ -1,6 +1,6 @@
 """Watching that what re-runs read again is as it was in the forward; see :mod:`planner.graph.overwritten`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ class ReadAgain(GraphHook):
         self._plan, self._graph, self._example_inputs = plan, graph, example_inputs
         self._positions: list[int] = []
 
-    def emitted(self, joint: JointGraph, backward: Sequence[int]) -> Partition:
+    def emitted(self, joint: JointGraph, backward: Sequence[int], packed: Collection[int]) -> Partition:
         """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""
         joint.to_copy = to_copy(joint, self._example_inputs)
         self._example_inputs = ()  # or the first batch would be held for good
-        halves = partition(joint, backward, copying=self._plan.target.inputs == "overwritten")
+        copying = self._plan.target.inputs == "overwritten"
+        halves = partition(joint, backward, copying=copying, packed=packed)
         positions = map(aot_metadata.input_position, halves.read_again)
         count = len(self._graph.graph.find_nodes(op="placeholder"))
         self._positions = sorted(p for p in positions if p is not None and p < count)

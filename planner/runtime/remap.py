@@ -8,13 +8,14 @@ the plan re-runs among that is re-run here, where the plan re-runs it.
 import difflib
 import re
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from planner._torch import fake
 from planner.graph.joint_graph import JointGraph
+from planner.graph.packed import is_mask
 from planner.graph.spec import GraphSpec
 from planner.planfile.plan import GraphRecord
 
@@ -29,6 +30,7 @@ class Remapped:
         backward: The operations that its backward runs, by index, in order.
         followed: Of the forward operations that the plan re-runs, how many are re-run here.
         planned: How many the plan re-runs.
+        packed: Of the operations that are re-run those whose masks are kept as bits and unpacked.
         only_less: Whether the graph does nothing that the planned one does not do, so that it cannot take
             more memory at the same sizes.
     """
@@ -37,6 +39,7 @@ class Remapped:
     followed: int
     planned: int
     only_less: bool
+    packed: list[int] = field(default_factory=list)
 
 
 def remap_schedule(record: GraphRecord, joint: JointGraph) -> Remapped:
@@ -58,7 +61,9 @@ def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
     forward = _matched(known[: record.forward_length], found[:split])
     backward = _matched(known[record.forward_length :], found[split:])
     rerun = {forward[i] for i in record.recomputed if i in forward and joint.ops[forward[i]].recomputable}
-    sequence = _Sequence(joint, rerun)
+    packed = {forward[i] for i in record.packed if forward.get(i) in rerun}
+    packed = {i for i in packed if is_mask(joint.ops[i].node)}
+    sequence = _Sequence(joint, rerun, packed)
     for index in record.backward:
         if index >= record.forward_length:
             match = backward.get(index - record.forward_length)
@@ -67,7 +72,7 @@ def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
         elif forward.get(index) in rerun:
             sequence.run_again(forward[index])
     sequence.run_backward_to(count - 1)
-    steps = _without_idle(joint, sequence.steps)
+    steps = _without_idle(joint, sequence.steps, packed)
     return Remapped(
         backward=steps,
         followed=len({s for s in steps if s < split}),
@@ -75,6 +80,7 @@ def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
         only_less=(
             len(forward) == split and len(backward) == count - split and len(rerun) == len(record.recomputed)
         ),
+        packed=sorted(packed.intersection(steps)),
     )
 
 
@@ -84,10 +90,12 @@ class _Sequence:
     Args:
         joint: The graph.
         rerun: The forward operations to re-run.
+        packed: Those of them whose masks are unpacked, for which nothing is needed.
     """
 
-    def __init__(self, joint: JointGraph, rerun: set[int]) -> None:
+    def __init__(self, joint: JointGraph, rerun: set[int], packed: set[int]) -> None:
         self.steps: list[int] = []
+        self._packed = packed
         self._ops, self._at = joint.ops, joint.forward_length
         self._done: set[int] = set()
         first = joint.ops[: joint.forward_length]
@@ -114,11 +122,13 @@ class _Sequence:
                 pending += [(p, False) for p in reversed(self._needs(op))]
 
     def _needs(self, index: int) -> list[int]:
+        if index in self._packed:
+            return []
         made = {self._producer[s] for s in self._ops[index].reads if s in self._producer}
         return sorted(made - self._done)
 
 
-def _without_idle(joint: JointGraph, steps: Sequence[int]) -> list[int]:
+def _without_idle(joint: JointGraph, steps: Sequence[int], packed: set[int]) -> list[int]:
     """Leave out re-runs of which nothing is used."""
     wanted: set[int] = {s for n in joint.outputs[1] if isinstance(n, Node) for s in joint.storages_of(n)}
     kept: list[int] = []
@@ -128,7 +138,7 @@ def _without_idle(joint: JointGraph, steps: Sequence[int]) -> list[int]:
             if wanted.isdisjoint(op.allocates_again):
                 continue
             wanted.difference_update(op.allocates_again)
-        wanted.update(op.reads)
+        wanted.update(() if index in packed else op.reads)
         kept.append(index)
     return kept[::-1]
 
@@ -178,6 +188,7 @@ def matches(record: GraphRecord, joint: JointGraph) -> bool:
             for op, known in zip(joint.ops, record.ops, strict=True)
         )
         and all(joint.ops[index].recomputable for index in record.recomputed)
+        and all(is_mask(joint.ops[index].node) for index in record.packed)
     )
 
 

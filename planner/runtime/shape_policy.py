@@ -24,6 +24,7 @@ from planner.planning.make_plan import input_records
 from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
 from planner.problem.build import Problem
+from planner.problem.encodings import packed_as
 from planner.runtime.own_errors import is_meant
 from planner.runtime.remap import remap_schedule
 from planner.training_step.step import Loss, Step
@@ -158,15 +159,15 @@ class NewShapes:
         self._predictions += 1
         try:
             prepared = self._prepare(args, kwargs)
-            schedule = schedule_at(first.plan, prepared)
-            peak_bytes = simulate(prepared.problem.graph, schedule).peak_bytes
+            packing, schedule = schedule_at(first.plan, prepared)
+            peak_bytes = simulate(packing.problem.graph, schedule).peak_bytes
         except Exception as error:
             if is_meant(error):
                 raise
             warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
             first.covered.append(shapes)
             return first
-        whole = prepared.whole_step(schedule)
+        whole = packing.whole_step(schedule)
         total = whole.total_bytes + self._unknown_optimizer_bytes()
         budget = first.plan.target.budget_bytes
         then = first.plan.predicted
@@ -246,8 +247,11 @@ class NewShapes:
         return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
-def schedule_at(plan: PlanRecord, prepared: Prepared) -> Schedule:
+def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
     """A plan's schedule for a step that was captured anew, at other shapes perhaps.
+
+    Returns:
+        The step with the masks packed that the plan packs, and the schedule of its problem.
 
     Raises:
         PlanMismatch: The step is made of other graphs than the plan.
@@ -263,8 +267,17 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> Schedule:
             for record, joint in zip(plan.graphs, there, strict=True)
         ]
     )
-    sequences = [next(found) if joint is not None else [] for joint in joints]
-    return schedule_of(prepared.problem, captured, sequences)
+    decided = [next(found) if joint is not None else [] for joint in joints]
+    masks = {
+        (source.graph, source.instance, source.op)
+        for source in prepared.problem.sources
+        if source.graph >= 0
+        and (runs := decided[source.graph])
+        and source.op in runs[min(source.instance, len(runs) - 1)][1]
+    }
+    packing = replace(prepared, problem=packed_as(prepared.problem, prepared.packings, masks))
+    sequences = [[backward for backward, _ in runs] for runs in decided]
+    return packing, schedule_of(packing.problem, captured, sequences)
 
 
 def schedule_of(
@@ -288,11 +301,14 @@ def schedule_of(
     return np.array(schedule, dtype=np.int64)
 
 
-def _sequence(record: GraphRecord, joint: JointGraph) -> Sequence[int]:
+def _sequence(record: GraphRecord, joint: JointGraph) -> tuple[Sequence[int], Sequence[int]]:
     same = len(joint.ops) == len(record.ops) and all(
         op.name == known.name for op, known in zip(joint.ops, record.ops, strict=True)
     )
-    return record.backward if same else remap_schedule(record, joint).backward
+    if same:
+        return record.backward, record.packed
+    remapped = remap_schedule(record, joint)
+    return remapped.backward, remapped.packed
 
 
 def _names(function: Callable[..., Any]) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from planner._torch import fake
+from planner.errors import warn
 
 NAMESPACE = "planner"
 
@@ -45,9 +46,13 @@ def masked_product(value: torch.Tensor, mask: torch.Tensor, keep: float) -> torc
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     """A mask as bits, eight to a byte, in one dimension.
 
-    One that does not lie in memory row by row, as no planned mask does, is returned as it is.
+    One that does not lie in memory row by row, as planned masks do, is kept as it is, with a warning.
     """
     if not mask.is_contiguous() or mask.storage_offset() % 8:
+        warn(
+            "a mask does not lie in memory as it did when the plan was made, and is kept whole, not as bits: "
+            "the step may take more than predicted. Plan it again"
+        )
         return mask.clone()
     count = mask.numel()
     packed = torch.empty((count + 7) // 8, dtype=torch.uint8, device=mask.device)

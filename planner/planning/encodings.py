@@ -1,0 +1,77 @@
+"""Choosing which masks are kept as bits: the better of the schedules without and with packing."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.planfile.schema import BoundCovers
+from planner.planning.prepare import Prepared
+from planner.problem.build import Problem
+from planner.problem.encodings import PackedProblem, packed
+from solvers.model.constraints import Constraints
+from solvers.model.schedule import simulate
+from solvers.model.solution import Solution
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A solution and the problem that it solves.
+
+    Attributes:
+        solution: The solution.
+        problem: Its problem, in which the masks that it unpacks are packed.
+        bound_covers: Which schedules its lower bound holds for.
+    """
+
+    solution: Solution
+    problem: Problem
+    bound_covers: BoundCovers = "every schedule"
+
+
+def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | None:
+    """The problem in which every mask may be kept as bits; None where there is none to offer it for.
+
+    Masks that users insist to keep or to recompute are left as they are, and checkpointing by hand decides
+    on everything.
+    """
+    options = prepared.options
+    if options.encodings == "none" or options.solver == "manual":
+        return None
+    pinned = np.zeros(len(prepared.problem.graph.values), dtype=bool)
+    for insisted in (constraints.keep, constraints.recompute):
+        if insisted is not None:
+            pinned |= insisted
+    free = [p for p in prepared.packings if not pinned[p.value]]
+    return packed(prepared.problem, free, if_unpacked=True) if free else None
+
+
+def followed(without: Problem, offer: PackedProblem, solution: Solution) -> Solved:
+    """A solution of the problem in which masks may be packed, with those packed that it unpacks."""
+    used = offer.unpacked_in(solution.schedule)
+    made = packed(without, used)
+    schedule = made.follow(offer, solution.schedule)
+    timeline = simulate(made.problem.graph, schedule)
+    return Solved(
+        replace(solution, schedule=schedule, peak_bytes=timeline.peak_bytes, seconds=timeline.seconds),
+        made.problem if used else without,
+        "schedules that pack masks",
+    )
+
+
+def keeps_everything(solved: Solved) -> bool:
+    """Whether nothing can be better: the schedule recomputes nothing, and fits."""
+    solution = solved.solution
+    return solution.feasible and len(solution.schedule) == solved.problem.graph.base_length
+
+
+def better(first: Solved, second: Solved, room: int | None) -> Solved:
+    """Of two answers to a budget the better: the one that fits, then the faster; of two that do not fit, or
+    where the least peak is asked for (``room`` is None), that of the smaller peak."""
+
+    def rank(solved: Solved) -> tuple[bool, float, float]:
+        seconds, peak = solved.solution.seconds, solved.solution.peak_bytes
+        if room is None or not solved.solution.feasible:
+            return not solved.solution.feasible, peak, seconds
+        return False, seconds, peak
+
+    return min(first, second, key=rank)

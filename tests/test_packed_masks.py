@@ -1,0 +1,155 @@
+"""Masks kept as bits: the same gradients, the predicted peak, and a plan that says so."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import planner
+from planner import Plan
+from planner.report.simulated import simulated
+
+X = torch.randn(64, 32)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(width, 8 * width), nn.Linear(8 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(F.dropout(self.widen(x).tanh(), 0.15, self.training))
+
+
+def blocks(width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(4))).train()
+
+
+def squares(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def planned(model: nn.Module, x: torch.Tensor = X, **options: object) -> Plan:
+    given = {"budget": "min", "solver": "sqrt_n", "loss": squares, **options}
+    return planner.plan(model, (x,), **given)  # type: ignore[arg-type]
+
+
+def masks(plan: Plan) -> int:
+    return sum(len(graph.packed) for graph in plan.graphs)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned(blocks())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.heavy)])
+def test_bits_and_bytes_are_as_promised(dtype: torch.dtype) -> None:
+    model, x = blocks().to(dtype), X.to(dtype)
+    plan = planned(model, x)
+    assert masks(plan) > 0
+    report = planner.verify(model, (x,), plan=plan, loss=squares)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+def test_bits_take_less_time_than_drawing_again_and_less_memory_than_masks(plan: Plan) -> None:
+    without = planned(blocks(), encodings="none")
+    assert masks(without) == 0
+    assert without.solver.bound_covers == "every schedule"
+    assert plan.predicted.peak_bytes < without.predicted.peak_bytes
+    assert plan.no_recompute == without.no_recompute
+    bounded = planned(blocks(), budget=without.predicted.peak_bytes)
+    assert masks(bounded) > 0
+    assert bounded.predicted.seconds < without.predicted.seconds
+
+
+@pytest.mark.heavy
+def test_a_budget_that_needs_no_recomputation_packs_nothing() -> None:
+    assert masks(planned(blocks(), budget="100%")) == 0
+
+
+def test_the_plan_file_says_what_is_packed(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert simulated(loaded).timeline.seconds == pytest.approx(plan.predicted.seconds)
+    text = plan.summary()
+    assert f"{masks(plan)} masks, as " in text
+    assert f"{masks(plan)} masks as bits" in repr(plan)
+    drawn = [graph.ops[i] for graph in plan.graphs for i in graph.packed]
+    assert {op.name for op in drawn} == {"planner.draw_mask.default"}
+    record = json.loads(plan.dumps())
+    record["graphs"][0]["packed"] = [len(record["graphs"][0]["ops"]) - 1]
+    with pytest.raises(planner.PlanFileError, match=r"packed\[0\]: operation \d+ is not of the forward"):
+        Plan.loads(json.dumps(record))
+    model, plain = blocks(), blocks()
+    loaded.apply(model)
+    assert same_gradients(model, plain, X)
+
+
+@pytest.mark.heavy
+def test_what_users_insist_on_is_not_packed() -> None:
+    for insisted in ({"recompute": ["aten.native_dropout"]}, {"keep": ["aten.native_dropout"]}):
+        assert masks(planned(blocks(), **insisted)) == 0
+    with pytest.raises(planner.PlannerError, match="encodings='bits'"):
+        planned(blocks(), encodings="bits")
+
+
+def same_gradients(model: nn.Module, plain: nn.Module, *inputs: torch.Tensor) -> bool:
+    found = []
+    for each in (model, plain):
+        torch.manual_seed(5)
+        each.zero_grad(set_to_none=True)
+        squares(each(*inputs)).backward()
+        found.append([*(p.grad for p in each.parameters()), torch.get_rng_state()])
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.heavy
+def test_other_batches_follow_the_plan(plan: Plan) -> None:
+    model, plain = blocks(), blocks()
+    plan.apply(model)
+    for batch in (64, 17, 8):
+        assert same_gradients(model, plain, torch.randn(batch, 32))
+    with pytest.warns(planner.PlanWarning, match="is predicted to peak at"):
+        assert same_gradients(model, plain, torch.randn(81, 32))
+
+
+@pytest.mark.heavy
+def test_a_frozen_layer_keeps_the_rest_packed(plan: Plan) -> None:
+    model, plain = blocks(), blocks()
+    for each in (model, plain):
+        for parameter in each[0].parameters():  # type: ignore[index]
+            parameter.requires_grad_(False)
+    plan.apply(model)
+    assert same_gradients(model, plain, X)
+
+
+class Parts(nn.Module):
+    """Two graphs, with dropout in both, and a mask that is no dropout's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(32), Block(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        wide = torch.cat([x, x.exp()], 1)
+        return self.second(torch.where(wide.sin() > 0.1, wide.cos(), wide * 2)[:, :32])
+
+
+@pytest.mark.heavy
+def test_graphs_and_conditions() -> None:
+    torch.manual_seed(0)
+    model = Parts().train()
+    plan = planned(model)
+    assert {g.ops[i].name for g in plan.graphs for i in g.packed} >= {"planner.draw_mask.default"}
+    report = planner.verify(model, (X,), plan=plan, loss=squares)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
