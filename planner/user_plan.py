@@ -11,6 +11,7 @@ from planner.planfile.plan import PlanRecord
 from planner.report.explanation import Explanation, explain
 from planner.report.figure import draw
 from planner.report.html import page
+from planner.report.small_timeline import small_timeline
 from planner.report.text import as_html, as_text, render, render_summary
 from planner.runtime.install import apply
 from planner.runtime.shape_policy import OnNewShape
@@ -31,7 +32,7 @@ class Plan(PlanRecord):
         return cls.model_construct(**fields).remember(record.made_with)
 
     def _repr_html_(self) -> str:
-        return as_html(render(self))
+        return small_timeline(self) + as_html(render(self, chart=False))
 
     def summary(self) -> str:
         """What was planned, what that promises, and what it does to each module, as text of several lines.

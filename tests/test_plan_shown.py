@@ -1,8 +1,15 @@
 """A plan in a console and in a notebook."""
 
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
 
 import planner
+from planner.report.figure import save
+from planner.report.modules import folded_holders
+from tests.planned import planned_gpt
 from tests.plans import layered_plan
 
 
@@ -31,10 +38,22 @@ def test_a_notebook_shows_it_and_names_cannot_inject_anything() -> None:
     plan = layered_plan()
     model = plan.model.model_copy(update={"class_name": "<script>alert(1)</script>"})
     html = plan.model_copy(update={"model": model})._repr_html_()
-    assert html.startswith("<pre")
+    assert html.startswith("<svg")
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
-    assert "live bytes over the step" in html
+    drawn = ElementTree.fromstring(html[: html.index("</svg>") + 6])
+    words = "".join(drawn.itertext())
+    for size in (plan.baseline.dynamic_peak_bytes, plan.predicted.dynamic_peak_bytes):
+        assert planner.format_bytes(size) in words
+    paths = [path.get("d", "") for path in drawn.iter("path")]
+    # A step for each point of a timeline, and the planned one below the unplanned one.
+    assert [path.count("V") for path in paths[:2]] == [
+        len(plan.baseline_timeline.bytes),
+        len(plan.timeline.bytes) + 1,
+    ]
+    highest = [min(map(float, re.findall(r"V ([0-9.]+)", path))) for path in paths[:2]]
+    assert highest[0] < highest[1]
+    assert "<pre" in html
 
 
 def test_its_figure() -> None:
@@ -46,3 +65,26 @@ def test_its_figure() -> None:
 def test_bytes_for_people_are_public() -> None:
     assert planner.format_bytes(3 * 2**20) == "3.0 MiB"
     assert "format_bytes" in planner.__all__
+
+
+def test_what_the_model_itself_computes_is_named_by_its_operations() -> None:
+    plan = planned_gpt().plan
+    shown = folded_holders(plan, 40)
+    assert any(holder.module == "" for holder in plan.peak_holders)
+    assert not any("(the model)" in holder.module for holder in shown)
+    assert any(holder.module.endswith("mm") or "loss" in holder.module for holder in shown)
+    assert sum(holder.bytes for holder in shown) == sum(holder.bytes for holder in plan.peak_holders)
+
+
+def test_a_vector_figure_has_colours_for_dark_pages(tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    save(layered_plan(), path)
+    text = path.read_text()
+    rules = re.findall(r'\[style\*="(fill|stroke): (#[0-9a-f]{6})"\]', text)
+    assert "prefers-color-scheme: dark" in text
+    assert {colour for _, colour in rules} >= {"#1b1f24", "#ffffff"}
+    # Ink and paper, without which a dark figure could not be read, are there to be replaced.
+    drawn = text.partition("<defs>")[2]
+    assert "fill: #1b1f24" in drawn
+    assert "fill: #ffffff" in drawn
+    ElementTree.fromstring(text)

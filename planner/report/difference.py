@@ -130,7 +130,7 @@ def _facts(first: PlanRecord, second: PlanRecord) -> list[tuple[str, str, str]]:
         both("unplanned peak", lambda p: format_bytes(p.baseline.peak_bytes)),
         both("time", lambda p: format_seconds(p.predicted.seconds)),
         both("extra time", lambda p: f"{p.overhead:+.1%}"),
-        both("re-run operations", lambda p: str(sum(len(g.recomputed) for g in p.graphs))),
+        both("re-run operations", lambda p: str(p.recomputed_operations)),
         both("solver", lambda p: f"{p.solver.name}, {p.solver.status}"),
         both("device", lambda p: printable(p.target.device)),
         both("made with", lambda p: ", ".join(f"{k} {v}" for k, v in p.created_with.items())),
@@ -141,7 +141,7 @@ def _treatments(plan: PlanRecord) -> dict[str, Treatment]:
     kept_bytes: Counter[str] = Counter()
     reruns: Counter[str] = Counter()
     seconds: dict[str, float] = {}
-    for graph in plan.graphs:
+    for graph in (execution for each in plan.graphs for execution in each.by_execution):
         for op in graph.ops[: graph.forward_length]:
             seconds.setdefault(op.module, 0.0)
         for index in graph.kept:

@@ -1,8 +1,9 @@
 """A plan as a figure, by matplotlib, which is imported when one is drawn."""
 
+import io
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from planner.errors import PlannerError
 from planner.planfile.atomic_file import check_writable, replace_atomically
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 
 _UNPLANNED, _PLANNED, _BUDGET = "#b0a08a", "#1f6f8b", "#c0392b"
+_INK, _PAPER = "#1b1f24", "#ffffff"
+_TEXT = 13
+"""Points: legible where the figure is shown at half its size."""
+_ON_DARK = {_INK: "#e6e9ed", _PAPER: "#14181d", _PLANNED: "#5cb8d6", _BUDGET: "#ff8a80", "#cccccc": "#3a434d"}
+"""Colours of a vector figure where the reader's pages are dark."""
 _MIB = 2**20
 
 
@@ -36,10 +42,12 @@ def draw(plan: PlanRecord, *, most_modules: int = 8) -> "Figure":
         PlottingError: matplotlib is not installed.
     """
     figure_class = _figure_class()
-    figure: Figure = figure_class(figsize=(11, 4), layout="constrained")
+    figure: Figure = figure_class(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _draw_timelines(left, plan)
     _draw_holders(right, plan, most_modules)
+    figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=_TEXT)
+    _in_ink(figure)
     return figure
 
 
@@ -71,8 +79,39 @@ def _write(figure: "Figure", path: str | os.PathLike[str], kind: str) -> None:
 
     # Without a date and with fixed names the same plan gives the same file.
     metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+
+    def write(file: IO[bytes]) -> None:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+        found = buffer.getvalue()
+        file.write(
+            found.replace(b"<defs>", _dark_style().encode() + b"<defs>", 1) if kind == "svg" else found
+        )
+
     with rc_context({"svg.hashsalt": "planner"}):
-        replace_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=150, metadata=metadata))
+        replace_atomically(path, write)
+
+
+def _in_ink(figure: "Figure") -> None:
+    """Texts, frames and ticks in a colour that can be told from others in the file."""
+    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
+    for text in (text for legend in legends if legend is not None for text in legend.get_texts()):
+        text.set_color(_INK)
+    for axes in figure.axes:
+        axes.tick_params(colors=_INK, labelsize=_TEXT - 1)
+        axes.spines[:].set_color(_INK)
+        for text in (axes.xaxis.label, axes.yaxis.label, axes.title):
+            text.set_color(_INK)
+            text.set_fontsize(_TEXT)
+
+
+def _dark_style() -> str:
+    rules = [
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
+        for light, dark in _ON_DARK.items()
+        for kind in ("fill", "stroke")
+    ]
+    return f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}</style>\n"
 
 
 def draw_frontier(plans: Sequence[PlanRecord]) -> "Figure":
@@ -94,6 +133,7 @@ def draw_frontier(plans: Sequence[PlanRecord]) -> "Figure":
     axes.set_ylabel("extra time in %")
     axes.set_ylim(bottom=min(0.0, *(100 * o for _, o in points)) if points else 0.0)
     axes.grid(alpha=0.3)
+    _in_ink(figure)
     return figure
 
 
@@ -141,13 +181,12 @@ def _draw_timelines(axes: "Axes", plan: PlanRecord) -> None:
     if budget_bytes is not None:
         dynamic = budget_bytes - resident
         axes.axhline(dynamic / _MIB, color=_BUDGET, linestyle="--", label=f"budget: {format_bytes(dynamic)}")
-    axes.axvline(1, color="black", linewidth=0.5)
+    axes.axvline(1, color=_INK, linewidth=0.5)
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.set_xlim(0, 2)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("live MiB over the entry of the step")
-    axes.legend(loc="upper right", framealpha=0.9)
-    axes.set_title(f"{format_bytes(resident)} resident besides, {plan.overhead:+.1%} time", fontsize=10)
+    axes.set_title(f"{format_bytes(resident)} resident besides, {plan.overhead:+.1%} time", fontsize=_TEXT)
 
 
 def _draw_holders(axes: "Axes", plan: PlanRecord, most: int) -> None:
@@ -155,10 +194,10 @@ def _draw_holders(axes: "Axes", plan: PlanRecord, most: int) -> None:
     # A dollar sign would start a formula.
     names = [_shortened(printable(holder.module)).replace("$", r"\$") for holder in holders]
     axes.barh(range(len(names)), _mib([holder.bytes for holder in holders]), color=_PLANNED)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=_TEXT - 1)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
-    axes.set_title("alive at the planned peak", fontsize=10)
+    axes.set_title("alive at the planned peak", fontsize=_TEXT)
 
 
 def _shortened(path: str) -> str:

@@ -5,7 +5,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
+from planner.errors import PlanFileError
 from planner.planfile.plan import LiveModule, PlanRecord
+from planner.report.simulated import simulated
+from solvers.model.schedule import alive_at
 
 _MOST_NAMES = 4
 
@@ -57,13 +60,16 @@ def module_rows(plan: PlanRecord) -> list[ModuleRow]:
 def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
     """List what is alive at the peak, largest first, with the same module of every layer as one.
 
+    What the model itself computes, and no module inside it, is named by its operations where the plan says
+    which results are alive.
+
     Args:
         plan: the plan.
         most: how many lines to return; what is left is the last of them.
     """
     numbers: dict[str, list[str]] = {}
     sizes: Counter[str] = Counter()
-    for holder in plan.peak_holders:
+    for holder in _with_operations(plan):
         pattern = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", holder.module) or "(the model)"
         numbers.setdefault(pattern, []).append(holder.module)
         sizes[pattern] += holder.bytes
@@ -79,6 +85,23 @@ def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
         last = LiveModule(module=f"({len(rest)} others)", bytes=sum(holder.bytes for holder in rest))
         holders = [*holders[: most - 1], last]
     return holders
+
+
+def _with_operations(plan: PlanRecord) -> list[LiveModule]:
+    """What is alive at the peak by module; of what no module inside the model made, by operation."""
+    if plan.step is None or not any(holder.module == "" for holder in plan.peak_holders):
+        return plan.peak_holders
+    try:
+        sim = simulated(plan)
+    except PlanFileError:
+        return plan.peak_holders
+    graph, sizes = sim.graph, Counter[str]()
+    for value in alive_at(graph, sim.schedule, sim.timeline.peak_step).tolist():
+        record = sim.record(int(graph.producer[value]))
+        # aten._log_softmax.default is written as log_softmax.
+        name = (*record.name.split("."), record.name)[1].lstrip("_")
+        sizes[record.module or name] += graph.values[value].bytes
+    return [LiveModule(module=module, bytes=size) for module, size in sizes.most_common()]
 
 
 def _tree(plan: PlanRecord) -> _Node:

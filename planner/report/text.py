@@ -25,15 +25,17 @@ _COVERAGES = {
 }
 
 
-def render(plan: PlanRecord, *, width: int = 100) -> Group:
+def render(plan: PlanRecord, *, width: int = 100, chart: bool = True) -> Group:
     """Lay out everything there is to say about a plan, for `rich.print`.
 
     Args:
         plan: the plan.
         width: characters that a line may take.
+        chart: with the timeline drawn in characters.
     """
     parts: list[RenderableType] = [summary(plan, width=width), Text()]
-    parts += [timeline_chart(plan, width=width), Text()]
+    if chart:
+        parts += [timeline_chart(plan, width=width), Text()]
     parts += [module_table(plan, width=width), Text(), holder_table(plan, width=width)]
     return Group(*parts, *notes(plan))
 
