@@ -15,6 +15,7 @@ the data decide what runs (``nonzero``, ``item``), the step runs on a copy with 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from planner.training_step.generators import GeneratorStates, OwnGenerators
 from planner.training_step.intact import Belongings
 from planner.training_step.python_state import remember
 from planner.training_step.recorder import Recording, StepRecorder
+from planner.training_step.regions import set_boundaries
 from planner.training_step.step import Step, tensors_in, unique_storages
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ def capture(
     *,
     cuda: CudaKernels | None = None,
     accumulate: bool | None = None,
+    regions: Sequence[str] = (),
 ) -> CapturedStep:
     """Capture one training step.
 
@@ -74,11 +77,13 @@ def capture(
         cuda: Replace what the CPU does by what CUDA does; None to capture what the tensors' device does.
         accumulate: Whether every trainable parameter has a gradient that is added to; None: those that
             have one now.
+        regions: Names of the submodules that are graphs of their own.
 
     Raises:
         CaptureError: If the step cannot be run, or no graph came of it.
     """
-    return _on_a_copy(module, step, _Capture.run, progress, cuda=cuda, accumulate=accumulate)
+    run = partial(_Capture.run, regions=regions)
+    return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate)
 
 
 def record_eagerly(
@@ -181,7 +186,7 @@ class _Capture:
             stack.callback(remember(self.copied.module))
             return self._record(self.copied.module, "running the step")[0]
 
-    def run(self) -> CapturedStep:
+    def run(self, regions: Sequence[str] = ()) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         module, report = self.copied.module, self.report
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
@@ -198,6 +203,8 @@ class _Capture:
                 runners, module, chosen_lowering(), cuda=self._cuda is not None, data=self.copied.data
             )
             target = _Bound(dynamo.dynamo_compile(run_forward, backend), module)
+            in_regions = dynamo.dynamo_compile(run_forward, backend)
+            set_boundaries(module, regions, lambda: in_regions)
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)
             if not runners:

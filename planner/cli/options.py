@@ -142,6 +142,13 @@ Checkpoints = Annotated[
     list[str] | None,
     typer.Option("--checkpoint", metavar="NAME", help="Keep this module's result (for --solver manual)."),
 ]
+Region = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Make this module graphs and an autograd node of its own (repeatable); auto: those that repeat.",
+    ),
+]
 Budget = Annotated[
     str,
     typer.Option(

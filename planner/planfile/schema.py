@@ -151,6 +151,11 @@ class ModelRecord(Record):
         max_length=64, description="autocast regions that were on, as in cuda:bfloat16"
     )
     torch_version: Label
+    regions: list[Name] = Field(
+        default=[],
+        max_length=100_000,
+        description="submodules that have graphs, and an autograd node, of their own",
+    )
 
 
 class Target(Record):

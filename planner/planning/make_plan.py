@@ -88,6 +88,7 @@ def make_plan(prepared: Prepared, solved: Solution | Solved, budget: Budget) -> 
             state_digest=state_digest(model),
             autocast=captured.autocast,
             torch_version=torch.__version__,
+            regions=list(prepared.regions),
         ),
         target=Target(
             budget_bytes=budget_bytes,

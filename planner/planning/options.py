@@ -20,6 +20,7 @@ from planner.costs.optimizer_step import Optimizer
 from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.planfile.plan import PlanRecord
 from planner.training_step.inputs import InputError
+from planner.training_step.regions import Regions
 from planner.training_step.step import Loss, Outputs, checked_outputs
 from solvers.effort import Effort
 from solvers.registry import SOLVERS
@@ -60,6 +61,7 @@ class PlanKeywords(StepKeywords, total=False):
     keep: Sequence[str]
     recompute: Sequence[str]
     checkpoints: Sequence[str]
+    regions: Regions
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +102,10 @@ class PlanOptions:
         recompute: Never keep what matches.
         checkpoints: Keep the results of these modules and recompute all else, if nothing else is
             said by ``solver="manual"``: checkpointing by hand.
+        regions: Submodules that have a forward, a backward and an autograd node of their own each, planned
+            together as one step: module paths or patterns (["model.layers.*"]), or "auto" for submodules of
+            one class that repeat in an nn.ModuleList or nn.Sequential. Their gradients are there as soon as
+            their own backward has run, as DistributedDataParallel and ``fully_shard`` want them.
     """
 
     loss: Loss | None = None
@@ -118,6 +124,7 @@ class PlanOptions:
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
     checkpoints: Sequence[str] = ()
+    regions: Regions = None
 
     def __eq__(self, other: object) -> bool:
         return other is None or isinstance(other, PlanOptions)
@@ -162,6 +169,7 @@ def options_of(plan: PlanRecord) -> PlanOptions:
         solver=plan.solver.name if plan.solver.name in SOLVERS else "auto",
         accumulate=plan.resident.gradient_bytes > 0,
         outputs=plan.model.outputs,
+        regions=plan.model.regions or None,
         inputs=plan.target.inputs,
     )
 
@@ -270,6 +278,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
         "" if value is None or callable(value) else "a function of a text and a fraction"
     ),
     "recompute": _texts,
+    "regions": lambda value: "" if value is None else _texts(value),
     "repeats": _at_least(0),
     "start": _at_least(1),
     "time_limit": _seconds,

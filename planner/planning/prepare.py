@@ -32,6 +32,7 @@ from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing, find_packings
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import InputError
+from planner.training_step.regions import find_regions
 from planner.training_step.sharded import SHARDED
 from planner.training_step.step import Step, tensors_in, unique_storages
 from planner.training_step.wrappers import refuse_wrappers
@@ -68,6 +69,8 @@ class Prepared:
     """The masks that can be kept as bits."""
     cuda: CudaKernels | None
     """What CUDA does where the CPU would do something else; None where the device is at hand."""
+    regions: tuple[str, ...] = ()
+    """Names of the submodules that are graphs of their own."""
 
     @property
     def resident(self) -> Resident:
@@ -136,6 +139,7 @@ def prepare(
     for note in notes:
         warn(note)
     checked_inputs(options.inputs)
+    regions = find_regions(model, options.regions)
     here = device_of(model, step)
     target = find_device(options.device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
@@ -155,6 +159,7 @@ def prepare(
         lambda text, fraction: progress(text, 0.8 * fraction),
         cuda=cuda,
         accumulate=options.accumulate,
+        regions=regions,
     )
     captured.notes.extend(notes)
     progress("measuring what kernels allocate inside", 0.8)
@@ -180,7 +185,18 @@ def prepare(
     )
     seconds = time.perf_counter() - started
     return Prepared(
-        model, step, captured, problem, footprint, meter, source, seconds, options, packings, cuda
+        model,
+        step,
+        captured,
+        problem,
+        footprint,
+        meter,
+        source,
+        seconds,
+        options,
+        packings,
+        cuda,
+        tuple(regions),
     )
 
 

@@ -57,6 +57,18 @@ def module_rows(plan: PlanRecord) -> list[ModuleRow]:
     return list(_rows(root, "", 0, 1)) if root.share.ops else []
 
 
+def folded_names(names: list[str]) -> list[str]:
+    """Names of modules, those that differ in one number as one: layers.[0-3]."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
+    return [
+        text
+        for pattern, group in alike.items()
+        for text in ([_numbered(pattern, group)] if len(group) > 1 and pattern.count("*") == 1 else group)
+    ]
+
+
 def folded_holders(plan: PlanRecord, most: int) -> list[LiveModule]:
     """List what is alive at the peak, largest first, with the same module of every layer as one.
 

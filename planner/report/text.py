@@ -11,7 +11,7 @@ from rich.text import Text
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord, Timeline
 from planner.report.columns import Cell, fitted_table
-from planner.report.modules import ModuleRow, folded_holders, module_rows
+from planner.report.modules import ModuleRow, folded_holders, folded_names, module_rows
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_ROWS = 80
@@ -95,6 +95,7 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
         "model": f"{model.class_name}, {model.parameter_count:,} parameters, {mode}",
         "inputs": f"{inputs}{more}" or "none",
         "captured": f"{_COVERAGES[plan.coverage]} ({len(plan.graphs)})",
+        **({"regions": ", ".join(folded_names(model.regions))} if model.regions else {}),
         "budget": f"{budget}, on {target.device}",
         "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
         "solver": f"{solver.name}, {solver.status}{gap}",

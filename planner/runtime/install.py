@@ -28,6 +28,7 @@ from planner.runtime.ddp import RankCheck
 from planner.runtime.first_forward import CapturedAgain, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
+from planner.runtime.regions import RunningRegions
 from planner.runtime.shape_policy import NewShapes, OnNewShape, checked, shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.sharded import SHARDED
@@ -165,7 +166,8 @@ class PlannedCall(InstalledCall):
         self.plan = plan
         self.on_new_shape, self.loss = on_new_shape, loss
         self._calls = Calls(warn)
-        compile_ = partial(_compiled, weakref.ref(model), self._calls)
+        self._regions = RunningRegions(plan.model.regions)
+        compile_ = partial(_compiled, weakref.ref(model), self._calls, self._regions)
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
@@ -177,6 +179,10 @@ class PlannedCall(InstalledCall):
 
     def install_in(self, copied: torch.nn.Module) -> None:
         _install(copied, self.plan, None, self.on_new_shape, self.loss)
+
+    def retire(self) -> None:
+        super().retire()
+        self._regions.take_out(self._model)
 
     def pickled(self) -> tuple[Any, ...]:
         return unpickled, self.plan.dumps(), self.on_new_shape
@@ -217,6 +223,7 @@ class PlannedCall(InstalledCall):
             if holds_dtensors(model):
                 warn(SHARDED)
         if self._definitions is None:
+            self._regions.put_in(model)
             self._definitions = Definitions(model)
         elif (changed := self._definitions.changed()) is not None:
             warn(
@@ -254,12 +261,20 @@ class PlannedCall(InstalledCall):
 
 
 def _compiled(
-    model: weakref.ref[torch.nn.Module], calls: Calls, plan: PlanRecord, warned_of_shapes: Callable[[], bool]
+    model: weakref.ref[torch.nn.Module],
+    calls: Calls,
+    regions: RunningRegions,
+    plan: PlanRecord,
+    warned_of_shapes: Callable[[], bool],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def compile_(once_more: bool) -> list[CapturedAgain]:
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]
         backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
-        compiled = dynamo.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more, _not_captured)
+        compiled, in_regions = (
+            dynamo.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more, _not_captured)
+            for _ in range(2)
+        )
+        compiled = [regions.during(*pair) for pair in zip(compiled, in_regions, strict=True)]
         return [CapturedAgain(paths[i], compiled[i], lambda: compile_(False), i, warn) for i in range(2)]
 
     planned, others = compile_(True)

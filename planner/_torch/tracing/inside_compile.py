@@ -17,8 +17,11 @@ REASON = (
     "a planned module runs by its plan, not compiled; what is around it is. Leave fullgraph=True out, or "
     "planner.remove(model)"
 )
+REGION = "a region of the plan begins, which is graphs of its own"
 RUNS_A_PLAN = "_planner_runs_a_plan"
 """An attribute of what is installed in place of a planned module's call."""
+ENDS_A_GRAPH = "_planner_ends_a_graph"
+"""The same of a part of a planned module that is to be graphs of its own."""
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +42,8 @@ def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
     call = UnspecializedNNModuleVariable.call_function
 
     def unless_planned(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self.value._compiled_call_impl, ENDS_A_GRAPH) and is_ours(tx):
+            unimplemented(gb_type="a region", context=type(self.value).__name__, explanation=REGION, hints=[])
         if hasattr(self.value._compiled_call_impl, RUNS_A_PLAN) and not is_ours(tx):
             unimplemented(
                 gb_type="a planned module", context=type(self.value).__name__, explanation=REASON, hints=[]

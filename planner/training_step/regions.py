@@ -1,0 +1,138 @@
+"""Regions: submodules whose forward and backward are graphs, and an autograd node, of their own."""
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from planner._torch import modules
+from planner._torch.tracing.inside_compile import not_compiled
+from planner.errors import PlannerError
+
+Regions = Literal["auto"] | Sequence[str] | None
+"""Names or patterns of submodules; "auto" for those of one class that repeat."""
+Forward = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs the forward of a module with arguments and keyword arguments."""
+
+
+class RegionError(PlannerError, ValueError):
+    """There are no such submodules."""
+
+
+def find_regions(model: torch.nn.Module, wanted: Regions) -> list[str]:
+    """The names of the submodules that are to be regions, in order; of those inside each other the outermost.
+
+    Raises:
+        RegionError: A pattern matches no submodule, or "auto" finds none.
+    """
+    if wanted is None:
+        return []
+    names = [name for name, _ in model.named_modules() if name]
+    if wanted == "auto":
+        found = _repeated(model)
+        if not found:
+            raise RegionError(
+                "regions='auto' finds no submodules of one class that repeat in an nn.ModuleList or "
+                "nn.Sequential: name the parts of the model that are to be regions, as ['encoder', 'decoder']"
+            )
+    else:
+        found = set()
+        for pattern in [wanted] if isinstance(wanted, str) else wanted:
+            matching = {name for name in names if fnmatchcase(name, pattern)}
+            if not matching:
+                near = difflib.get_close_matches(pattern, names, 3, 0.4)
+                hint = f"; near to it are {', '.join(near)}" if near else ""
+                raise RegionError(f"regions= names {pattern!r}, and no submodule matches{hint}")
+            found |= matching
+    # Containers are not called themselves: those that are in them are.
+    called = {name for name in found if type(model.get_submodule(name)) not in _CONTAINERS}
+    parts = {part for name in found - called for part in _children(model, name)}
+    return [name for name in names if name in called | parts and not _inside(name, called | parts)]
+
+
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def _repeated(model: torch.nn.Module) -> set[str]:
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
+            continue
+        # What has no parts computes too little to be worth a boundary.
+        children = {k: child for k, child in module.named_children() if next(child.children(), None)}
+        count = Counter(type(child) for child in children.values())
+        found |= {
+            f"{name}.{k}" if name else k
+            for k, child in children.items()
+            if count[type(child)] > 1 and type(child) not in _CONTAINERS
+        }
+    return found
+
+
+def _children(model: torch.nn.Module, name: str) -> set[str]:
+    found: set[str] = set()
+    for key, child in model.get_submodule(name).named_children():
+        inner = f"{name}.{key}"
+        found |= _children(model, inner) if type(child) in _CONTAINERS else {inner}
+    return found
+
+
+def _inside(name: str, others: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in others for i in range(1, len(parts)))
+
+
+class Boundary:
+    """What a region runs in place of its own call: its hooks as they are, and its forward compiled.
+
+    Args:
+        module: The region.
+        forward: Returns what runs its forward now; None where it runs as it is.
+        previous: What was installed in place of its call before.
+    """
+
+    _planner_ends_a_graph = True  # see inside_compile.py
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[[], Forward | None],
+        previous: Callable[..., Any] | None = None,
+    ) -> None:
+        self._module, self._forward, self.previous = module, forward, previous
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._forward()
+        if forward is not None:
+            run = partial(_run, forward, self._module)
+            return modules.call_with_forward(self._module, run, args, kwargs)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return modules.module_call(self._module, *args, **kwargs)
+
+
+def _run(forward: Forward, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return forward(module, args, kwargs)
+
+
+def set_boundaries(
+    model: torch.nn.Module, names: Sequence[str], forward: Callable[[], Forward | None]
+) -> None:
+    """Make submodules regions."""
+    for name in names:
+        module = model.get_submodule(name)
+        modules.install_call(module, Boundary(module, forward, modules.installed_call(module)))
+
+
+def take_boundaries(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Undo :func:`set_boundaries`."""
+    there = dict(model.named_modules())
+    for module in (there[name] for name in names if name in there):
+        installed = modules.installed_call(module)
+        if isinstance(installed, Boundary):
+            modules.install_call(module, installed.previous)

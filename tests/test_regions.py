@@ -1,0 +1,112 @@
+"""Regions: submodules whose forward and backward are graphs, and an autograd node, of their own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner._torch import modules
+from planner.report.text import as_text, summary
+from planner.training_step.regions import RegionError, find_regions
+from planner.user_plan import Plan
+from planner.verification.measure import measure_peak
+from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+
+ALL = [f"layers.{i}" for i in range(4)]
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))) for _ in range(2)
+        )
+        self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (None, []),
+        ("auto", ["stages.0", "stages.1"]),
+        ("stages.*", ["stages.0", "stages.1"]),
+        (["stages"], ["stages.0", "stages.1"]),
+        (["heads.1", "stem"], ["stem", "heads.1"]),
+        (["stages.1.0", "stages.1.0.1", "stages.0.*"], ["stages.0.0", "stages.0.1", "stages.1.0"]),
+    ],
+)
+def test_names_and_patterns(wanted: Any, found: list[str]) -> None:
+    assert find_regions(Parts(), wanted) == found
+
+
+def test_what_is_not_there_is_named() -> None:
+    with pytest.raises(RegionError, match=r"'stagse\.\*', and no submodule matches; near to it are stages"):
+        planner.plan(Parts(), (), budget="min", regions=["stagse.*"])
+    with pytest.raises(RegionError, match="finds no submodules of one class that repeat"):
+        find_regions(nn.Linear(2, 2), "auto")
+    with pytest.raises(planner.PlannerError, match="regions=3: expected a list of names"):
+        planner.plan(Parts(), (), budget="min", regions=3)  # type: ignore[arg-type]
+
+
+def _boundaries(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if name and modules.installed_call(module)]
+
+
+def test_regions_train_alike_within_the_prediction_and_hand_out_gradients_early() -> None:
+    model, (x,), _ = layers()
+    twin = copy.deepcopy(model)
+    plan = Plan.loads(plan_of(model, (x,), regions="auto").dumps())
+    assert plan.model.regions == ALL
+    assert "layers.[0-3]" in as_text(summary(plan))
+    plan.apply(model)
+
+    def loop(model: nn.Module) -> list[torch.Tensor]:
+        optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(model(x))
+            losses[-1].backward()
+            optimizer.step()
+        return losses
+
+    ready: list[int] = []
+    with counting_runs() as runs, no_plan_warnings():
+        weight = model.get_parameter("layers.3.0.weight")
+        hook = weight.register_post_accumulate_grad_hook(lambda _: ready.append(runs.backward))
+        ours = left_by(model, loop)
+        hook.remove()
+    assert ready[0] == 3  # after the loss, what adds the last region up, and that
+    assert runs.backward >= 10
+    assert_same(ours, left_by(twin, loop))
+
+    def step() -> torch.Tensor:
+        loss = model(x)
+        loss.backward()
+        return loss
+
+    model.zero_grad()
+    assert measure_peak(step, "cpu").peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert _boundaries(model) == ALL
+    assert torch.equal(model.eval()(x), twin.eval()(x))
+    planner.remove(model)
+    assert not _boundaries(model)
+
+
+def test_a_copy_trains_by_regions_of_its_own() -> None:
+    model, (x,), _ = layers(lambda: Layers(2))
+    twin = copy.deepcopy(model)
+    plan_of(model, (x,), solver="checkpoint_all", regions=["layers.*"]).apply(model)
+    model(x).backward()
+    copied = copy.deepcopy(model)
+    assert not _boundaries(copied)  # until it trains
+    for each in (copied, twin):
+        each.zero_grad()
+    with counting_runs() as runs:
+        ours = left_by(copied, lambda m: m(x).backward())
+    assert runs.backward >= 3
+    assert _boundaries(copied) == ["layers.0", "layers.1"]
+    assert_same(ours, left_by(twin, lambda m: m(x).backward()))
