@@ -41,6 +41,7 @@ from benchmarks.frontiers.answers import (
 from benchmarks.frontiers.classics import VGG, VGG_16, VGG_19, GoogLeNet, OriginalUNet, PSPNet
 from benchmarks.frontiers.headlines import table
 from benchmarks.frontiers.nets import DeepBottleneckNet, DeepResNet, DenseNet, UnrolledLSTM
+from benchmarks.frontiers.published import anatomy, formulas, layer_times
 from planner.batch.interpolate import SizedSteps
 from planner.planfile.atomic_file import write_atomically
 from planner.planfile.budget import Budget
@@ -299,6 +300,19 @@ def plan_llama_7b() -> Result:
     return planning(model.to(torch.bfloat16).train(), inputs, "H100", "78GiB", None)
 
 
+# ---- one layer, one set-up ------------------------------------------------------------------------------
+
+
+PARTS["transformer-layer"] = formulas
+PARTS["layer-22b"] = layer_times
+
+
+@part("hugging-face-bert-large")
+def hugging_face() -> Result:
+    """The published anatomy of a training step."""
+    return anatomy(lambda: bert("eager", **LARGE), lambda batch: words(batch, 512))
+
+
 # ---- running ----------------------------------------------------------------------------------------------
 
 
@@ -326,8 +340,8 @@ def main() -> None:
         plan = result.pop("plan", None)
         if plan is not None:
             figure.save(plan, options.out / result["figure"])
+        result = {"device": DEVICE.name} | result
         result |= {
-            "device": DEVICE.name,
             "process_seconds": round(time.process_time() - started, 1),
             "torch": torch.__version__,
             "machine": platform.machine(),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.frontiers.published_rows import anatomy_rows, formula_rows, layer_rows
 from planner.costs.devices import Device
 from planner.planfile.budget import format_bytes
 
@@ -236,5 +237,8 @@ _SECTIONS: tuple[tuple[str, Callable[[dict[str, Result]], list[str]]], ...] = (
     ("plan", _plan_rows),
     ("least", _least_rows),
     ("gigabytes", _gigabyte_rows),
+    ("formula", formula_rows),
+    ("layer", layer_rows),
+    ("anatomy", anatomy_rows),
     ("planning", _planning_rows),
 )

@@ -13,6 +13,7 @@ import typer
 
 import planner
 from planner.cli.builder import Built, build, build_for_batches, load_reference
+from planner.cli.calibrate_command import calibrate_command
 from planner.cli.compare_command import compare_command
 from planner.cli.memory import replay_command, snapshot_command
 from planner.cli.options import (
@@ -354,6 +355,7 @@ app.command("explain")(explain_command)
 app.command("report")(report_command)
 app.command("diff")(diff_command)
 app.command("compare")(compare_command)
+app.command("calibrate")(calibrate_command)
 app.command("snapshot")(snapshot_command)
 app.command("replay")(replay_command)
 

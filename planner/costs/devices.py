@@ -24,6 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import platformdirs
 import torch
 
 from planner.errors import PlannerError
@@ -63,6 +64,7 @@ class Device:
         library_bytes: What matrix libraries allocate once and keep.
         capability: CUDA compute capability, which decides the attention kernels; None where it has none.
         cudnn: Whether cuDNN's kernels run on it: on NVIDIA's, not on AMD's.
+        figures: Where its figures are from: "published", or "calibrated", which is measured.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Device:
     library_bytes: int = 0
     capability: tuple[int, int] | None = None
     cudnn: bool = True
+    figures: str = "published"
 
     def flops_of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """FLOP/s for matrix arithmetic in `dtype`; a dtype that is not listed counts as ``float32``."""
@@ -198,7 +201,12 @@ _TABLE = tuple(_gpu(*row) for row in (
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in (*_TABLE, _CPU)})
 
 
-def find_device(name: str | torch.device | Device | None, model_device: torch.device | None = None) -> Device:
+def find_device(
+    name: str | torch.device | Device | None,
+    model_device: torch.device | None = None,
+    *,
+    calibrated: bool = True,
+) -> Device:
     """Finds the device that a plan is for.
 
     Args:
@@ -208,6 +216,8 @@ def find_device(name: str | torch.device | Device | None, model_device: torch.de
             ``None`` for the device the model is on.
         model_device: Where the model's parameters are; used when `name` is ``None``. A model on the
             meta device counts as on the CPU.
+        calibrated: Of a GPU that is present take the figures that ``python -m planner calibrate`` measured,
+            where it did.
 
     Raises:
         DeviceError: the name is unknown (near matches are listed), fits several, or is that of a GPU
@@ -230,7 +240,7 @@ def find_device(name: str | torch.device | Device | None, model_device: torch.de
     if re.fullmatch(r"cpu(:0)?", wanted):
         return _CPU
     if match := re.fullmatch(r"cuda(?::(\d+))?", wanted):
-        return _present_gpu(int(match[1]) if match[1] else None)
+        return _present_gpu(int(match[1]) if match[1] else None, calibrated)
     exact = [device for device in DEVICES.values() if _plain(device.name) == wanted]
     if exact:
         return exact[0]
@@ -252,7 +262,18 @@ def same_processor(one: Device, other: Device) -> bool:
     def figures(device: Device) -> tuple[object, ...]:
         return device.kind, device.bandwidth, dict(device.flops), device.capability
 
-    return one.name == other.name or (one.kind == "cuda" and figures(one) == figures(other))
+    if one.name == other.name or (one.kind == "cuda" and figures(one) == figures(other)):
+        return True
+    # Measured figures are nobody else's.
+    alike = one.kind == other.kind == "cuda" and one.capability == other.capability
+    measured = "calibrated" in (one.figures, other.figures)
+    return alike and measured and (_names(one.name, other) or _names(other.name, one))
+
+
+def calibrated_path(product: str) -> Path:
+    """The file that measured figures of a GPU are kept in, by the name that its driver gives it."""
+    plain = re.sub(r"[^a-z0-9]+", "-", product.lower()).strip("-")
+    return Path(platformdirs.user_cache_dir("torch-checkpoint-planner")) / "devices" / f"{plain}.json"
 
 
 def load_device(path: str | os.PathLike[str]) -> Device:
@@ -329,7 +350,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()
 
 
-def _present_gpu(index: int | None) -> Device:
+def _present_gpu(index: int | None, calibrated: bool) -> Device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise DeviceError("no CUDA device is here: plan for one by its name, for example device='A100-80GB'")
@@ -338,6 +359,9 @@ def _present_gpu(index: int | None) -> Device:
     if index >= count:
         raise DeviceError(f"device 'cuda:{index}' does not exist: this machine has {count}, numbered from 0")
     properties = torch.cuda.get_device_properties(index)
+    path = calibrated_path(properties.name)
+    if calibrated and path.exists():
+        return replace(load_device(path), memory_bytes=properties.total_memory)
     return described_gpu(properties.name, properties.total_memory, properties)
 
 

@@ -1,0 +1,85 @@
+"""Calibration: measured figures of the GPU that is here, kept in a device file that plans use."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from planner.calibration.measurements import ON_A_GPU, Measured, Sizes, measure, used_bytes
+from planner.costs.devices import Device, DeviceError, calibrated_path, find_device
+from planner.planfile.atomic_file import check_writable, write_atomically
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibration found.
+
+    Attributes:
+        device: The device with the measured figures.
+        table: The same with those that plans use without it.
+        measured: What was measured.
+        path: The file that it was written to.
+    """
+
+    device: Device
+    table: Device
+    measured: Measured
+    path: str
+
+
+def calibrate(
+    name: str = "cuda", path: str | os.PathLike[str] | None = None, *, sizes: Sizes = ON_A_GPU
+) -> Calibration:
+    """Measure the device that is here, and write its figures to a file.
+
+    Args:
+        name: "cuda", "cuda:1", or "cpu" to try it.
+        path: The file; None for the one that plans for this device take their figures from.
+        sizes: How large what is measured is.
+
+    Raises:
+        DeviceError: There is no such device here.
+        PlanFileError: The file cannot be written.
+    """
+    device = torch.device(name)
+    here = device if device.type != "cuda" or device.index is not None else torch.device("cuda", _current())
+    used_before = used_bytes(here) if here.type == "cuda" else None
+    table = find_device(str(here), calibrated=False)
+    if path is None:
+        path = calibrated_path(table.name)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
+    measured = measure(here, sizes, used_before)
+    found = with_figures(table, measured)
+    write_atomically(path, json.dumps(as_file(found), indent=1) + "\n")
+    return Calibration(found, table, measured, os.fspath(path))
+
+
+def with_figures(table: Device, measured: Measured) -> Device:
+    """A device whose measured figures take the place of those of the table."""
+    return replace(
+        table,
+        bandwidth=measured.bandwidth,
+        flops={**table.flops, **measured.flops},
+        launch_seconds=measured.launch_seconds,
+        library_bytes=measured.library_bytes,
+        context_bytes=measured.context_bytes,
+        figures="calibrated",
+    )
+
+
+def as_file(device: Device) -> dict[str, object]:
+    """The fields of a device file."""
+    fields = asdict(replace(device, flops={}))
+    return {**fields, "flops": dict(device.flops)}
+
+
+def _current() -> int:
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "no CUDA device is here, and only one that is here can be calibrated: plans for devices by name, "
+            "as device='A100-80GB', use published figures"
+        )
+    return torch.cuda.current_device()
