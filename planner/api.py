@@ -18,22 +18,16 @@ from planner.planning.options import (
     shows_options,
 )
 from planner.planning.prepare import prepare
-from planner.planning.solve import (
-    find_solver,
-    infeasible,
-    least_whole_step,
-    plan_prepared,
-    reserving_no_more,
-    room_bytes,
-)
-from planner.planning.solve_for import solve_for
+from planner.planning.solve import find_solver, infeasible, least_whole_step, plan_prepared
+from planner.planning.solve_many import solve_many
 from planner.problem.selection import select
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import Inputs, read_step
 from planner.user_plan import Plan
 from solvers import portfolio
+from solvers.model.constraints import Constraints
+from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
-from solvers.model.solution import Solution
 
 
 @shows_options(PlanKeywords)
@@ -140,13 +134,16 @@ def sweep(
         progress=lambda text, fraction: report(text, 0.4 * fraction),
     )
     graph = prepared.problem.graph
-    constraints = select(graph, keep=keep, recompute=recompute, modules=dict(model.named_modules()))
+
+    def insisted(graph: Graph) -> Constraints:
+        return select(graph, keep=keep, recompute=recompute, modules=dict(model.named_modules()))
+
     wanted = [prepared.budget(b) for b in budgets or ()]
     end = time.perf_counter() + time_limit
     known = []
     if budgets is None:
         least = portfolio.solve(
-            graph, None, time_limit=time_limit / 4, constraints=constraints, effort=given.effort
+            graph, None, time_limit=time_limit / 4, constraints=insisted(graph), effort=given.effort
         )
         known = [least.schedule]
         most = simulate(graph, graph.base_schedule).peak_bytes
@@ -156,48 +153,21 @@ def sweep(
         wanted = [
             Budget(b, str(b), relative=True) for b in dict.fromkeys(max(t, least_total) for t in totals)
         ]
-    rooms = [room_bytes(budget, prepared) for budget in wanted]
-    shares = [budget for budget in wanted if budget.max_overhead is not None]
-    answers = portfolio.sweep(
-        graph,
-        [room for room, budget in zip(rooms, wanted, strict=True) if budget.max_overhead is None],
-        time_limit=max(0.0, end - time.perf_counter()) * (len(wanted) - len(shares)) / max(1, len(wanted)),
-        progress=lambda text, fraction: report(text, 0.4 + 0.58 * fraction),
-        constraints=constraints,
+    solutions = solve_many(
+        prepared,
+        wanted,
+        constraints=insisted,
         known=known,
-        effort=given.effort,
+        time_limit=max(0.0, end - time.perf_counter()),
+        progress=lambda text, fraction: report(text, 0.4 + 0.58 * fraction),
     )
-    solved = iter(answers)
-    each = max(0.0, end - time.perf_counter()) / max(1, len(shares))
-    solutions = [
-        next(solved)
-        if budget.max_overhead is None
-        else solve_for(
-            graph,
-            budget,
-            None,
-            portfolio.NAME,
-            time_limit=each,
-            effort=given.effort,
-            constraints=constraints,
-        )
-        for budget in wanted
-    ]
-    left = max(0.0, end - time.perf_counter()) / max(1, len(solutions))
-
-    def solve(room: int, seconds: float) -> Solution:
-        return portfolio.solve(graph, room, time_limit=seconds, constraints=constraints)
-
-    solutions = [
-        reserving_no_more(prepared, solution, budget, solve, time_limit=left)
-        for solution, budget in zip(solutions, wanted, strict=True)
-    ]
     plans = [
-        Plan.of(make_plan(prepared, solution, budget))
-        for solution, budget in zip(solutions, wanted, strict=True)
-        if solution.feasible
+        Plan.of(make_plan(prepared, solved, budget))
+        for solved, budget in zip(solutions, wanted, strict=True)
+        if solved.solution.feasible
     ]
     if not plans and solutions:
-        raise infeasible(prepared, solutions[0], wanted[0])
+        first = solutions[0]
+        raise infeasible(replace(prepared, problem=first.problem), first.solution, wanted[0])
     report("planned", 1.0)
     return sorted(plans, key=lambda p: -(p.target.budget_bytes or p.predicted.peak_bytes))

@@ -69,6 +69,17 @@ def test_bits_take_less_time_than_drawing_again_and_less_memory_than_masks(plan:
 
 
 @pytest.mark.heavy
+def test_a_sweep_packs_as_well() -> None:
+    given = {"budgets": ["min", "75%", "80%"], "loss": squares, "time_limit": 30}
+    plans = planner.sweep(blocks(), (X,), **given)  # type: ignore[arg-type]
+    without = planner.sweep(blocks(), (X,), encodings="none", **given)  # type: ignore[arg-type]
+    assert masks(plans[-1]) > 0
+    assert not any(masks(plan) for plan in without)
+    assert plans[-1].predicted.peak_bytes < without[-1].predicted.peak_bytes
+    assert [plan.predicted.seconds for plan in plans] == sorted(plan.predicted.seconds for plan in plans)
+
+
+@pytest.mark.heavy
 def test_a_budget_that_needs_no_recomputation_packs_nothing() -> None:
     assert masks(planned(blocks(), budget="100%")) == 0
 

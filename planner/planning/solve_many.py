@@ -1,0 +1,129 @@
+"""Solving for many budgets of one step, sharing the work between them."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from planner.planfile.budget import Budget
+from planner.planning.encodings import Solved, better, followed, keeps_everything, offered
+from planner.planning.prepare import Prepared
+from planner.planning.solve import reserving_no_more, room_bytes
+from planner.planning.solve_for import solve_for
+from planner.progress import Progress
+from solvers import portfolio
+from solvers.model.arrays import Schedule
+from solvers.model.constraints import Constraints
+from solvers.model.graph import Graph
+from solvers.model.solution import Solution, Status
+
+
+def solve_many(
+    prepared: Prepared,
+    wanted: Sequence[Budget],
+    *,
+    constraints: Callable[[Graph], Constraints],
+    known: Sequence[Schedule],
+    time_limit: float,
+    progress: Progress,
+) -> list[Solved]:
+    """The best schedules for budgets, with masks as bits and without.
+
+    Args:
+        prepared: The step.
+        wanted: The budgets.
+        constraints: What users insist on, on a graph.
+        known: Schedules that were found before.
+        time_limit: Wall seconds for all of them.
+        progress: Called with what is being done, and how much of it is done.
+    """
+    graph = prepared.problem.graph
+    offer = offered(prepared, constraints(graph))
+    share = 1.0 if offer is None else 0.5
+    plain = [
+        Solved(solution, prepared.problem)
+        for solution in _solutions(
+            prepared,
+            graph,
+            wanted,
+            constraints(graph),
+            known,
+            share * time_limit,
+            lambda text, fraction: progress(text, share * fraction),
+        )
+    ]
+    more = [i for i, solved in enumerate(plain) if not keeps_everything(solved)]
+    if offer is None or not more:
+        return plain
+    answers = _solutions(
+        prepared,
+        offer.problem.graph,
+        [wanted[i] for i in more],
+        constraints(offer.problem.graph),
+        (),
+        (1.0 - share) * time_limit,
+        lambda text, fraction: progress(text, share + (1.0 - share) * fraction),
+    )
+    for i, answer in zip(more, answers, strict=True):
+        without = replace(plain[i], bound_covers="schedules that pack no masks")
+        room = room_bytes(wanted[i], prepared)
+        plain[i] = better(without, followed(prepared.problem, offer, answer), room)
+    return _monotone(plain, [room_bytes(budget, prepared) for budget in wanted])
+
+
+def _monotone(found: list[Solved], rooms: list[int | None]) -> list[Solved]:
+    """With what was found for a smaller budget where that is faster."""
+    answers = list(found)
+    fastest: Solved | None = None
+    for room, i in sorted((room, i) for i, room in enumerate(rooms) if room is not None):
+        if fastest is not None:
+            answers[i] = better(answers[i], replace(fastest, bound_covers=answers[i].bound_covers), room)
+            if answers[i].problem is fastest.problem and answers[i].solution is fastest.solution:
+                known = replace(fastest.solution, bound_seconds=None, status=Status.FEASIBLE)
+                answers[i] = replace(answers[i], solution=known)
+        if answers[i].solution.feasible:
+            fastest = answers[i]
+    return answers
+
+
+def _solutions(
+    prepared: Prepared,
+    graph: Graph,
+    wanted: Sequence[Budget],
+    constraints: Constraints,
+    known: Sequence[Schedule],
+    time_limit: float,
+    progress: Progress,
+) -> list[Solution]:
+    end, effort = time.perf_counter() + time_limit, prepared.options.effort
+    shares = [budget for budget in wanted if budget.max_overhead is not None]
+    solved = iter(
+        portfolio.sweep(
+            graph,
+            [room_bytes(budget, prepared) for budget in wanted if budget.max_overhead is None],
+            time_limit=max(0.0, end - time.perf_counter())
+            * (len(wanted) - len(shares))
+            / max(1, len(wanted)),
+            progress=progress,
+            constraints=constraints,
+            known=known,
+            effort=effort,
+        )
+    )
+    each = max(0.0, end - time.perf_counter()) / max(1, len(shares))
+    solutions = [
+        next(solved)
+        if budget.max_overhead is None
+        else solve_for(
+            graph, budget, None, portfolio.NAME, time_limit=each, effort=effort, constraints=constraints
+        )
+        for budget in wanted
+    ]
+    left = max(0.0, end - time.perf_counter()) / max(1, len(solutions))
+
+    def solve(room: int, seconds: float) -> Solution:
+        return portfolio.solve(graph, room, time_limit=seconds, constraints=constraints)
+
+    return [
+        reserving_no_more(prepared, solution, budget, solve, time_limit=left)
+        for solution, budget in zip(solutions, wanted, strict=True)
+    ]
