@@ -1,0 +1,61 @@
+"""Two processes that train by a plan with regions, as the examples do it: the weights are those without."""
+
+import os
+import runpy
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.side_by_side import counting_runs
+
+_EXAMPLES = Path(__file__).parents[1] / "examples"
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DistributedDataParallel": ("ddp", {}),
+    "fully_shard": ("fsdp2", {}),
+    "fully_shard, half precision, kept unsharded": ("fsdp2", {"reshard": False, "half": True}),
+}
+
+
+def _process(rank: int, port: int, folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for name, (example, options) in CASES.items():
+        train = runpy.run_path(str(_EXAMPLES / f"{example}.py"))["train"]
+        with counting_runs() as runs:
+            ours = train("75%", 2, **options)
+        theirs = train(None, 2, **options)
+        unequal = [n for n, value in theirs.items() if not torch.equal(ours[n], value)]
+        # Of each step the embedding, three blocks and the head.
+        (folder / f"{name}.{rank}").write_text(f"{runs.backward} backwards, {unequal or 'all'} equal")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each rank says of each case; all in one pair of processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_process, args=(rank, port, folder), daemon=True) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        process.kill()
+    return folder
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name: str, outcomes: Path) -> None:
+    for rank in range(2):
+        report = outcomes / f"{name}.{rank}"
+        assert report.exists(), f"rank {rank} did not come to it"
+        assert report.read_text() == "10 backwards, all equal"
