@@ -19,6 +19,17 @@ def returns_no_views(operator: Any) -> bool:
     return bool(returns) and all(r.alias_info is None for r in returns)
 
 
+def writes(operator: Any) -> bool:
+    """Whether an operator writes to its arguments."""
+    return isinstance(operator, OpOverload) and operator._schema.is_mutable
+
+
+def last_argument(operator: OpOverload) -> str:
+    """The name of an operator's last argument."""
+    name: str = operator._schema.arguments[-1].name
+    return name
+
+
 def uses_generator(operator: Any) -> bool:
     """Whether an operator draws random numbers."""
     return isinstance(operator, torch._ops.OpOverload) and (

@@ -22,6 +22,7 @@ from planner._torch.joint import aot_metadata
 from planner._torch.joint.effects import has_effects
 from planner._torch.module_paths import module_of
 from planner._torch.tensors import stored_elements
+from planner.graph.dying_operands import write_into_dying_operands, writing
 from planner.graph.replay import rule_of
 from planner.graph.replay_rule import ReplayRule
 
@@ -43,6 +44,9 @@ class JointOp:
         allocates: Storage numbers that it allocates, in order of its outputs.
         rule: How it is run again.
         reads_mutated: Whether a second run reads an input that the step overwrites.
+        written: The storage of another operation that it writes its result into; None where it allocates.
+        writers: Of an operation of the forward those that write their results into what it made, in order.
+            They run again with it, and not without.
     """
 
     index: int
@@ -52,6 +56,8 @@ class JointOp:
     allocates: tuple[int, ...]
     rule: ReplayRule
     reads_mutated: bool
+    written: int | None = None
+    writers: list["JointOp"] = field(default_factory=list)
 
     @property
     def recomputable(self) -> bool:
@@ -59,7 +65,17 @@ class JointOp:
         target = self.node.target
         if self.backward or not operators.is_operator(target) or has_effects(target):
             return False
+        if self.written is not None:
+            return False
         return self.rule.repeatable(self.node) and not self.reads_mutated
+
+    @property
+    def read_again(self) -> Sequence[Node]:
+        """What a second run reads, that of :attr:`writers` included."""
+        found = dict.fromkeys(self.rule.reads_again(self.node))
+        for writer in self.writers:
+            found.update(dict.fromkeys(writer.node.all_input_nodes))
+        return list(found)
 
     @property
     def allocates_again(self) -> tuple[int, ...]:
@@ -159,6 +175,7 @@ class JointGraph:
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         mutated_nodes = {n for i, n in enumerate(placeholders) if i in self.mutated}
         mutated_storages: set[int] = set()
+        maker: dict[int, JointOp] = {}
         for node in placeholders:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
@@ -183,6 +200,10 @@ class JointGraph:
                     self.storage_of[node] = self._storage(value)
                 continue
             reads = tuple(dict.fromkeys(s for i in node.all_input_nodes for s in self.storages_of(i)))
+            call = writing(node)
+            written = None if call is None else self.storage_of[call.operand(node)]
+            if written is not None:
+                self._keys[fake.storage_key(node.meta["val"])] = written
             allocates: list[int] = []
             for value in _tensors(node.meta.get("val")):
                 known = len(self.storage_bytes)
@@ -191,7 +212,7 @@ class JointGraph:
                     allocates.append(number)
             if isinstance(node.meta.get("val"), torch.Tensor):
                 self.storage_of[node] = self._storage(node.meta["val"])
-            if not allocates and reads and _is_aliasing(node):
+            if not allocates and reads and _is_aliasing(node) and written is None:
                 continue
             rule = rule_of(node)
             read_again = [s for n in rule.reads_again(node) for s in self.storages_of(n)]
@@ -203,7 +224,11 @@ class JointGraph:
                 allocates=tuple(allocates),
                 rule=rule,
                 reads_mutated=not mutated_storages.isdisjoint(read_again),
+                written=written,
             )
+            maker.update(dict.fromkeys(allocates, op))
+            if written is not None and not backward:
+                maker[written].writers.append(op)
             self.op_of[node] = op.index
             self.ops.append(op)
 
@@ -237,6 +262,7 @@ def read_joint(module: GraphModule, forward_outputs: int) -> JointGraph:
     """
     mutated = aot_metadata.mutated_inputs(module)
     module.graph.eliminate_dead_code(is_impure_node=_is_impure)
+    write_into_dying_operands(module)
     return JointGraph(module.graph, module, forward_outputs, mutated)
 
 

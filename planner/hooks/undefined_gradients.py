@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch.joint import aot, aot_metadata
+from planner.graph.dying_operands import forget
 from planner.graph.trace import TracedGraph
 from planner.hooks.protocol import GraphHook
 
@@ -89,6 +90,7 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
     gone = {gradients[i] for i in absent}
     reached = set(gradients)  # by any gradient
     for node in list(graph.nodes):
+        forget(node)  # what is left of a sum may be somebody else's
         if node.op != "call_function" or reached.isdisjoint(node.all_input_nodes):
             continue
         reached.add(node)

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from planner._torch.execution import mask_operators, op_bindings
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.joint.aot import BoxedFunction
+from planner.graph.dying_operands import writing
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.passes.in_place_accumulation import add_as_in_place, is_sum_in_place
 from planner.lowering.view_elimination import simplify
@@ -122,17 +123,31 @@ class _Writer:
         if target is aten.view.default or (target is aten._unsafe_view.default and node not in self._results):
             # Fake and real strides of some kernels disagree, and then a view cannot be taken.
             return self._written(op_bindings.RESHAPE, "reshape", node, sizes_in_tuples=True)
+        into = writing(node)
+        if into is not None:
+            kwargs = into.kwargs(node)
+            binding = self._binding(into.operator, node.args, kwargs)
+            function = op_bindings.raw_callable(into.operator) if binding is None else binding
+            return self._written(function, str(into.operator), node, kwargs)
         if is_sum_in_place(node):
             return self._written(add_as_in_place, "add", node)
         own = mask_operators.FUNCTIONS.get(target)
         if own is not None:
             return self._written(own, str(target), node)
-        binding = self._binding(node)
+        binding = self._binding(target, node.args, node.kwargs)
         if binding is not None:
             return self._written(binding, str(target), node, sizes_in_tuples=True)
         return self._written(op_bindings.raw_callable(target), str(target), node)
 
-    def _written(self, function: Any, name: str, node: Node, *, sizes_in_tuples: bool = False) -> str:
+    def _written(
+        self,
+        function: Any,
+        name: str,
+        node: Node,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        sizes_in_tuples: bool = False,
+    ) -> str:
         """The text of a call. Tuples of numbers are constants of the code; lists are made at every call."""
 
         def text(value: Any) -> str:
@@ -141,17 +156,17 @@ class _Writer:
             return self._text(value)
 
         arguments = [text(a) for a in node.args]
-        arguments += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+        arguments += [f"{k}={text(v)}" for k, v in (node.kwargs if kwargs is None else kwargs).items()]
         return f"{self._constant(function, name)}({', '.join(arguments)})"
 
-    def _binding(self, node: Node) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), _value)
+    def _binding(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = map_arg((args, kwargs), _value)
         if any(value is _MISSING for value in tree_leaves((args, kwargs))):
             return None
-        key = (node.target, *(_kind(v) for v in tree_leaves((args, kwargs))))
+        key = (target, *(_kind(v) for v in tree_leaves((args, kwargs))))
         if key not in self._bindings:
             args, kwargs = _sizes_in_tuples((args, kwargs))
-            self._bindings[key] = op_bindings.python_binding(node.target, args, kwargs)
+            self._bindings[key] = op_bindings.python_binding(target, args, kwargs)
         return self._bindings[key]
 
     def _text(self, value: Any) -> str:

@@ -124,6 +124,9 @@ class _Backward:
         for storage in op.allocates if op in self.packed else op.allocates_again:
             self._version[storage] += 1
         self._current[op.node] = (self._versions(op.node), node)
+        for writer in op.writers:
+            emitted = writer.rule.emit_again(self.graph, writer.node, self._node_again, None)
+            self._current[writer.node] = (self._versions(writer.node), emitted)
 
     def _again(self, op: JointOp) -> Node:
         state = self.rule(op).state(op.node)

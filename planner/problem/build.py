@@ -17,6 +17,7 @@ from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline, real_sizes
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.graph.dying_operands import writing
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, copy_bytes
@@ -125,13 +126,15 @@ class _Row:
 class _Again:
     """How a row is run a second time: with what, for what, and what that needs besides.
 
-    ``call`` is None where the same operation runs; ``extra_bytes`` are held while it runs.
+    ``call`` is None where the same operation runs; ``extra_bytes`` are held while it runs. ``writers`` are
+    the rows that write over its result, which run with it.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     call: Call | None = None
     extra_bytes: int = 0
+    writers: tuple[int, ...] = ()
 
 
 @dataclass
@@ -142,6 +145,7 @@ class _Builder:
     values: list[Value] = field(default_factory=list)
     _value_of: dict[int, int] = field(default_factory=dict)  # by recorded storage
     _storages: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by graph and instance
+    _row_of: dict[JointOp, int] = field(default_factory=dict)
     _last_row: list[int] = field(default_factory=list)  # by event
     _held: dict[int, int | None] = field(default_factory=dict)  # by value: event after which it is freed
 
@@ -180,14 +184,16 @@ class _Builder:
             if row.again is None:
                 continue
             first, again = ops[base], row.again
-            workspace = replayed[base].workspace_bytes if base in replayed else first.workspace_bytes
+            memory, writers = replayed.get(base, memories[base]), [ops[w] for w in again.writers]
+            held = [memory.workspace_bytes + again.extra_bytes, *(w.workspace_bytes for w in writers)]
             ops[base] = replace(first, replay=len(ops))
             ops.append(
                 replace(
                     first,
                     inputs=again.inputs,
                     outputs=again.outputs,
-                    workspace_bytes=workspace + again.extra_bytes,
+                    seconds=first.seconds + sum(w.seconds for w in writers),
+                    workspace_bytes=max(held),
                 )
             )
         end = len(self.rows) - 1
@@ -250,14 +256,17 @@ class _Builder:
             if placeholder in joint.storage_of and recorded in self._value_of:
                 storages[joint.storage_of[placeholder]] = self._value_of[recorded]
         split = joint.forward_length
-        copies = _Copies(joint, self.copying)
+        copies, first = _Copies(joint, self.copying), len(self.rows)
         for joint_op in joint.ops[split:] if call.backward else joint.ops[:split]:
             for primal in copies.before(joint_op):
                 self.rows.append(self._copy_row(joint, primal, storages, region, joint_op.module))
                 copies.values[primal] = self.rows[-1].op.outputs[0]
             source = Source(call.graph, call.instance, joint_op.index)
-            row = self._joint_row(joint, joint_op, source, storages, region, backward, copies)
-            self.rows.append(row)
+            self._row_of[joint_op] = len(self.rows)
+            self.rows.append(self._joint_row(joint, joint_op, source, storages, region, backward))
+        for row in self.rows[first:]:
+            if row.op.recomputable:
+                self._replay(row, joint.ops[row.source.op], storages, copies)
         for output, recorded in zip(joint.outputs[call.backward], call.outputs, strict=True):
             if recorded >= 0 and recorded not in self._value_of and isinstance(output, Node):
                 value = storages.get(joint.storage_of.get(output, -1))
@@ -272,7 +281,6 @@ class _Builder:
         storages: dict[int, int],
         region: int,
         backward: bool,
-        copies: "_Copies",
     ) -> _Row:
         reads = tuple(storages[s] for s in op.reads if s in storages)
         for storage in op.allocates:
@@ -280,7 +288,7 @@ class _Builder:
             storages[storage] = self._value(Value(size, f"{op.node.name} @ {op.module}"))
         made = tuple(storages[s] for s in op.allocates)
         recomputable = op.recomputable and not backward
-        row = _Row(
+        return _Row(
             source,
             Op(
                 reads,
@@ -295,18 +303,17 @@ class _Builder:
             op.node.meta.get("val"),
             made,
         )
-        if recomputable:
-            self._replay(row, op, storages, copies)
-        return row
 
     def _replay(self, row: _Row, op: JointOp, storages: dict[int, int], copies: "_Copies") -> None:
         """Say how a row is run again, where that is otherwise than it first ran."""
         node, state = op.node, op.rule.state(op.node)
-        call, read = op.rule.call_again(node), op.rule.reads_again(node)
-        if state is None and call is None and not copies.are_read(read):
+        call, read = op.rule.call_again(node), op.read_again
+        if state is None and call is None and not op.writers and not copies.are_read(read):
             return
         row.again = again = _Again(
-            copies.read(read, storages), tuple(storages[s] for s in op.allocates_again)
+            tuple(v for v in copies.read(read, storages) if v not in row.allocates),
+            tuple(storages[s] for s in op.allocates_again),
+            writers=tuple(self._row_of[w] for w in op.writers),
         )
         if call is not None:
             again.call = Call(call.target, map_arg(call.args, _example))
@@ -388,7 +395,8 @@ def _example(node: Node) -> Any:
 
 
 def _call_of(node: Node) -> Call:
+    into = writing(node)
     args: Sequence[Any]
-    args, kwargs = map_arg((node.args, node.kwargs), _example)
-    func: Any = operator_in_place(node) or node.target
+    args, kwargs = map_arg((node.args, node.kwargs if into is None else into.kwargs(node)), _example)
+    func: Any = operator_in_place(node) or (node.target if into is None else into.operator)
     return Call(func, args, kwargs)

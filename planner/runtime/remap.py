@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from planner._torch import fake
-from planner.graph.joint_graph import JointGraph
+from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.packed import is_mask
 from planner.graph.spec import GraphSpec
 from planner.planfile.plan import GraphRecord
@@ -124,7 +124,7 @@ class _Sequence:
     def _needs(self, index: int) -> list[int]:
         if index in self._packed:
             return []
-        made = {self._producer[s] for s in self._ops[index].reads if s in self._producer}
+        made = {self._producer[s] for s in _read(self._ops[index]) if s in self._producer}
         return sorted(made - self._done)
 
 
@@ -138,9 +138,15 @@ def _without_idle(joint: JointGraph, steps: Sequence[int], packed: set[int]) -> 
             if wanted.isdisjoint(op.allocates_again):
                 continue
             wanted.difference_update(op.allocates_again)
-        wanted.update(() if index in packed else op.reads)
+        wanted.update(() if index in packed else _read(op))
         kept.append(index)
     return kept[::-1]
+
+
+def _read(op: JointOp) -> set[int]:
+    """The storages that an operation reads, in the backward, of others'."""
+    read = {s for o in (op, *op.writers) for s in o.reads}
+    return read.difference(op.allocates)
 
 
 def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, int]:

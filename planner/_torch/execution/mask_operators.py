@@ -39,7 +39,9 @@ def masked_product(value: torch.Tensor, mask: torch.Tensor, keep: float) -> torc
         mask: What :func:`draw_mask` returned.
         keep: The probability to keep an element.
     """
-    noise = mask.to(value.dtype).div_(keep)
+    noise = (
+        mask.view(torch.uint8).to(value.dtype).div_(keep)
+    )  # of bytes: PyTorch converts booleans one by one
     return noise.mul_(value) if noise.stride() == value.stride() else value.mul(noise)
 
 

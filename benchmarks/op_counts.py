@@ -1,0 +1,180 @@
+"""What a planned step that recomputes nothing executes, operator by operator, against eager.
+
+    python benchmarks/op_counts.py [--models gpt2 bert llama resnet50] [--repeats 15] [--all] [--json]
+
+Each model trains a step unplanned and a step by a plan with all the memory it wants. Counted are all the
+operators that run, those that others call included, by the profiler's names: how often each is called, how
+often it allocates itself, and the time that is its own. Printed are those that allocate, or copy, more often
+in the plan's step than in eager's, with the reason; --all prints every one. With --repeats, steps are timed
+as well, interleaved: medians of process time. Run it with one thread and memory that is not given back to the
+system, or the page faults are what is timed:
+
+    OMP_NUM_THREADS=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 python benchmarks/op_counts.py
+"""
+
+import argparse
+import copy
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import planner
+from benchmarks import hugging_face
+from planner.verification.measure import time_steps
+
+MODELS = ("gpt2", "bert", "llama", "resnet50")
+
+COPIES = frozenset({"aten::copy_"})
+"""Operators that copy into memory that is there."""
+
+REASONS = {
+    "aten::to": "a mask of dropout as numbers: it is kept as booleans, a quarter of eager's bytes",
+    "aten::empty_like": "the mask of dropout, of booleans",
+    "aten::add": "the sum of a residual stream, whose operands may be needed again: eager's `+=`",
+}
+"""By operator: why the plan's step calls it more often. Operators without one are to be looked into."""
+
+
+@dataclass
+class Count:
+    """Calls of one operator in a step: how many, how many of them allocated, and their seconds."""
+
+    calls: int = 0
+    allocating: int = 0
+    seconds: float = 0.0
+
+
+def build(name: str, layers: int, words: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A model by name, with arguments of a step whose output has a ``loss`` or is one."""
+    torch.manual_seed(0)
+    if name != "resnet50":
+        tokens = torch.randint(0, hugging_face.WORDS, (2, words))
+        return hugging_face.build(name, layers), {"input_ids": tokens, "labels": tokens}
+    import transformers
+
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=100))
+    images, labels = torch.randn(8, 3, 96, 96), torch.randint(0, 100, (8,))
+    return model.train(), {"pixel_values": images, "labels": labels}
+
+
+def step(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Forward and backward of one batch, into fresh gradients."""
+    model.zero_grad(set_to_none=True)
+    output = model(**kwargs)
+    loss = output if isinstance(output, torch.Tensor) else output.loss
+    del output
+    loss.backward()
+
+
+def counted(run: Callable[[], None]) -> dict[str, Count]:
+    """The operators that a step calls, by name."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    found: dict[str, Count] = {}
+    for event in profile.events():
+        if not event.name.startswith("aten::"):
+            continue
+        count = found.setdefault(event.name, Count())
+        count.calls += 1
+        count.allocating += event.self_cpu_memory_usage > 0
+        count.seconds += event.self_cpu_time_total * 1e-6
+    return found
+
+
+def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Count, and time, the unplanned and the planned step of one model."""
+    eager, kwargs = build(name, options.layers, options.words)
+    planned = copy.deepcopy(eager)
+    plan = planner.plan(planned, kwargs=kwargs, budget="1TiB", solver="none", outputs="dropped")
+    plan.apply(planned)
+    runs = [partial(step, model, kwargs) for model in (eager, planned)]
+    for run in runs:
+        run()
+        run()
+    theirs, ours = map(counted, runs)
+    result: dict[str, Any] = {
+        "operators": {
+            operator: {
+                "eager": asdict(theirs.get(operator, Count())),
+                "planned": asdict(ours.get(operator, Count())),
+            }
+            for operator in sorted({*theirs, *ours})
+        },
+    }
+    if options.repeats:
+        taken = time_steps(runs, options.repeats)
+        ratios = sorted(p / e for e, p in zip(*taken, strict=True))
+        result["seconds"] = dict(zip(("eager", "planned"), map(_median, taken), strict=True))
+        result["ratio"] = {
+            "median": _median(ratios),
+            "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        }
+    return result
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def table(result: dict[str, Any], everything: bool) -> list[str]:
+    """Lines of a Markdown table of what is more often, or of everything."""
+    lines = [
+        "| operator | calls: eager | planned | allocating: eager | planned | ms: eager | planned | why |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for operator, by_step in result["operators"].items():
+        eager, planned = by_step["eager"], by_step["planned"]
+        kind = "calls" if operator in COPIES else "allocating"
+        more = planned[kind] > eager[kind]
+        if not everything and not more:
+            continue
+        figures = [f"{s[k]}" for k in ("calls", "allocating") for s in (eager, planned)]
+        figures += [f"{s['seconds'] * 1e3:.1f}" for s in (eager, planned)]
+        reason = REASONS.get(operator, "") if more else ""
+        lines.append(f"| `{operator.removeprefix('aten::')}` | {' | '.join(figures)} | {reason} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--layers", type=int, default=4, help="of the language models")
+    parser.add_argument(
+        "--words", type=int, default=256, help="length of their sequences, of which there are 2"
+    )
+    parser.add_argument("--repeats", type=int, default=0, help="timed steps of each kind; 0 for none")
+    parser.add_argument("--all", action="store_true", help="print every operator")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    results = {name: compare(name, options) for name in options.models}
+    if options.json:
+        json.dump(results, sys.stdout, indent=1)
+        return
+    for name, result in results.items():
+        print(f"## {name}\n")
+        if options.repeats:
+            eager, planned = (result["seconds"][k] * 1e3 for k in ("eager", "planned"))
+            low, high = result["ratio"]["quartiles"]
+            print(
+                f"A step takes {eager:.0f} ms eager and {planned:.0f} ms planned: "
+                f"{result['ratio']['median']:.3f} (quartiles {low:.3f} to {high:.3f}).\n"
+            )
+        print("\n".join(table(result, options.all)), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

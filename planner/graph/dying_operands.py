@@ -1,0 +1,256 @@
+"""Elementwise results that are written into the memory of an operand that nobody reads afterwards.
+
+A traced graph computes every result in memory of its own. Where an operand of the same shape, strides and
+type is read for the last time, its memory serves as well: the bits are the same, and less is allocated. The
+autograd engine does so where it adds up gradients.
+
+In the backward the order of the operations is fixed, so that the last reader of a value is known. A value of
+the forward may be computed again: there an operand is overwritten only if nothing but that one operation
+reads it, and the two are run again together. The result and its operand are then one value to a solver. What
+else the operation reads must then be there when the operand is computed, so that it may only be what that
+reads too, inputs, and what is small.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from planner._torch import fake, operators
+from planner._torch.execution.op_bindings import same_sizes, same_steps
+from planner._torch.joint import aot_metadata
+from planner.graph.in_place import operator_in_place
+from planner.graph.replay import rule_of
+from planner.graph.replay_rule import ReplayRule
+
+aten = torch.ops.aten
+
+_POSITION = "planner_written_into"
+"""Key among what is known of a node: the position of the argument that its result is written into."""
+
+_SMALL = 8
+"""By how many times an operand must be smaller than a result to be small."""
+
+_FIRST, _EITHER = (0,), (0, 1)
+
+_WRITERS: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
+    aten.add.Tensor: (_EITHER, aten.add_.Tensor, aten.add.out),
+    aten.sub.Tensor: (_EITHER, aten.sub_.Tensor, aten.sub.out),
+    aten.mul.Tensor: (_EITHER, aten.mul_.Tensor, aten.mul.out),
+    aten.div.Tensor: (_EITHER, aten.div_.Tensor, aten.div.out),
+    aten.where.self: ((1, 2), None, aten.where.self_out),
+    aten.add.Scalar: (_FIRST, aten.add_.Scalar, None),
+    aten.sub.Scalar: (_FIRST, aten.sub_.Scalar, None),
+    aten.mul.Scalar: (_FIRST, aten.mul_.Tensor, None),  # `mul_.Scalar` rounds the number
+    aten.div.Scalar: (_FIRST, aten.div_.Scalar, None),
+    aten.pow.Tensor_Scalar: (_FIRST, aten.pow_.Scalar, None),
+    aten.masked_fill.Scalar: (_FIRST, aten.masked_fill_.Scalar, None),
+    aten.masked_fill.Tensor: (_FIRST, aten.masked_fill_.Tensor, None),
+    aten.tanh_backward.default: (_FIRST, None, aten.tanh_backward.grad_input),
+    aten.sigmoid_backward.default: (_FIRST, None, aten.sigmoid_backward.grad_input),
+    aten.threshold_backward.default: (_FIRST, None, aten.threshold_backward.grad_input),
+    aten.gelu_backward.default: (_FIRST, None, aten.gelu_backward.grad_input),
+    aten.silu_backward.default: (_FIRST, None, aten.silu_backward.grad_input),
+    **{
+        getattr(aten, name).default: (_FIRST, getattr(aten, f"{name}_").default, None)
+        for name in ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "erf",
+                     "tanh", "sigmoid", "relu", "silu")
+    },
+}  # fmt: skip
+"""Operators that compute each element of their result of the same element of their arguments: which of these
+may be written over, and by which operator, in place (the first) or by ``out=``."""
+
+
+class Writing(NamedTuple):
+    """A call that writes its result into one of its arguments.
+
+    Attributes:
+        operator: What is called.
+        position: Which argument is written into.
+        keyword: By which name the operator takes that argument a second time; None where it is the first
+            one's memory that it writes to.
+    """
+
+    operator: Any
+    position: int
+    keyword: str | None
+
+    def kwargs(self, node: Node) -> dict[str, Any]:
+        """The arguments by name, of a node that is called so."""
+        return (
+            dict(node.kwargs) if self.keyword is None else {**node.kwargs, self.keyword: self.operand(node)}
+        )
+
+    def operand(self, node: Node) -> Node:
+        """The argument that is written into."""
+        operand = node.args[self.position]
+        assert isinstance(operand, Node)
+        return operand
+
+
+def writing(node: Node) -> Writing | None:
+    """How a node writes its result into an operand; None for all that allocate their results."""
+    position = node.meta.get(_POSITION)
+    if position is None or node.target not in _WRITERS:
+        return None
+    _, in_place, out = _WRITERS[node.target]
+    if position == 0 and in_place is not None:
+        return Writing(in_place, position, None)
+    return Writing(out, position, operators.last_argument(out))
+
+
+def forget(node: Node) -> None:
+    """Let a node allocate its result."""
+    node.meta.pop(_POSITION, None)
+
+
+def write_into_dying_operands(module: GraphModule) -> None:
+    """Mark the operations of a joint graph that write into an operand; :func:`writing` tells how.
+
+    Args:
+        module: The graph, without dead code.
+    """
+    found = _Storages(module)
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        forget(node)
+        for position in found.positions(node):
+            if found.is_free(node, position):
+                node.meta[_POSITION] = position
+                found.merge(node, position)
+                break
+
+
+class _Storages:
+    """Who makes and who reads the storages of a joint graph."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self._maker: dict[int, Node] = {}  # by storage
+        self._first: dict[int, int] = {}  # by storage: the one whose memory it is written into, or itself
+        self._reads: dict[int, set[int]] = {}  # by storage: what its maker, and all that write into it, read
+        self._readers: dict[int, list[Node]] = {}
+        self._viewed: set[Node] = set()  # results that are written into a view
+        self._backward: set[Node] = set()
+        placeholders = module.graph.find_nodes(op="placeholder")
+        mutated = aot_metadata.mutated_inputs(module)
+        self._mutated = {
+            fake.storage_key(tensor)
+            for i, n in enumerate(placeholders)
+            if i in mutated
+            for tensor in _strided(n.meta.get("val"))
+        }
+        backward = False
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                backward = backward or node.meta.get("partitioner_tag") == "is_backward"
+                if backward:
+                    self._backward.add(node)
+            self._add(node)
+
+    def _add(self, node: Node) -> None:
+        keys = [fake.storage_key(tensor) for tensor in _strided(node.meta.get("val"))]
+        new = [key for key in keys if key not in self._maker]
+        read = {fake.storage_key(t) for n in node.all_input_nodes for t in _strided(n.meta.get("val"))}
+        for key in new:
+            self._maker.setdefault(key, node)
+            self._first[key] = key
+            self._reads[key] = read
+        is_view = keys and not new and not operators.writes(node.target)
+        if node.op in ("placeholder", "get_attr") or is_view or fake.is_size(node.meta.get("val")):
+            return
+        for key in read:
+            self._readers.setdefault(key, []).append(node)
+
+    def positions(self, node: Node) -> tuple[int, ...]:
+        """The arguments of a node that it may write over, if they are free."""
+        if node.target not in _WRITERS or operator_in_place(node) is not None:
+            return ()
+        value = node.meta.get("val")
+        if (
+            not isinstance(value, torch.Tensor)
+            or not fake.is_fake(value)
+            or value.layout is not torch.strided
+        ):
+            return ()
+        if (
+            type(rule_of(node)) is not ReplayRule
+            or value.is_complex()
+            or self._maker[fake.storage_key(value)] is not node
+        ):
+            return ()
+        read = {fake.storage_key(t) for n in node.all_input_nodes for t in _strided(n.meta.get("val"))}
+        return () if read & self._mutated else _WRITERS[node.target][0]
+
+    def is_free(self, node: Node, position: int) -> bool:
+        """Whether an argument of a node has the form of its result, and dies there."""
+        operand = node.args[position] if position < len(node.args) else None
+        if not isinstance(operand, Node) or not _same_form(operand.meta.get("val"), node.meta["val"]):
+            return False
+        key = fake.storage_key(operand.meta["val"])
+        maker = self._maker[self._first[key]]
+        if maker.op != "call_function" or not operators.returns_no_views(maker.target):
+            return False
+        if operators.is_foreign(maker.target) or (maker in self._backward) is not (node in self._backward):
+            return False
+        others = {
+            self._first[fake.storage_key(tensor)]: tensor
+            for n in node.all_input_nodes
+            if n is not operand
+            for tensor in _strided(n.meta.get("val"))
+        }
+        readers = self._readers[key]
+        if readers[-1] is not node or self._first[key] in others:
+            return False
+        if node in self._backward:
+            return True
+        # A view stays one: users may not write to what a function of autograd's returns as a view.
+        if any(r is not node for r in readers) or (self._is_returned(node) and self._looks_at(operand)):
+            return False
+        read = {self._first[storage] for storage in self._reads[self._first[key]]}
+        return all(
+            storage in read
+            or self._maker[storage].op != "call_function"
+            or fake.storage_bytes(tensor) * _SMALL <= fake.storage_bytes(node.meta["val"])
+            for storage, tensor in others.items()
+        )
+
+    def merge(self, node: Node, position: int) -> None:
+        """The result of a node is in the memory of an argument."""
+        operand = node.args[position]
+        assert isinstance(operand, Node)
+        key, first = (fake.storage_key(n.meta["val"]) for n in (node, operand))
+        self._first[key] = self._first[first]
+        self._reads[self._first[key]] |= self._reads[key]
+        if self._looks_at(operand):
+            self._viewed.add(node)
+
+    def _is_returned(self, node: Node) -> bool:
+        return any(n.op == "output" for n in self._readers.get(fake.storage_key(node.meta["val"]), ()))
+
+    def _looks_at(self, node: Node) -> bool:
+        maker = self._maker[fake.storage_key(node.meta["val"])]
+        return node in self._viewed or (node is not maker and maker is not node.args[0])
+
+
+def _strided(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _strided(item)
+    elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        yield value
+
+
+def _same_form(operand: Any, result: torch.Tensor) -> bool:
+    """Whether an operand has the type, sizes and strides of a result, and the whole of its memory."""
+    return (
+        fake.is_fake(operand)
+        and operand.layout is torch.strided
+        and operand.dtype is result.dtype
+        and operand.device == result.device
+        and same_sizes(operand, result)
+        and same_steps(operand, result)
+        and fake.concrete_size(operand.storage_offset()) == 0
+        and fake.storage_bytes(operand) == fake.storage_bytes(result) > 0
+    )
