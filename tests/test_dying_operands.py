@@ -223,6 +223,7 @@ class Bent(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("budget", ["1TiB", "min"])
 def test_predicted_is_measured_and_gradients_are_eagers(budget: str) -> None:
     torch.manual_seed(0)
