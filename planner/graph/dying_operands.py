@@ -176,7 +176,7 @@ class _Storages:
             return ()
         if (
             type(rule_of(node)) is not ReplayRule
-            or value.is_complex()
+            or not value.is_floating_point()
             or self._maker[fake.storage_key(value)] is not node
         ):
             return ()

@@ -287,14 +287,13 @@ class _Builder:
             size = joint.storage_bytes[storage]
             storages[storage] = self._value(Value(size, f"{op.node.name} @ {op.module}"))
         made = tuple(storages[s] for s in op.allocates)
-        recomputable = op.recomputable and not backward
         return _Row(
             source,
             Op(
                 reads,
                 made,
                 phase=Phase(backward),
-                recomputable=recomputable,
+                recomputable=op.recomputable and not backward,
                 region=region,
                 name=f"{op.name} #{op.index}",
                 module=op.module,
@@ -313,10 +312,9 @@ class _Builder:
         row.again = again = _Again(
             tuple(v for v in copies.read(read, storages) if v not in row.allocates),
             tuple(storages[s] for s in op.allocates_again),
+            call=None if call is None else Call(call.target, map_arg(call.args, _example)),
             writers=tuple(self._row_of[w] for w in op.writers),
         )
-        if call is not None:
-            again.call = Call(call.target, map_arg(call.args, _example))
         if state is not None:
             kept = self._value(Value(state.bytes, f"{state.name} state of {node.name}", on_demand=True))
             row.op = replace(row.op, outputs=(*row.op.outputs, kept))
