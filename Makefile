@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test test-all lint format schema picture zoo mutations bench clean
+.PHONY: help venv packages demo test test-all lint format schema picture docs zoo mutations bench clean
 
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -69,6 +69,14 @@ format: venv  ## Lay out the code.
 
 schema: venv  ## Write docs/plan.schema.json from the code.
 	$(BIN)/python -m planner schema --output docs/plan.schema.json
+
+docs: $(BIN)/.docs  ## Build the documentation site into $(OUT)/site; warnings, dead links among them, are errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --site-dir $(abspath $(OUT))/site
+
+# The site is built from the text of the code: no PyTorch is needed for it, only what makes pages.
+$(BIN)/.docs: pyproject.toml | $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $@
 
 picture: venv  ## Draw the picture of the README from the demo's plan.
 	mkdir -p $(OUT)
