@@ -10,7 +10,7 @@ from planner.planfile.atomic_file import write_atomically
 from planner.planfile.plan import PlanRecord
 from planner.report.explanation import Explanation, explain
 from planner.report.figure import draw
-from planner.report.html import page
+from planner.report.page.html import page
 from planner.report.small_timeline import small_timeline
 from planner.report.text import as_html, as_text, render, render_summary
 from planner.runtime.install import apply

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from planner.cli.commands import app
 from planner.errors import PlanFileError
 from planner.planfile.budget import format_bytes
-from planner.report.page_data import FrontierError, page_data
+from planner.report.page.data import FrontierError, page_data
 from planner.report.simulated import simulated
 from planner.report.undroppable import peak_parts
 from planner.user_plan import Plan

@@ -6,7 +6,7 @@ from html import escape
 from importlib.resources import files
 
 from planner.planfile.plan import PlanRecord
-from planner.report.page_data import page_data
+from planner.report.page.data import page_data
 from planner.report.text import printable
 
 
@@ -36,4 +36,4 @@ def page(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files("planner.report") / "page" / name).read_text(encoding="utf-8")
+    return (files("planner.report.page") / name).read_text(encoding="utf-8")
