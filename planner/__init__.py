@@ -23,12 +23,13 @@ from planner.errors import (
 from planner.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from planner.api import plan, sweep
+    from planner.api import plan, prepare, sweep
     from planner.batch.max_batch import max_batch
     from planner.estimation.comparison import compare
     from planner.estimation.estimate import estimate, suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
     from planner.planfile.budget import format_bytes
+    from planner.prepared_step import PreparedStep
     from planner.runtime.install import remove
     from planner.user_plan import Plan
     from planner.verification.verify import verify
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
 # Looked up on first use, so that `import planner` loads neither torch nor a solver.
 _HOMES = {
     "Plan": "planner.user_plan",
+    "PreparedStep": "planner.prepared_step",
     "auto_checkpoint": "planner.lazy.auto_checkpoint",
     "compare": "planner.estimation.comparison",
     "estimate": "planner.estimation.estimate",
     "format_bytes": "planner.planfile.budget",
     "max_batch": "planner.batch.max_batch",
     "plan": "planner.api",
+    "prepare": "planner.api",
     "remove": "planner.runtime.install",
     "suggest": "planner.estimation.estimate",
     "sweep": "planner.api",
@@ -59,12 +62,14 @@ __all__ = [
     "PlanMismatch",
     "PlanWarning",
     "PlannerError",
+    "PreparedStep",
     "auto_checkpoint",
     "compare",
     "estimate",
     "format_bytes",
     "max_batch",
     "plan",
+    "prepare",
     "remove",
     "suggest",
     "sweep",

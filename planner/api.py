@@ -1,4 +1,4 @@
-"""The public functions plan and sweep."""
+"""The public functions plan, prepare and sweep."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,19 @@ import torch
 
 from planner.errors import BudgetError
 from planner.planfile.budget import Budget, parse_budget
+from planner.planning import prepare as captured
 from planner.planning.make_plan import make_plan
 from planner.planning.options import (
+    CaptureKeywords,
     PlanKeywords,
     StepKeywords,
     check_options,
     read_options,
     shows_options,
 )
-from planner.planning.prepare import prepare
 from planner.planning.solve import find_solver, infeasible, least_whole_step, plan_prepared
 from planner.planning.solve_many import solve_many
+from planner.prepared_step import PreparedStep
 from planner.problem.selection import select
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import Inputs, read_step
@@ -74,7 +76,7 @@ def plan(
     find_solver(wanted.solver)
     parse_budget(budget, 2**60)  # bad text is an error before the long work, not after
     step = read_step(model, args, kwargs, wanted.loss, wanted.outputs, of="plan")
-    prepared = prepare(
+    prepared = captured.prepare(
         model,
         replace(step, training=wanted.training),
         wanted,
@@ -82,6 +84,39 @@ def plan(
     )
     made = plan_prepared(prepared, budget, progress=lambda text, fraction: report(text, 0.7 + 0.3 * fraction))
     return Plan.of(made)
+
+
+@shows_options(CaptureKeywords)
+def prepare(
+    model: torch.nn.Module,
+    args: Inputs = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[CaptureKeywords],
+) -> PreparedStep:
+    """Capture a training step once, to plan it for several budgets, solvers or selections.
+
+    Capturing takes most of the time that :func:`plan` takes; ``planner.prepare(model, x).plan(budget="60%")``
+    is ``planner.plan(model, x, budget="60%")``, and a second ``plan`` of the same step only searches.
+
+    Args:
+        model, args, kwargs, progress: As for :func:`plan`.
+        **options: See :class:`planner.planning.options.PlanOptions`.
+
+    Errors are those of :func:`plan`.
+
+    Returns:
+        The step. It holds the model, and a copy of it without data.
+    """
+    check_options(progress=progress)
+    wanted = read_options("prepare", CaptureKeywords, options)
+    step = read_step(model, args, kwargs, wanted.loss, wanted.outputs, of="prepare")
+    return PreparedStep(
+        captured.prepare(
+            model, replace(step, training=wanted.training), wanted, progress=progress or no_report
+        )
+    )
 
 
 @shows_options(StepKeywords)
@@ -127,7 +162,7 @@ def sweep(
     if budgets is not None and not len(budgets):
         raise BudgetError("sweep needs a budget: leave budgets= out for points=20 of them, or name some")
     step = read_step(model, args, kwargs, given.loss, given.outputs, of="sweep")
-    prepared = prepare(
+    prepared = captured.prepare(
         model,
         replace(step, training=given.training),
         given,

@@ -24,7 +24,7 @@ def _in_small(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, An
 @pytest.mark.parametrize("name", sorted({*REAL} - {"gpt", "resnet"}))  # gpt2 and resnet50 are like them
 def test_a_real_model_trains_within_its_budget(name: str) -> None:
     model, args, kwargs = _in_small(name)
-    plans = planner.sweep(model, args, kwargs, budgets=["80%", "60%", "min"], time_limit=9)
+    plans = planner.sweep(model, args, kwargs, budgets=["60%", "min"], time_limit=9)
     for plan, larger in zip(plans, [None, *plans], strict=False):
         if plan.target.budget_bytes is not None:
             assert plan.predicted.peak_bytes <= plan.target.budget_bytes
@@ -61,7 +61,7 @@ def test_sqrt_n_reaches_low_peaks_at_one_extra_forward(name: str, mebibytes: int
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("bert", torch.optim.AdamW), ("resnet50", torch.optim.SGD), ("lstm", torch.optim.AdamW)],
+    [("resnet50", torch.optim.SGD), ("lstm", torch.optim.AdamW)],
 )
 def test_two_planned_steps_train_the_same_weights(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
     model, args, kwargs = _in_small(name)

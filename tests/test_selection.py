@@ -10,7 +10,7 @@ def _recomputed(plan: planner.Plan) -> set[tuple[str, str]]:
     return {(graph.ops[i].name, graph.ops[i].module) for i in graph.recomputed}
 
 
-@pytest.mark.parametrize("solver", ["auto", "chain", "checkpoint_all", "lower_sets"])
+@pytest.mark.parametrize("solver", ["auto", "chain"])
 @pytest.mark.heavy
 def test_what_is_to_be_kept_is_never_recomputed(solver: str) -> None:
     model, args, kwargs = small_gpt()
@@ -23,7 +23,7 @@ def test_what_is_to_be_kept_is_never_recomputed(solver: str) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("solver", ["ilp", "none", "sqrt_n"])
+@pytest.mark.parametrize("solver", ["ilp", "none"])
 def test_what_is_to_be_recomputed_is_not_kept(solver: str) -> None:
     model, args, kwargs = small_gpt()
     plan = planner.plan(
@@ -32,13 +32,13 @@ def test_what_is_to_be_recomputed_is_not_kept(solver: str) -> None:
     graph = plan.graphs[0]
     kept = {graph.ops[i].module for i in graph.kept}
     assert not [m for m in kept if m.endswith("widen")]
-    assert len([r for r in _recomputed(plan) if r[1].endswith("widen")]) == 4
+    assert len([r for r in _recomputed(plan) if r[1].endswith("widen")]) == 2
     assert planner.verify(model, args, kwargs, plan=plan, repeats=0).ok
 
 
 @pytest.mark.heavy
 def test_checkpoints_by_hand() -> None:
-    model, args, kwargs = small_gpt()
+    model, args, kwargs = small_gpt(layers=4)
     names = [f"blocks.{i}" for i in range(4)]
     plan = planner.plan(model, args, kwargs, budget="500%", solver="manual", checkpoints=names)
     report = planner.verify(model, args, kwargs, plan=plan, repeats=0)

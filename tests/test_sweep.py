@@ -9,8 +9,8 @@ from tests.small import graph_break_model, small_gpt
 @pytest.mark.heavy
 def test_a_sweep_is_monotone_and_each_plan_is_right() -> None:
     model, args, kwargs = small_gpt()
-    plans = planner.sweep(model, args, kwargs, points=6, time_limit=10)
-    assert len(plans) == 6
+    plans = planner.sweep(model, args, kwargs, points=4, time_limit=10)
+    assert len(plans) == 4
     peaks = [p.predicted.peak_bytes for p in plans]
     assert plans[0].overhead == 0.0
     assert plans[0].predicted.dynamic_peak_bytes == plans[0].no_recompute.dynamic_peak_bytes

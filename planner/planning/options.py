@@ -53,15 +53,34 @@ class StepKeywords(TypedDict, total=False):
     encodings: Encodings
 
 
-class PlanKeywords(StepKeywords, total=False):
-    """Keywords of :func:`planner.plan`; :class:`PlanOptions` says what they mean."""
+class SearchKeywords(TypedDict, total=False):
+    """Keywords about the search, once a step is captured; :class:`PlanOptions` says what they mean."""
 
     solver: str
     time_limit: float
     keep: Sequence[str]
     recompute: Sequence[str]
     checkpoints: Sequence[str]
+
+
+class CaptureKeywords(StepKeywords, total=False):
+    """Keywords of :func:`planner.prepare`; :class:`PlanOptions` says what they mean."""
+
     regions: Regions
+
+
+class PlanKeywords(CaptureKeywords, SearchKeywords, total=False):
+    """Keywords of :func:`planner.plan`; :class:`PlanOptions` says what they mean."""
+
+
+class PreparedKeywords(SearchKeywords, total=False):
+    """Keywords of :meth:`planner.PreparedStep.plan`; :class:`PlanOptions` says what they mean."""
+
+    effort: Effort
+    encodings: Encodings
+
+
+Keywords = StepKeywords | SearchKeywords
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +155,7 @@ class PlanOptions:
         return PlanOptions, ()
 
 
-def read_options(of: str, known: type[StepKeywords], given: Mapping[str, Any], **others: Any) -> PlanOptions:
+def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **others: Any) -> PlanOptions:
     """The options that a function was called with, checked before the long work.
 
     Args:
@@ -174,7 +193,7 @@ def options_of(plan: PlanRecord) -> PlanOptions:
     )
 
 
-def shows_options(keywords: type[StepKeywords]) -> Callable[[_F], _F]:
+def shows_options(keywords: type[Keywords]) -> Callable[[_F], _F]:
     """Make ``help()`` and notebooks show the options that a function takes as ``**options``, one by one.
 
     Args:

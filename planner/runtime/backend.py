@@ -21,6 +21,7 @@ from planner.graph.joint_pass import AutocastContext
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
+from planner.heap import older_objects_set_aside
 from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.awaiting_backward import Awaiting, Calls
 from planner.hooks.double_backward import DoubleBackward
@@ -135,6 +136,17 @@ class PlanBackend:
         exactly: bool = False,
     ) -> Callable[..., Any]:
         """The callable of a graph. If ``exactly``, an error where it is not made of the plan's operations."""
+        with older_objects_set_aside():
+            return self._programs(graph, example_inputs, record, spec, exactly)
+
+    def _programs(
+        self,
+        graph: GraphModule,
+        example_inputs: Sequence[Any],
+        record: GraphRecord | None,
+        spec: GraphSpec,
+        exactly: bool,
+    ) -> Callable[..., Any]:
         first, followed = self._program(graph, example_inputs, record and record.programs[0], spec, exactly)
         record = record or followed
         if record is None:

@@ -1,0 +1,60 @@
+"""A training step that is captured once and planned several times."""
+
+from dataclasses import replace
+from typing import Unpack
+
+from planner.planfile.budget import parse_budget
+from planner.planfile.fingerprint import state_digest
+from planner.planning.options import PreparedKeywords, check_options, read_options, shows_options
+from planner.planning.prepare import Prepared
+from planner.planning.solve import find_solver, plan_prepared
+from planner.progress import Progress, no_report
+from planner.training_step.inputs import InputError
+from planner.user_plan import Plan
+
+
+class PreparedStep:
+    """What :func:`planner.prepare` returns.
+
+    Args:
+        prepared: The captured step.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._digest = state_digest(prepared.model)
+
+    @shows_options(PreparedKeywords)
+    def plan(
+        self, budget: int | str, *, progress: Progress | None = None, **options: Unpack[PreparedKeywords]
+    ) -> Plan:
+        """Plan the step for a budget.
+
+        Args:
+            budget: As for :func:`planner.plan`.
+            progress: Called with a text and a fraction from 0 to 1.
+            **options: See :class:`planner.planning.options.PlanOptions`.
+
+        Raises:
+            InputError: Parameters or buffers of the model have other shapes than when it was prepared.
+
+        All other errors are those of :func:`planner.plan`.
+        """
+        check_options(progress=progress)
+        given = read_options("plan", PreparedKeywords, options)
+        find_solver(given.solver)
+        parse_budget(budget, 2**60)
+        model = self._prepared.model
+        if state_digest(model) != self._digest:
+            raise InputError(
+                f"parameters or buffers of the {type(model).__name__} have changed since planner.prepare(): "
+                "prepare it again"
+            )
+        search = {name: getattr(given, name) for name in PreparedKeywords.__annotations__}
+        prepared = replace(self._prepared, options=replace(self._prepared.options, **search))
+        return Plan.of(plan_prepared(prepared, budget, progress=progress or no_report))
+
+    def __repr__(self) -> str:
+        graph = self._prepared.problem.graph
+        name = type(self._prepared.model).__name__
+        return f"<PreparedStep of {name}: {len(graph.ops):,} operations, for {self._prepared.device.name}>"

@@ -1,0 +1,57 @@
+"""The garbage collector passes over what was there before."""
+
+import gc
+import weakref
+
+import pytest
+
+from planner.heap import older_objects_set_aside
+
+
+class Ring:
+    """Garbage once nothing else holds it: it holds itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def nothing_frozen() -> None:
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_only_what_is_made_meanwhile_is_collected() -> None:
+    older = Ring()
+    old = weakref.ref(older)
+    with older_objects_set_aside():
+        del older
+        new = weakref.ref(Ring())
+        gc.collect()
+        assert new() is None
+        assert old() is not None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert old() is None
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_an_error_and_a_context_inside_leave_nothing_frozen() -> None:
+    def fails() -> None:
+        with older_objects_set_aside():
+            with older_objects_set_aside():
+                pass
+            assert gc.get_freeze_count()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_froze_on_purpose_stays_frozen() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with older_objects_set_aside():
+        assert gc.get_freeze_count() == count
+    assert gc.get_freeze_count() == count

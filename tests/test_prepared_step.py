@@ -1,0 +1,41 @@
+"""A step that is captured once and planned several times."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner.planning.options import OptionError
+from planner.problem.selection import SelectionError
+from planner.training_step.inputs import InputError
+from tests.side_by_side import Layers, layers
+
+
+def _prepared() -> tuple[nn.Module, tuple[torch.Tensor], planner.PreparedStep]:
+    model, args, _ = layers(lambda: Layers(2))
+    return model, args, planner.prepare(model, args)
+
+
+def test_its_plans_are_those_of_plan() -> None:
+    model, args, prepared = _prepared()
+    assert "PreparedStep of Layers" in repr(prepared)
+    assert prepared.plan("min", solver="sqrt_n") == planner.plan(model, args, budget="min", solver="sqrt_n")
+    kept = prepared.plan("95%", solver="sqrt_n", keep=["layers.0"])
+    assert kept == planner.plan(model, args, budget="95%", solver="sqrt_n", keep=["layers.0"])
+    assert kept != prepared.plan("95%", solver="sqrt_n")
+
+
+def test_what_is_wrong_is_said_and_the_step_stays_of_use() -> None:
+    model, _, prepared = _prepared()
+    with pytest.raises(OptionError, match="keyword argument 'outputs'"):
+        prepared.plan("min", outputs="dropped")  # type: ignore[call-arg]
+    with pytest.raises(planner.BudgetError):
+        prepared.plan("12 bananas")
+    with pytest.raises(planner.InfeasibleBudget):
+        prepared.plan("1%", solver="sqrt_n")
+    with pytest.raises(SelectionError, match=r"layers\.9"):
+        prepared.plan("min", keep=["layers.9"])
+    assert prepared.plan("min", solver="sqrt_n").graphs[0].recomputed
+    model.get_submodule("layers.0")[0] = nn.Linear(32, 64, bias=False)  # type: ignore[operator]
+    with pytest.raises(InputError, match="prepare it again"):
+        prepared.plan("min")
