@@ -178,4 +178,30 @@ EXACTNESS = [
         ),
         ("tests/test_predictions.py::test_predicted_is_measured[Drawn]",),
     ),
+    Mutation(
+        "shapes-changed-in-place",
+        "Changes of shape in place (`squeeze_`, `transpose_`) write nothing, and are traced as they are.",
+        "They are taken for writes.",
+        (
+            Change(
+                "planner/_torch/joint/in_place.py",
+                "    if torch.Tag.inplace_view in func.tags:\n",
+                "    if False:\n",
+            ),
+        ),
+        ("tests/test_shapes.py::test_what_cannot_be_traced_at_symbolic_sizes_is_compiled_for_a_few_shapes",),
+    ),
+    Mutation(
+        "gradients-that-arrive-later",
+        "A graph whose output turns out to get a gradient is traced again with it.",
+        "It stays as it was traced first.",
+        (
+            Change(
+                "planner/capture/graph_runner.py",
+                "        return self._compiled is not None and self._without != self.unused_outputs\n",
+                "        return False\n",
+            ),
+        ),
+        ("tests/test_unused_outputs.py::test_what_graphs_hand_on_gets_its_gradient_or_none",),
+    ),
 ]

@@ -195,4 +195,17 @@ INSIDE = [
         ),
         ("tests/test_capture_coverage.py::test_breaks_inside_a_loop_leave_graphs_that_are_planned",),
     ),
+    Mutation(
+        "first-compiled-around-it",
+        "A plan runs inside of compiled code also where nothing was captured in the process before.",
+        "Dynamo is told of plans when the first step is captured.",
+        (
+            Change(
+                "planner/runtime/installed.py",
+                "    end_graphs_at_plans()  #",
+                "    pass  #",
+            ),
+        ),
+        ("tests/test_lazy.py::test_compiled_code_around_it_is_all_that_a_process_has_compiled",),
+    ),
 ]
