@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner._torch import modules
@@ -110,3 +111,26 @@ def test_a_copy_trains_by_regions_of_its_own() -> None:
     assert runs.backward >= 3
     assert _boundaries(copied) == ["layers.0", "layers.1"]
     assert_same(ours, left_by(twin, lambda m: m(x).backward()))
+
+
+class Checkpointed(Layers):
+    """Each layer inside a checkpoint that changes buffers, which therefore runs as it is written."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        for layer in self.layers:
+            layer.append(nn.BatchNorm1d(32))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.heavy
+def test_a_region_that_the_model_itself_runs_again_is_refused() -> None:
+    model, args, _ = layers(Checkpointed)
+    with pytest.raises(planner.CaptureError, match=r"torch\.utils\.checkpoint"):
+        plan_of(model, (args[0].requires_grad_(),), regions="auto")
+    assert not _boundaries(model)
+    assert plan_of(model, (args[0],)).coverage != "one-graph"

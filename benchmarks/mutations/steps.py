@@ -4,6 +4,19 @@ from benchmarks.mutations.record import Change, Mutation
 
 STEPS = [
     Mutation(
+        "programs-of-executions",
+        "A graph that runs several times in a step follows the plan's program of each time.",
+        "Every time it follows the program of the first.",
+        (
+            Change(
+                "planner/runtime/executions.py",
+                "        return self._by_execution[execution](*args)\n",
+                "        return self._by_execution[0](*args)\n",
+            ),
+        ),
+        ("tests/test_executions.py::test_executions_follow_programs_of_their_own",),
+    ),
+    Mutation(
         "plan-is-run",
         "A planned module recomputes what its plan says.",
         "The plan is installed, and its steps recompute nothing.",

@@ -43,7 +43,7 @@ from planner.training_step.generators import GeneratorStates, OwnGenerators
 from planner.training_step.intact import Belongings
 from planner.training_step.python_state import remember
 from planner.training_step.recorder import Recording, StepRecorder
-from planner.training_step.regions import set_boundaries
+from planner.training_step.regions import RunningRegions
 from planner.training_step.step import Step, tensors_in, unique_storages
 
 logger = logging.getLogger(__name__)
@@ -204,9 +204,10 @@ class _Capture:
             backend = collector(
                 runners, module, chosen_lowering(), cuda=self._cuda is not None, data=self.copied.data
             )
-            target = _Bound(dynamo.dynamo_compile(run_forward, backend), module)
-            in_regions = dynamo.dynamo_compile(run_forward, backend)
-            set_boundaries(module, regions, lambda: in_regions)
+            running = RunningRegions(regions)
+            running.put_in(module)
+            whole, region = (dynamo.dynamo_compile(run_forward, backend) for _ in range(2))
+            target = _Bound(running.during(whole, region), module)
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)
             if not runners:

@@ -28,9 +28,9 @@ from planner.runtime.ddp import RankCheck
 from planner.runtime.first_forward import CapturedAgain, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
-from planner.runtime.regions import RunningRegions
 from planner.runtime.shape_policy import NewShapes, OnNewShape, checked, shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
+from planner.training_step.regions import RunningRegions
 from planner.training_step.sharded import SHARDED
 from planner.training_step.step import Loss
 from planner.training_step.wrappers import refuse_wrappers

@@ -120,19 +120,42 @@ def _run(forward: Forward, module: torch.nn.Module, *args: Any, **kwargs: Any) -
     return forward(module, args, kwargs)
 
 
-def set_boundaries(
-    model: torch.nn.Module, names: Sequence[str], forward: Callable[[], Forward | None]
-) -> None:
-    """Make submodules regions."""
-    for name in names:
-        module = model.get_submodule(name)
-        modules.install_call(module, Boundary(module, forward, modules.installed_call(module)))
+class RunningRegions:
+    """Submodules that run graphs of their own while the forward of the module runs, and else as they are.
 
+    Args:
+        names: Their names.
+    """
 
-def take_boundaries(model: torch.nn.Module, names: Sequence[str]) -> None:
-    """Undo :func:`set_boundaries`."""
-    there = dict(model.named_modules())
-    for module in (there[name] for name in names if name in there):
-        installed = modules.installed_call(module)
-        if isinstance(installed, Boundary):
-            modules.install_call(module, installed.previous)
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._forward: Forward | None = None
+
+    def put_in(self, model: torch.nn.Module) -> None:
+        """Install them in a module."""
+        for name in self._names:
+            module = model.get_submodule(name)
+            boundary = Boundary(module, lambda: self._forward, modules.installed_call(module))
+            modules.install_call(module, boundary)
+
+    def take_out(self, model: torch.nn.Module) -> None:
+        """Undo that."""
+        there = dict(model.named_modules())
+        for module in (there[name] for name in self._names if name in there):
+            installed = modules.installed_call(module)
+            if isinstance(installed, Boundary):
+                modules.install_call(module, installed.previous)
+
+    def during(self, whole: Callable[..., Any], region: Forward) -> Callable[..., Any]:
+        """The compiled forward of the module, in which regions run ``region``."""
+        if not self._names:
+            return whole
+
+        def run(*args: Any) -> Any:
+            before, self._forward = self._forward, region
+            try:
+                return whole(*args)
+            finally:
+                self._forward = before
+
+        return run
