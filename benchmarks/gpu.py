@@ -4,10 +4,12 @@
     python benchmarks/gpu.py --models gpt2 --precisions bf16 --budgets 60%
     python benchmarks/gpu.py --device cpu --small                # what can be tried without a GPU
 
-For every model and precision: the step as it is, plans for several budgets, and what PyTorch itself has to
-offer (a checkpoint around every block, and ``torch.compile`` with ``activation_memory_budget``). Plans are
-made with measured costs, and each is compared bit for bit with the unplanned step, random states included
-(within the spread of unplanned steps, where kernels are not deterministic).
+First the device is calibrated, in a process of its own; plans use its figures from then on. For every model
+and precision: the step as it is, plans for several budgets, and what PyTorch itself has to offer (a
+checkpoint around every block, and ``torch.compile`` with ``activation_memory_budget``). Plans are made with
+measured costs, and each is compared bit for bit with the unplanned step, random states included (within the
+spread of unplanned steps, where kernels are not deterministic). Reserved bytes are predicted and measured for
+two steps, whose events are also recorded and run through the simulated allocator.
 
 The results are written after every row, so that a run that is killed leaves what it had. What runs out of
 memory, or fails otherwise, is a row that says so. Nothing is started once the time is up; what was not, the
@@ -21,6 +23,7 @@ import gc
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +40,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import planner
 from benchmarks.frontiers.gpu_models import CASES, Inputs
 from benchmarks.frontiers.gpu_results import Row, judged, table
+from planner.allocator.recorded import RecordedRun, SnapshotError, recorded_run, replay
+from planner.allocator.settings import AllocatorSettings
+from planner.calibration.calibrate import as_file, calibrate
+from planner.calibration.measurements import SMALL
 from planner.planfile.atomic_file import write_atomically
+from planner.planfile.schema import WholeStep
 from planner.training_step.step import find_loss
 from planner.verification.measure import measure_peak, measure_seconds
 from planner.verification.verify import Report
@@ -45,6 +53,7 @@ from planner.verification.verify import Report
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("fp32", "tf32", "bf16")
 BUDGETS = ("80%", "60%", "40%")
 PEERS = ("checkpoint per block", "compile 0.5")
@@ -167,7 +176,11 @@ class _CaseRun:
         with self._autocast():
             plan = planner.plan(self.model, args, kwargs, budget=budget, costs="measured", time_limit=limit)
         if self.unplanned is not None and self.unplanned.predicted_bytes is None:
-            self.unplanned = replace(self.unplanned, predicted_bytes=plan.baseline.dynamic_peak_bytes)
+            self.unplanned = replace(
+                self.unplanned,
+                predicted_bytes=plan.baseline.dynamic_peak_bytes,
+                predicted_reserved_bytes=_reserved(plan.baseline_whole_step),
+            )
             self.bench.add(self.unplanned)
         whole = plan.whole_step
         assert whole is not None
@@ -176,6 +189,7 @@ class _CaseRun:
             self.precision,
             way,
             predicted_bytes=plan.predicted.dynamic_peak_bytes,
+            predicted_reserved_bytes=_reserved(whole),
             budget_bytes=plan.target.budget_bytes,
             predicted_overhead=plan.predicted.seconds / plan.baseline.seconds - 1,
         )
@@ -188,6 +202,7 @@ class _CaseRun:
             row,
             measured_bytes=measured.measured_bytes,
             reserved_bytes=measured.reserved_bytes,
+            replayed_bytes=measured.replayed_bytes,
             seconds=measured.seconds,
             measured_overhead=measured.measured_overhead,
             problem=measured.problem,
@@ -221,8 +236,10 @@ class _CaseRun:
             if device.type == "cuda":
                 self.clear()
                 torch.cuda.reset_peak_memory_stats(device)
-                step()
+                run = recorded(device, lambda: (cleared(), cleared()))
                 row = replace(row, reserved_bytes=torch.cuda.max_memory_reserved(device))
+                if run is not None:
+                    row = replace(row, replayed_bytes=replay(run, AllocatorSettings()).reserved_bytes)
             self.model.zero_grad(set_to_none=True)
             row = replace(row, measured_bytes=measure_peak(step, device).peak_bytes)
             row = replace(row, seconds=measure_seconds([cleared], self.bench.repeats, device=device)[0])
@@ -232,6 +249,48 @@ class _CaseRun:
         if before is None or row.seconds is None:
             return row
         return replace(row, measured_overhead=row.seconds / before - 1)
+
+
+def _reserved(whole: WholeStep | None) -> int | None:
+    """What the allocator of a GPU is predicted to reserve; None on the CPU, which has none."""
+    if whole is None or whole.expandable_fragmentation_bytes is None:
+        return None
+    return whole.reserved_bytes
+
+
+def recorded(device: torch.device, steps: Callable[[], object]) -> RecordedRun | None:
+    """Run steps, and keep what the caching allocator did; None where that cannot be recorded."""
+    memory = torch.cuda.memory
+    try:
+        memory._record_memory_history(max_entries=1_000_000, context=None)
+    except Exception as error:
+        print(f"  no history of the allocator: {_shortened(error)}", file=sys.stderr)
+        steps()
+        return None
+    try:
+        steps()
+        torch.cuda.synchronize(device)
+        return recorded_run(memory._snapshot(), device.index or 0)
+    except SnapshotError as error:
+        print(f"  no history of the allocator: {_shortened(error)}", file=sys.stderr)
+        return None
+    finally:
+        memory._record_memory_history(enabled=None)
+
+
+def calibrated(device: torch.device, folder: Path) -> dict[str, Any]:
+    """Calibrate the device in a process of its own, which has not used it; what that said, or its error."""
+    if device.type == "cpu":
+        found = calibrate("cpu", folder / "device-cpu.json", sizes=SMALL)
+        return {**as_file(found.device), "measured": asdict(found.measured)}
+    command = [sys.executable, "-m", "planner", "calibrate", "--device", str(device), "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
+        if done.returncode == 0:
+            return dict(json.loads(done.stdout))
+        return {"error": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1][:300]}
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return {"error": _shortened(error)}
 
 
 def is_right(report: Report) -> bool:
@@ -301,6 +360,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="what of PyTorch's own (both)"
     )
+    parser.add_argument(
+        "--calibrate", action=argparse.BooleanOptionalAction, default=True, help="measure the device first"
+    )
     parser.add_argument("--small", action="store_true", help="models of a few narrow layers")
     parser.add_argument("--repeats", type=int, default=5, help="how often each step is timed (5)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"start nothing after ({SECONDS:.0f})")
@@ -309,10 +371,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is here; --device cpu tries everything without one")
+    options.out.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    # Before this process uses the device itself.
+    calibration = calibrated(device, options.out) if options.calibrate else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
     plain = "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
     path = options.out / f"gpu-{plain}.json"
-    started = time.monotonic()
+    started = begun
     chosen = {(model, precision) for model in options.models for precision in options.precisions}
     kept = [row for row in earlier_rows(path, name) if (row.model, row.precision) not in chosen]
 
@@ -322,6 +388,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             "device": name,
             "torch": torch.__version__,
             "seconds": time.monotonic() - started,
+            "calibration": calibration,
             "running": running,
             "judged": judged(rows),
             "left_out": bench.left_out,
@@ -333,7 +400,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         write_atomically(path, json.dumps(found, indent=1) + "\n")
         write_atomically(path.with_suffix(".md"), table(found))
 
-    options.out.mkdir(parents=True, exist_ok=True)
     deadline = started + options.seconds
     bench = Bench(device, options.small, options.repeats, deadline, options.peers, write)
     for precision in options.precisions:

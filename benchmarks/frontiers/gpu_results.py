@@ -13,7 +13,9 @@ class Row:
     Attributes:
         way: "unplanned", "plan 60%", "checkpoint per block", "compile 0.5".
         predicted_bytes, measured_bytes: Peak of allocated bytes over entry; no prediction for peers.
-        reserved_bytes: What the caching allocator reserved in all; None on the CPU.
+        reserved_bytes: What the caching allocator reserved in all for two steps; None on the CPU.
+        predicted_reserved_bytes: What that was predicted to be.
+        replayed_bytes: What the simulated allocator reserves for the events of these steps, as recorded.
         budget_bytes, total_bytes: Of a plan: the budget, and what the step measured against it.
         predicted_overhead, measured_overhead: Extra time over the unplanned step: 0.1 is 10 %.
         right: Whether loss, gradients, buffers and random states are the unplanned step's; None where
@@ -27,6 +29,8 @@ class Row:
     measured_bytes: int | None = None
     predicted_bytes: int | None = None
     reserved_bytes: int | None = None
+    predicted_reserved_bytes: int | None = None
+    replayed_bytes: int | None = None
     budget_bytes: int | None = None
     total_bytes: int | None = None
     seconds: float | None = None
@@ -42,6 +46,14 @@ def judged(rows: list[Row]) -> dict[str, Any]:
     errors = [
         r.predicted_bytes / r.measured_bytes - 1 for r in memory if r.predicted_bytes and r.measured_bytes
     ]
+    reserved = [
+        r.predicted_reserved_bytes / r.reserved_bytes - 1
+        for r in rows
+        if r.predicted_reserved_bytes and r.reserved_bytes
+    ]
+    replayed = [
+        r.replayed_bytes / r.reserved_bytes - 1 for r in rows if r.replayed_bytes and r.reserved_bytes
+    ]
     times = [
         abs(r.predicted_overhead - r.measured_overhead)
         for r in rows
@@ -55,6 +67,8 @@ def judged(rows: list[Row]) -> dict[str, Any]:
     return {
         "largest_memory_error": max(map(abs, errors), default=None),
         "most_below_measured": -min([*errors, 0.0]),
+        "largest_reserved_error": max(map(abs, reserved), default=None),
+        "largest_replayed_error": max(map(abs, replayed), default=None),
         "over_budget": over,
         "largest_overhead_error": max(times, default=None),
         "failed": [f"{r.model} {r.precision} {r.way}" for r in rows if r.problem],
@@ -70,18 +84,22 @@ def table(document: dict[str, Any]) -> str:
         f"# Predicted and measured on {document['device']}",
         "",
         f"Made by `python benchmarks/gpu.py` with torch {document['torch']}, in {document['seconds']:.0f} s.",
-        "Memory is the peak of allocated bytes that forward and backward add to what is there before.",
+        "Memory is the peak of allocated bytes that forward and backward add to what is there before;",
+        "reserved is all that the caching allocator has. Replayed is what its simulation reserves for the",
+        "events that it recorded.",
+        *_calibrated(document.get("calibration")),
         "",
-        "| model | precision | way | predicted | measured | error | reserved | seconds | predicted overhead "
-        "| overhead | right | problem |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | precision | way | predicted | measured | error | reserved, predicted | reserved "
+        "| replayed | seconds | predicted overhead | overhead | right | problem |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         both = row.predicted_bytes and row.measured_bytes
         error = f"{row.predicted_bytes / row.measured_bytes - 1:+.2%}" if both else ""  # type: ignore[operator]
         lines.append(
             f"| {row.model} | {row.precision} | {row.way} | {_bytes(row.predicted_bytes)} "
-            f"| {_bytes(row.measured_bytes)} | {error} | {_bytes(row.reserved_bytes)} "
+            f"| {_bytes(row.measured_bytes)} | {error} | {_bytes(row.predicted_reserved_bytes)} "
+            f"| {_bytes(row.reserved_bytes)} | {_bytes(row.replayed_bytes)} "
             f"| {'' if row.seconds is None else f'{row.seconds:.4f}'} "
             f"| {_share(row.predicted_overhead)} | {_share(row.measured_overhead)} "
             f"| {'' if row.right is None else 'yes' if row.right else 'no'} "
@@ -90,7 +108,9 @@ def table(document: dict[str, Any]) -> str:
     lines += [
         "",
         f"Largest error of memory {_share(found['largest_memory_error'])}, at most "
-        f"{found['most_below_measured']:.2%} below what was measured. Over budget: "
+        f"{found['most_below_measured']:.2%} below what was measured. Largest error of reserved memory: "
+        f"{_share(found['largest_reserved_error']) or 'none measured'}; of the simulated allocator on "
+        f"recorded events: {_share(found['largest_replayed_error']) or 'none recorded'}. Over budget: "
         f"{', '.join(found['over_budget']) or 'none'}. Largest error of overhead: "
         f"{_share(found['largest_overhead_error'])} of the unplanned step. Wrong: "
         f"{', '.join(found['wrong']) or 'none'}. Failed: {', '.join(found['failed']) or 'none'}.",
@@ -100,6 +120,20 @@ def table(document: dict[str, Any]) -> str:
     if document["left_out"]:
         lines.append(f"Left out, because the time was up: {', '.join(document['left_out'])}.")
     return "\n".join(lines) + "\n"
+
+
+def _calibrated(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    if "error" in found:
+        return ["", f"Not calibrated: {found['error']}."]
+    flops = ", ".join(f"{name} {figure / 1e12:,.2f}" for name, figure in found["measured"]["flops"].items())
+    return [
+        "",
+        f"Calibrated: {found['bandwidth'] / 1e9:,.1f} GB/s; TFLOP/s {flops}; a launch "
+        f"{found['launch_seconds'] * 1e6:.2f} us; libraries {format_bytes(found['library_bytes'])}; context "
+        f"{format_bytes(found['context_bytes'])}.",
+    ]
 
 
 def _bytes(amount: int | None) -> str:

@@ -95,6 +95,20 @@ def anatomy_rows(results: dict[str, Result]) -> list[str]:
     rows.append("| difference | " + " | ".join(f"{d:+.1%}" for d in differences) + " |")
     expandable = [row["expandable_reserved_bytes"] + row["context_bytes"] for row in every]
     rows.append("| with expandable segments | " + " | ".join(map(_mib, expandable)) + " |")
+    missing = {
+        row["batch"]: row["published_bytes"] - total
+        for row, total in zip(every, totals, strict=True)
+        if row["gradients_stay"]
+    }
+    sample = (missing[4] - missing[1]) / 3
+    rows += [
+        "",
+        f"Where gradients stay, {_mib(missing[4])} MiB are missing at batch 4 and {_mib(missing[1])}",
+        f"at batch 1: {_mib(sample)} a sample and {_mib(missing[1] - sample)} throughout. In all layers",
+        "a float for every head, row and column of the attention is 384 MiB a sample, and so are two of",
+        "every inner number of the perceptron. Which tensor of that time's PyTorch and transformers it is,",
+        "if it is one, is not known here, nor which versions were measured.",
+    ]
     return rows
 
 
