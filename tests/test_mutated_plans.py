@@ -134,7 +134,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 8))
-            for _ in range(2)
+            for _ in range(4)
         )
         self.head = nn.Linear(8, 4)
 
