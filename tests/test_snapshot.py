@@ -201,6 +201,9 @@ def test_a_plan_from_a_terminal(tmp_path: Path) -> None:
         said = json.loads(result.stdout)
         assert reserved in (None, said["reserved_bytes"])
         assert recorded_run(read_snapshot(file)).peak_reserved_bytes == said["reserved_bytes"]
+    shown = json.loads(CliRunner().invoke(app, ["show", path, "--json"]).stdout)
+    assert shown["reserved_bytes"] == plan.whole_step.reserved_bytes
+    assert shown["total_bytes"] == plan.whole_step.total_bytes
     refused = CliRunner().invoke(app, ["snapshot", *common, "-o", str(tmp_path / "out.json")])
     assert refused.exit_code == 2
     assert "name a GPU" in refused.stderr

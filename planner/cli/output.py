@@ -69,9 +69,22 @@ def described(plan: Plan) -> dict[str, Any]:
     """A plan without its operations and timelines, as plain data."""
     return {
         **plan.model_dump(mode="json", exclude={"graphs", "timeline", "baseline_timeline"}),
+        **_on_the_device(plan),
         "overhead": plan.overhead,
         "recomputed_ops": plan.recomputed_operations,
         "forward_ops": plan.forward_operations,
+    }
+
+
+def _on_the_device(plan: Plan) -> dict[str, Any]:
+    """The sums of the whole step: what is reserved, and all that the device must have."""
+    whole = plan.whole_step
+    if whole is None:
+        return {}
+    return {
+        "reserved_bytes": whole.reserved_bytes,
+        "expandable_reserved_bytes": whole.expandable_reserved_bytes,
+        "total_bytes": whole.total_bytes,
     }
 
 
