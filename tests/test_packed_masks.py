@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import planner
 from planner import Plan
+from planner.lazy.cached import made_of
 from planner.report.simulated import simulated
 
 X = torch.randn(64, 32)
@@ -66,6 +67,11 @@ def test_bits_take_less_time_than_drawing_again_and_less_memory_than_masks(plan:
     bounded = planned(blocks(), budget=without.predicted.peak_bytes)
     assert masks(bounded) > 0
     assert bounded.predicted.seconds < without.predicted.seconds
+
+
+def test_a_cached_plan_with_bits_is_not_one_without() -> None:
+    model = blocks()
+    assert made_of(model, {"encodings": "none"}) != made_of(model, {})
 
 
 @pytest.mark.heavy

@@ -16,7 +16,20 @@ from planner.planning.prepare import device_of
 from planner.training_step.step import Step
 from planner.version import __version__
 
-_UNTOLD = ("solver", "effort", "time_limit", "keep", "recompute", "checkpoints", "attention", "costs", "loss")
+_UNTOLD = (
+    *(
+        "solver",
+        "effort",
+        "encodings",
+        "time_limit",
+        "keep",
+        "recompute",
+        "checkpoints",
+        "attention",
+        "costs",
+    ),
+    "loss",
+)
 """Options that a plan does not tell otherwise."""
 
 
