@@ -37,6 +37,7 @@ from benchmarks.mutations.models import MODELS
 from benchmarks.mutations.ranks import RANKS
 from benchmarks.mutations.record import Mutation, StaleMutationError
 from benchmarks.mutations.shapes import SHAPES
+from benchmarks.mutations.shown import SHOWN
 from benchmarks.mutations.steps import STEPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +52,7 @@ THEMES = {
     "What is the user's": BELONGINGS,
     "Data-parallel training": RANKS,
     "Plan files and solvers": FILES,
+    "Reports and explanations": SHOWN,
 }
 MUTATIONS: list[Mutation] = [one for theme in THEMES.values() for one in theme]
 

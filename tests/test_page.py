@@ -54,19 +54,22 @@ def test_the_words_name_the_peak_and_what_no_plan_can_drop() -> None:
         assert text in words
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-def test_what_no_plan_can_drop_is_there_in_other_plans_too(share: float) -> None:
+def test_what_no_plan_can_drop_is_there_in_other_plans_too() -> None:
     planned = planned_gpt()
     graph = planned.problem.graph
     sim = simulated(planned.plan)
     parts = peak_parts(sim)
     row = int(sim.schedule[sim.timeline.peak_step])
     assert row >= graph.forward_length  # an operation that every schedule runs once
-    kept = np.random.default_rng(0).random(len(graph.values)) < share
-    other = recompute(graph, kept)
-    there = int(np.flatnonzero(other == row)[0])
-    live = simulate(graph, other).step_bytes[there]
-    assert 0 < parts.undroppable_bytes <= live
+    random = np.random.default_rng(0)
+    masks = [random.random(len(graph.values)) < share for share in (0.0, 0.3, 0.7)]
+    # All of the last layers, where the peak is, and nothing of the others: less than the plan holds there.
+    masks.append(graph.producer > 0.8 * graph.forward_length)
+    live = []
+    for kept in masks:
+        other = recompute(graph, kept)
+        live.append(int(simulate(graph, other).step_bytes[np.flatnonzero(other == row)[0]]))
+    assert 0 < parts.undroppable_bytes <= min(live) < parts.total_bytes
 
 
 def test_it_is_one_file_that_asks_nothing_of_a_network(tmp_path: Path) -> None:
