@@ -20,7 +20,7 @@ from planner.estimation.estimate import (
     prepared_step,
     with_checkpoints,
 )
-from planner.planfile.budget import parse_budget
+from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import PlanRecord
 from planner.planning.options import StepKeywords, shows_options
 from planner.planning.prepare import Prepared
@@ -131,9 +131,10 @@ def compare(
         )
     report = progress or no_report
     prepared = prepared_step("compare", model, args, kwargs, lambda t, f: report(t, 0.5 * f), options)
-    found = _Found(prepared, prepared.budget(budget).bytes, measure)
+    found = _Found(prepared, prepared.budget(budget), measure)
     unplanned = prepared.problem.eager
-    found.add("unplanned", prepared.resident.total + unplanned.peak_bytes, unplanned.seconds, _as_it_is)
+    peak, total = prepared.resident.total + unplanned.peak_bytes, prepared.baseline_whole_step.total_bytes
+    found.add("unplanned", peak, total, unplanned.seconds, _as_it_is)
     for i, name in enumerate(solvers):
         report(f"solving ({name})", 0.5 + 0.3 * i / len(solvers))
         found.solver(name, budget, time_limit)
@@ -150,7 +151,7 @@ def compare(
             report(f"measuring activation_memory_budget={ratio}", 0.9)
             found.compiled(ratio)
     report("compared", 1.0)
-    return Comparison(str(budget), found.budget_bytes, found.rows())
+    return Comparison(str(budget), found.budget.bytes, found.rows())
 
 
 def block_names(model: torch.nn.Module) -> list[str]:
@@ -181,8 +182,8 @@ def _shortened(names: Sequence[str]) -> str:
 class _Found:
     """Rows in the making."""
 
-    def __init__(self, prepared: Prepared, budget_bytes: int | None, measure: bool) -> None:
-        self.prepared, self.budget_bytes, self.measure = prepared, budget_bytes, measure
+    def __init__(self, prepared: Prepared, budget: Budget, measure: bool) -> None:
+        self.prepared, self.budget, self.measure = prepared, budget, measure
         self._ways: list[Way] = []
 
     def rows(self) -> list[Way]:
@@ -197,9 +198,11 @@ class _Found:
             for way in self._ways
         ]
 
-    def add(self, name: str, peak_bytes: int, seconds: float, change: Change) -> None:
+    def add(self, name: str, peak_bytes: int, total_bytes: int, seconds: float, change: Change) -> None:
         before = self.prepared.problem.eager.seconds
-        way = Way(name, peak_bytes, seconds / before - 1 if before else 0.0, self._fits(peak_bytes))
+        way = Way(
+            name, peak_bytes, seconds / before - 1 if before else 0.0, self._fits(peak_bytes, total_bytes)
+        )
         self._ways.append(self._measured(way, change))
 
     def solver(self, name: str, budget: int | str, time_limit: float) -> None:
@@ -211,10 +214,17 @@ class _Found:
             self._ways.append(Way(f"planner, {name}", fits=False, note=note))
             return
         peak, seconds = plan.predicted.peak_bytes, plan.predicted.seconds
-        self.add(f"planner, {name}", peak, seconds, lambda copied: _apply(plan, copied))
+        assert plan.whole_step is not None
+        self.add(
+            f"planner, {name}",
+            peak,
+            plan.whole_step.total_bytes,
+            seconds,
+            lambda copied: _apply(plan, copied),
+        )
 
     def checkpoints(self, name: str, made: Checkpointed, change: Change) -> None:
-        way = Way(name, made.peak_bytes, made.overhead, self._fits(made.peak_bytes))
+        way = Way(name, made.peak_bytes, made.overhead, self._fits(made.peak_bytes, made.total_bytes))
         self._ways.append(self._measured(way, change))
 
     def compiled(self, ratio: float) -> None:
@@ -223,12 +233,15 @@ class _Found:
             self._measured(way, _as_it_is, lambda copied: partitioner.within_ratio(copied, ratio))
         )
 
-    def _fits(self, peak_bytes: int) -> bool | None:
-        if self.budget_bytes is None:
+    def _fits(self, peak_bytes: int, total_bytes: int) -> bool | None:
+        if self.budget.bytes is None:
             return None
+        if not self.budget.relative:
+            return total_bytes <= self.budget.bytes
+        # A percentage bounds what is allocated.
         dynamic = peak_bytes - self.prepared.resident.total
         whole = self.prepared.footprint.whole_step(dynamic, self.prepared.problem.final_bytes)
-        return whole.total_bytes <= self.budget_bytes
+        return whole.total_bytes <= self.budget.bytes
 
     def _measured(
         self,

@@ -52,12 +52,14 @@ class Checkpointed:
         peak_bytes: The most that is allocated at any time of forward and backward, what is resident
             included.
         dynamic_peak_bytes: The same without what is resident.
+        total_bytes: What the device must have for the whole step, the optimizer's included.
         overhead: Extra time of forward and backward, as a share: 0.2 is 20 %.
     """
 
     modules: tuple[str, ...]
     peak_bytes: int
     dynamic_peak_bytes: int
+    total_bytes: int
     overhead: float
 
 
@@ -273,10 +275,12 @@ def _recorded(prepared: Prepared, change: Change, names: Sequence[str]) -> Check
     )
     timeline = eager_timeline(recording, prepared.device, prepared.meter, prepared.costs)
     before = prepared.problem.eager.seconds
+    whole = prepared.footprint.whole_step(timeline.peak_bytes, timeline.final_bytes, timeline.allocations)
     return Checkpointed(
         modules=tuple(names),
         peak_bytes=prepared.resident.total + timeline.peak_bytes,
         dynamic_peak_bytes=timeline.peak_bytes,
+        total_bytes=whole.total_bytes,
         overhead=timeline.seconds / before - 1 if before else 0.0,
     )
 
