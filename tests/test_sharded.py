@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
 
+import planner
 from tests.side_by_side import counting_runs
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DistributedDataParallel": ("ddp", {}),
-    "fully_shard": ("fsdp2", {}),
-    "fully_shard, half precision, kept unsharded": ("fsdp2", {"reshard": False, "half": True}),
+    "fully_shard, in half precision": ("fsdp2", {"half": True}),
 }
 
 
@@ -24,6 +26,7 @@ def _process(rank: int, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
+    (folder / f"other plans.{rank}").write_text(_other_plans())
     for name, (example, options) in CASES.items():
         train = runpy.run_path(str(_EXAMPLES / f"{example}.py"))["train"]
         with counting_runs() as runs:
@@ -33,6 +36,20 @@ def _process(rank: int, port: int, folder: Path) -> None:
         # Of each step the embedding, three blocks and the head.
         (folder / f"{name}.{rank}").write_text(f"{runs.backward} backwards, {unequal or 'all'} equal")
     dist.destroy_process_group()
+
+
+def _other_plans() -> str:
+    """What a rank says of a step before which the ranks apply a plan in two ways, and shard."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    plan = planner.plan(model, (x,), budget="min", solver="checkpoint_all")
+    plan.apply(model, on_new_shape="replan" if dist.get_rank() else "reapply")
+    fully_shard(model)
+    try:
+        model(x)
+    except planner.PlanMismatch as error:
+        return str(error)
+    return "fine"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +64,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(240)
+        process.join(500)
         process.kill()
     return folder
 
@@ -59,3 +76,10 @@ def test_two_ranks(name: str, outcomes: Path) -> None:
         report = outcomes / f"{name}.{rank}"
         assert report.exists(), f"rank {rank} did not come to it"
         assert report.read_text() == "10 backwards, all equal"
+
+
+@pytest.mark.heavy
+def test_ranks_with_other_plans_are_an_error(outcomes: Path) -> None:
+    for rank in range(2):
+        said = (outcomes / f"other plans.{rank}").read_text()
+        assert said.startswith(f"rank {rank} trains by another plan than rank {1 - rank}")

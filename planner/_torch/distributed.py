@@ -3,6 +3,7 @@
 Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ def active_data_parallel_group() -> Any:
     """The process group of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
     active: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     return None if active is None else active.process_group
+
+
+def ranks_of_shards(module: torch.nn.Module) -> list[int]:
+    """The ranks among which parameters of a module are sharded; none where they are not."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return []
+    sharded = next((p for p in module.parameters() if isinstance(p, tensor.DTensor)), None)
+    return [] if sharded is None else sorted(sharded.device_mesh.mesh.flatten().tolist())
 
 
 def default_store() -> Any:

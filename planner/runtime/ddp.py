@@ -2,15 +2,17 @@
 
 Ranks with different plans would still compute the same gradients, but the slowest sets the pace of all, and
 the one that fits its memory least ends all. So it is an error, raised on every rank at the first forward
-inside ``DistributedDataParallel``.
+inside ``DistributedDataParallel``, or of a module that ``fully_shard`` shards.
 """
 
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from planner._torch import distributed
@@ -86,7 +88,21 @@ class RankCheck:
         group = distributed.active_data_parallel_group()
         if group is None:
             return False
-        ranks, mine = dist.get_process_group_ranks(group), dist.get_rank()
+        self._compare(dist.get_process_group_ranks(group))
+        return True
+
+    def among_shards(self, model: torch.nn.Module) -> None:
+        """Compare with the ranks among which the parameters of a module are sharded.
+
+        Raises:
+            PlanMismatch: If another of them trains by another plan.
+        """
+        ranks = distributed.ranks_of_shards(model)
+        if len(ranks) > 1:
+            self._compare(ranks)
+
+    def _compare(self, ranks: Sequence[int]) -> None:
+        mine = dist.get_rank()
         name = f"planner/{'-'.join(map(str, ranks))}/{RankCheck._number}"
         RankCheck._number += 1
         digest = decisions_digest(self._plan, self._on_new_shape)
@@ -98,11 +114,10 @@ class RankCheck:
             digests = {rank: store.get(f"{name}/{rank}").decode() for rank in others}
         except dist.DistError:
             logger.warning("another rank does not say which plan it trains by; plans are not compared")
-            return True
+            return
         for rank in others:
             if digests[rank] != digest:
                 raise PlanMismatch(
                     f"rank {mine} trains by another plan than rank {rank}, or with another on_new_shape=: "
                     "plan once, save the plan, and apply the same file in the same way on all ranks"
                 )
-        return True

@@ -222,6 +222,7 @@ class PlannedCall(InstalledCall):
                 self._without_gradient = next((p for p in model.parameters() if p.requires_grad), None)
             if holds_dtensors(model):
                 warn(SHARDED)
+                RankCheck(self.plan, self.on_new_shape).among_shards(model)
         if self._definitions is None:
             self._regions.put_in(model)
             self._definitions = Definitions(model)
