@@ -14,6 +14,8 @@ import planner
 from planner._torch.fake import fake_mode
 from planner.graph import dying_operands
 from planner.graph.dying_operands import forget, write_into_dying_operands, writing
+from planner.graph.joint_pass import AutocastContext, TraceContext
+from planner.graph.passes.in_place_accumulation import is_sum_in_place, mark_sums_in_place
 from planner.hooks.undefined_gradients import without_gradients
 from planner.lowering.codegen import compile_graph, generate
 
@@ -194,6 +196,23 @@ def test_without_a_gradient_nothing_is_written_into_what_is_left() -> None:
     threefold, fivefold = compile_graph(left, "g")([torch.randn(4, 8), y.clone()])
     assert torch.equal(threefold, y * 3)
     assert torch.equal(fivefold, y * 5)
+
+
+def test_a_sum_of_gradients_keeps_the_strides_of_the_first() -> None:
+    def body(graph: FxGraph, x: Node, y: Node) -> Any:
+        images = [
+            call(graph, aten.neg.default, call(graph, aten.view.default, n, [1, 4, 2, 4])) for n in (x, y)
+        ]
+        images[0] = call(graph, aten.as_strided.default, images[0], [1, 4, 2, 4], [1, 8, 4, 1])
+        return call(graph, aten.add.Tensor, *images)
+
+    module = traced(body, backward=True)
+    total = next(n for n in module.graph.nodes if n.target is aten.add.Tensor)
+    mark_sums_in_place(module, TraceContext(module, (), AutocastContext.here()))
+    assert is_sum_in_place(total)
+    write_into_dying_operands(module)
+    call_of_sum = writing(total)
+    assert call_of_sum is None or call_of_sum.position == 0
 
 
 def test_code_is_written_with_the_operators_of_eager() -> None:

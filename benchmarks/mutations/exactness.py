@@ -65,6 +65,32 @@ EXACTNESS = [
         ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
     ),
     Mutation(
+        "dying-operands-that-are-read",
+        "Only what nobody reads afterwards is written into.",
+        "An operand is written into though something else reads it later.",
+        (
+            Change(
+                "planner/graph/dying_operands.py",
+                "        if readers[-1] is not node or self._first[key] in others:\n",
+                "        if self._first[key] in others:\n",
+            ),
+        ),
+        ("tests/test_dying_operands.py::test_only_what_dies_is_written_into",),
+    ),
+    Mutation(
+        "dying-operands-of-absent-gradients",
+        "What is left of a sum without one of its gradients is not written into.",
+        "It is, though it may be a gradient that is read again.",
+        (
+            Change(
+                "planner/hooks/undefined_gradients.py",
+                "        forget(node)  # what is left of a sum may be somebody else's\n",
+                "",
+            ),
+        ),
+        ("tests/test_dying_operands.py::test_without_a_gradient_nothing_is_written_into_what_is_left",),
+    ),
+    Mutation(
         "wrappers-around-functions",
         "A wrapper that stands in the place of one of PyTorch's functions is run once.",
         "Graphs call functions by name, and find the wrapper that was followed into them.",

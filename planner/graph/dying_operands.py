@@ -21,6 +21,7 @@ from planner._torch import fake, operators
 from planner._torch.execution.op_bindings import same_sizes, same_steps
 from planner._torch.joint import aot_metadata
 from planner.graph.in_place import operator_in_place
+from planner.graph.passes.in_place_accumulation import is_sum_in_place
 from planner.graph.replay import rule_of
 from planner.graph.replay_rule import ReplayRule
 
@@ -181,7 +182,10 @@ class _Storages:
         ):
             return ()
         read = {fake.storage_key(t) for n in node.all_input_nodes for t in _strided(n.meta.get("val"))}
-        return () if read & self._mutated else _WRITERS[node.target][0]
+        if read & self._mutated:
+            return ()
+        # Eager's sum has the strides of the first of two gradients, whatever those of the second.
+        return _FIRST if is_sum_in_place(node) else _WRITERS[node.target][0]
 
     def is_free(self, node: Node, position: int) -> bool:
         """Whether an argument of a node has the form of its result, and dies there."""
