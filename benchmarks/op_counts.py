@@ -38,9 +38,9 @@ COPIES = frozenset({"aten::copy_"})
 """Operators that copy into memory that is there."""
 
 REASONS = {
-    "aten::to": "a mask of dropout as numbers: it is kept as booleans, a quarter of eager's bytes",
-    "aten::empty_like": "the mask of dropout, of booleans",
-    "aten::add": "the sum of a residual stream, whose operands may be needed again: eager's `+=`",
+    "aten::copy_": "masks of dropout as numbers, forward and backward; single numbers; statistics written back",
+    "aten::empty_strided": "the memory for these; clones of statistics",
+    "aten::add": "the forward's `+=`, whose operand a re-run may need; counters of batch normalisations",
 }
 """By operator: why the plan's step calls it more often. Operators without one are to be looked into."""
 
