@@ -38,7 +38,7 @@ COPIES = frozenset({"aten::copy_"})
 """Operators that copy into memory that is there."""
 
 REASONS = {
-    "aten::copy_": "masks of dropout as numbers, forward and backward; single numbers; statistics written back",
+    "aten::copy_": "masks of dropout as numbers; single numbers; statistics written back",
     "aten::empty_strided": "the memory for these; clones of statistics",
     "aten::add": "the forward's `+=`, whose operand a re-run may need; counters of batch normalisations",
 }
