@@ -11,10 +11,9 @@ def test_activations_are_those_of_the_published_formula() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("flash", [False, True])
-def test_of_six_shapes_and_both_forms_of_attention(flash: bool) -> None:
-    assert len(SHAPES) == 6
-    for shape in SHAPES:
+@pytest.mark.parametrize(("flash", "shapes"), [(False, SHAPES), (True, SHAPES[::4])])
+def test_of_both_forms_of_attention(flash: bool, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
+    for shape in shapes:
         found = activation_bytes(layers(2, *shape, flash=flash))
         assert found == pytest.approx(formula(*shape, flash), rel=1e-3), shape
 
