@@ -98,7 +98,8 @@ def test_the_site_shows_all_pages_and_no_other() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"[\w/.-]+\.md", text.partition("\nnav:")[2]))
     there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"README.md"}
-    assert named == there
+    assert named <= there
+    assert not {page for page in there - named if not page.startswith("results/")}
 
 
 def test_the_public_names_are_in_the_reference() -> None:
