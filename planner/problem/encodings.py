@@ -67,9 +67,12 @@ def find_packings(
         source, op = problem.sources[base], graph.ops[base]
         joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
         results = [v for v in op.outputs if not graph.values[v].on_demand]
-        if joint is None or len(results) != 1 or not is_packable(joint.ops[source.op].node):
+        if joint is None or len(results) != 1:
             continue
-        mask = joint.ops[source.op].node.meta["val"]
+        made = joint.ops[source.op]
+        if made.writers or not is_packable(made.node):
+            continue
+        mask = made.node.meta["val"]
         found.append((base, results[0]))
         calls += [Call(PACK_BITS, (mask,), {}), Call(UNPACK_BITS, (bits_of(mask), list(mask.shape)), {})]
     memories = meter.measure(calls) if meter is not None else [NOT_RUN] * len(calls)
