@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ import torch.nn.functional as F
 import planner
 from planner import Plan
 from planner.lazy.cached import made_of
+from planner.planning import solve
+from planner.planning.solve_for import solve_for
 from planner.report.simulated import simulated
+from solvers.model.solution import Solution
 
 X = torch.randn(64, 32)
 
@@ -67,6 +71,18 @@ def test_bits_take_less_time_than_drawing_again_and_less_memory_than_masks(plan:
     bounded = planned(blocks(), budget=without.predicted.peak_bytes)
     assert masks(bounded) > 0
     assert bounded.predicted.seconds < without.predicted.seconds
+
+
+def test_solving_without_bits_has_the_time_that_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def noted(*args: Any, time_limit: float, **given: Any) -> Solution:
+        limits.append(time_limit)
+        return solve_for(*args, time_limit=time_limit, **given)
+
+    monkeypatch.setattr(solve, "solve_for", noted)
+    planned(blocks(), time_limit=8)
+    assert limits == [8, 4]
 
 
 def test_a_cached_plan_with_bits_is_not_one_without() -> None:

@@ -115,7 +115,7 @@ class PlanOptions:
             keep them as they are or to draw them again; "none" does not. On the CPU only; searches for the
             largest batch do without.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
-        time_limit: Wall seconds for the solver.
+        time_limit: Wall seconds for the solver; half as many more for masks as bits.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
             ("aten.native_layer_norm") or patterns of either ("encoder.layer.*.attention").
         recompute: Never keep what matches.

@@ -50,7 +50,7 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
         )
 
     offer = offered(prepared, constraints)
-    limit = options.time_limit if offer is None else options.time_limit / 2
+    limit = options.time_limit  # as without an offer, or what is found could be worse than that
     solution = reserving_no_more(prepared, solve(room, limit), wanted, solve, time_limit=limit)
     solved = Solved(solution, prepared.problem)
     if offer is not None and not keeps_everything(solved):
@@ -60,7 +60,7 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
             wanted,
             room,
             options.solver,
-            time_limit=limit,
+            time_limit=limit / 2,
             effort=options.effort,
             progress=lambda text, fraction: report(text, 0.46 + 0.47 * fraction),
             constraints=_constraints(prepared, offer.problem.graph),

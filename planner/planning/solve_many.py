@@ -47,7 +47,7 @@ def solve_many(
             wanted,
             constraints(graph),
             known,
-            share * time_limit,
+            time_limit,
             lambda text, fraction: progress(text, share * fraction),
         )
     ]
@@ -60,7 +60,7 @@ def solve_many(
         [wanted[i] for i in more],
         constraints(offer.problem.graph),
         (),
-        (1.0 - share) * time_limit,
+        time_limit / 2,
         lambda text, fraction: progress(text, share + (1.0 - share) * fraction),
     )
     for i, answer in zip(more, answers, strict=True):
