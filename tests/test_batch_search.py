@@ -36,7 +36,7 @@ def found() -> MaxBatch:
 @pytest.mark.heavy
 def test_the_largest_batch_fits_and_the_next_does_not(found: MaxBatch) -> None:
     model = small_gpt()[0]
-    options: dict[str, Any] = {"optimizer": "AdamW", "solver": "sqrt_n"}
+    options: dict[str, Any] = {"optimizer": "AdamW", "solver": "sqrt_n", "encodings": "none"}
     plan = planner.plan(model, batches(found.batch), budget="8MiB", **options)
     assert plan.whole_step is not None
     assert plan.whole_step.total_bytes <= 8 * MIB
@@ -73,7 +73,7 @@ def test_the_largest_unplanned_batch_is_the_one_that_just_fits(found: MaxBatch) 
 def test_largest_and_fastest_are_both_reported(found: MaxBatch) -> None:
     assert found.ratio is not None
     assert found.ratio > 1.5
-    assert found.captures <= 4
+    assert found.captures <= 5
     assert found.largest.captured
     assert found.largest.batch == found.batch == found.points[-1].batch
     assert found.fastest.samples_per_second >= found.largest.samples_per_second
