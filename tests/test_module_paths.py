@@ -87,7 +87,11 @@ def test_a_selection_by_the_name_that_the_user_sees() -> None:
     torch.manual_seed(0)
     model = _OddNames()
     plan = _plan(model, torch.randn(4, 8), keep=["attention.self"])
-    assert "attention.self.1" in _kept(plan)
+    assert "attention.self.0" in _kept(plan)  # the activation is written into the layer's result
+    for name in ("attention.self", "attention.self.1"):
+        again = _plan(model, torch.randn(4, 8), recompute=[name])
+        assert "attention.self.0" not in _kept(again)
+        assert [op.module for graph in again.graphs for op in map(graph.ops.__getitem__, graph.recomputed)]
     with pytest.raises(planner.PlannerError, match=r"is of tied_twice: it computes nothing"):
         _plan(model, torch.randn(4, 8), keep=["tied_*"])
     with pytest.raises(planner.PlannerError, match=r"names 'attention\.0'"):

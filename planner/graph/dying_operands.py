@@ -11,6 +11,7 @@ else the operation reads must then be there when the operand is computed, so tha
 reads too, inputs, and what is small.
 """
 
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -235,7 +236,7 @@ class _Storages:
 
     def _looks_at(self, node: Node) -> bool:
         maker = self._maker[fake.storage_key(node.meta["val"])]
-        return node in self._viewed or (node is not maker and maker is not node.args[0])
+        return node in self._viewed or (node is not maker and node.target is not operator.getitem)
 
 
 def _strided(value: Any) -> Iterator[torch.Tensor]:

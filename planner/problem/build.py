@@ -297,6 +297,7 @@ class _Builder:
                 region=region,
                 name=f"{op.name} #{op.index}",
                 module=op.module,
+                writes=() if op.written not in storages else (storages[op.written],),
             ),
             _call_of(op.node),
             op.node.meta.get("val"),

@@ -41,12 +41,12 @@ def select(
     Raises:
         SelectionError: If a pattern matches nothing, or a value is to be kept and recomputed.
     """
-    kept = [v for op in _matching(graph, keep, "keep", modules) for v in graph.ops[op].outputs]
+    kept = [v for op in _matching(graph, keep, "keep", modules) for v in _results(graph.ops[op])]
     for pattern in [checkpoints] if isinstance(checkpoints, str) else checkpoints:
         matching = _matching(graph, [pattern], "checkpoints", modules)
         last = {_matched(graph.ops[i], pattern): i for i in matching}
-        kept += [v for op in last.values() for v in graph.ops[op].outputs]
-    again = [v for op in _matching(graph, recompute, "recompute", modules) for v in graph.ops[op].outputs]
+        kept += [v for op in last.values() for v in _results(graph.ops[op])]
+    again = [v for op in _matching(graph, recompute, "recompute", modules) for v in _results(graph.ops[op])]
     try:
         return Constraints(_marked(graph, kept), _marked(graph, again))
     except GraphError as error:
@@ -81,6 +81,11 @@ def _matches(op: Op, pattern: str) -> bool:
     if names[1] in _OF_DROPOUT:
         names.append(_DROPOUT)
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for name in names)
+
+
+def _results(op: Op) -> tuple[int, ...]:
+    """The values that hold the results of an operation: its own, or another's that it writes into."""
+    return op.outputs + op.writes
 
 
 def _matched(op: Op, pattern: str) -> str:

@@ -81,6 +81,7 @@ class Op:
         replay: Index of the row that stands for its re-run; ``None`` when that is itself.
         name: For people: the operator and its stable index.
         module: Path of the module that it came from, "" for the root.
+        writes: Values of other operations that it writes its results into.
     """
 
     inputs: tuple[int, ...]
@@ -93,6 +94,7 @@ class Op:
     replay: int | None = None
     name: str = ""
     module: str = ""
+    writes: tuple[int, ...] = ()
 
 
 class GraphError(ValueError):
