@@ -832,10 +832,8 @@ def test_another_dtype_after_apply_is_said_and_right(dtype: torch.dtype) -> None
     def loop(model: nn.Module) -> torch.Tensor:
         return _step(model.to(dtype), (args[0].to(dtype),))
 
-    with (
-        counting_runs() as runs,
-        pytest.warns(PlanWarning, match="larger than|other operations|operations produce"),
-    ):
+    larger = pytest.warns(PlanWarning, match="larger than|operations produce")
+    with counting_runs() as runs, larger if dtype is torch.float64 else no_plan_warnings():
         ours = left_by(model, loop)
     assert runs.backward == 1
     assert_same(ours, left_by(twin, loop))

@@ -172,7 +172,8 @@ def test_views_random_numbers_statistics_and_parts() -> None:
     names = ["aten.native_dropout", "aten.masked_fill", "aten.exp", "aten.add", "aten.cos", "aten.sin"]
     plan = planner.plan(model, args, loss=squares, budget="min", inputs="overwritten", recompute=names)
     again = {g.ops[i].name for g in plan.graphs for i in g.recomputed}
-    assert again >= {f"{name}.default" for name in ("planner.draw_mask", "aten.exp", "aten.cos")}
+    # `exp` is written into what `masked_fill` or `add` made, and runs again with that.
+    assert again >= {f"{name}.default" for name in ("planner.draw_mask", "aten.cos")}
     report = planner.verify(model, args, plan=plan, loss=squares)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
