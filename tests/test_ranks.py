@@ -20,6 +20,7 @@ OTHER: dict[str, Any] = {
     "gradient_layouts": [GradientLayout(output=0, dimensions=[1, 0])],
     "backward": [index for index in GRAPH.backward if index >= GRAPH.forward_length],
     "other_programs": [Program(backward=GRAPH.backward)],
+    "packed": [0],
     "executions": [0, 0],
     "ops": [op.model_copy(update={"name": "aten.relu.default"}) for op in GRAPH.ops],
 }
