@@ -190,8 +190,8 @@ def test_frontiers_of_models_in_small(name: str, tmp_path: Path, capsys: pytest.
     at_one = [p for p in result["points"] if p["setting"] == "ratio 1"]
     assert at_one
     # Even with all the memory it wants, the partitioner re-runs elementwise operations that a compiler could
-    # fuse. At this size they take little but the launch that the cost model gives each of them; a re-run may be
-    # of two, the second of which writes into what the first has made.
+    # fuse. At this size they take little but the launch that the cost model gives each of them; a re-run
+    # may be of two, the second of which writes into what the first has made.
     launch = find_device("cpu").launch_seconds
     least = min(at_one, key=lambda p: p["overhead"])
     assert 0 <= least["overhead"] <= 2 * launch * least["reruns"] / result["seconds"] + 0.01
