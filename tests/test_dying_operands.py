@@ -162,7 +162,8 @@ def test_only_what_dies_is_written_into(body: Body, count: int, backward: bool) 
 
 
 def test_in_the_forward_only_what_one_operation_reads_is_written_into() -> None:
-    """What else is read of it may be computed again, and what reads something large must wait for that."""
+    """What else is read of it may be computed again; what is computed again reads what was made before it; and
+    users may write to what they get, which a view of a function of autograd's forbids."""
 
     def twice(graph: FxGraph, x: Node, y: Node) -> Any:
         product = call(graph, aten.mul.Tensor, x, y)
@@ -175,7 +176,15 @@ def test_in_the_forward_only_what_one_operation_reads_is_written_into() -> None:
             graph, aten.add.Tensor, square, call(graph, aten.mm.default, y, call(graph, aten.t.default, x))
         )
 
-    for body in (twice, of_two):
+    def of_something_small_that_is_made_later(graph: FxGraph, x: Node, y: Node) -> Any:
+        product = call(graph, aten.mul.Tensor, x, y)
+        return call(graph, aten.add.Tensor, product, call(graph, aten.sum.default, x))
+
+    def returned_through_a_view(graph: FxGraph, x: Node, y: Node) -> Any:
+        square = call(graph, aten.mm.default, x, call(graph, aten.t.default, y))
+        return call(graph, aten.neg.default, call(graph, aten.view.default, square, [2, 2, 4]))
+
+    for body in (twice, of_two, of_something_small_that_is_made_later, returned_through_a_view):
         for backward in (False, True):
             module = traced(body, backward)
             write_into_dying_operands(module)

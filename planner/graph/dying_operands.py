@@ -8,7 +8,7 @@ In the backward the order of the operations is fixed, so that the last reader of
 the forward may be computed again: there an operand is overwritten only if nothing but that one operation
 reads it, and the two are run again together. The result and its operand are then one value to a solver. What
 else the operation reads must then be there when the operand is computed, so that it may only be what that
-reads too, inputs, and what is small.
+reads too, inputs, and what is small and was made before.
 """
 
 import operator
@@ -135,6 +135,7 @@ class _Storages:
         self._readers: dict[int, list[Node]] = {}
         self._viewed: set[Node] = set()  # results that are written into a view
         self._backward: set[Node] = set()
+        self._place = {node: place for place, node in enumerate(module.graph.nodes)}
         placeholders = module.graph.find_nodes(op="placeholder")
         mutated = aot_metadata.mutated_inputs(module)
         self._mutated = {
@@ -217,7 +218,10 @@ class _Storages:
         return all(
             storage in read
             or self._maker[storage].op != "call_function"
-            or fake.storage_bytes(tensor) * _SMALL <= fake.storage_bytes(node.meta["val"])
+            or (
+                fake.storage_bytes(tensor) * _SMALL <= fake.storage_bytes(node.meta["val"])
+                and self._place[self._maker[storage]] < self._place[maker]
+            )
             for storage, tensor in others.items()
         )
 
