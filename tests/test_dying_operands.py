@@ -94,7 +94,7 @@ def call(graph: FxGraph, target: Any, *args: Any) -> Node:
 
 
 def chain(graph: FxGraph, x: Node, y: Node) -> Any:
-    """All but the first write into what the first makes, one of them through a view."""
+    """All but the first can write into what the first makes, one of them through a view."""
     product = call(graph, aten.mul.Tensor, x, y)
     shifted = call(graph, aten.add.Tensor, product, 1.0)
     flat = call(graph, aten.view.default, shifted, [32])
@@ -143,7 +143,7 @@ def with_itself(graph: FxGraph, x: Node, y: Node) -> Any:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     ("body", "count"),
-    [(chain, 3), (second, 1), (of_inputs, 0), (read_later, 0), (returned_as_well, 0), (of_part, 0),
+    [(chain, 2), (second, 1), (of_inputs, 0), (read_later, 0), (returned_as_well, 0), (of_part, 0),
      (of_other_form, 0), (with_itself, 0)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )  # fmt: skip
@@ -153,8 +153,9 @@ def test_only_what_dies_is_written_into(body: Body, count: int, backward: bool) 
     before = x.clone(), y.clone()
     expected = module(x, y)
     write_into_dying_operands(module)
-    if not (backward and body is chain):  # where the last one writes into a view, users may not get it
-        assert sum(writing(n) is not None for n in module.graph.nodes) == count
+    # The last of the chain would return a view, to which users of a forward may not write.
+    count += backward and body is chain
+    assert sum(writing(n) is not None for n in module.graph.nodes) == count
     for found, wanted in zip(compile_graph(module, "f")([x, y]), expected, strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(x, before[0])
@@ -162,8 +163,8 @@ def test_only_what_dies_is_written_into(body: Body, count: int, backward: bool) 
 
 
 def test_in_the_forward_only_what_one_operation_reads_is_written_into() -> None:
-    """What else is read of it may be computed again; what is computed again reads what was made before it; and
-    users may write to what they get, which a view of a function of autograd's forbids."""
+    """What else is read of it may be computed again; what is computed again reads what was made before it;
+    and users may write to what they get, which a view of a function of autograd's forbids."""
 
     def twice(graph: FxGraph, x: Node, y: Node) -> Any:
         product = call(graph, aten.mul.Tensor, x, y)
