@@ -13,9 +13,11 @@ import planner
 from planner import Plan
 from planner.lazy.cached import made_of
 from planner.planning import solve
+from planner.planning.encodings import Solved
 from planner.planning.solve_for import solve_for
+from planner.planning.solve_many import _monotone
 from planner.report.simulated import simulated
-from solvers.model.solution import Solution
+from solvers.model.solution import Solution, Status
 
 X = torch.randn(64, 32)
 
@@ -99,6 +101,17 @@ def test_a_sweep_packs_as_well() -> None:
     assert not any(masks(plan) for plan in without)
     assert plans[-1].predicted.peak_bytes < without[-1].predicted.peak_bytes
     assert [plan.predicted.seconds for plan in plans] == sorted(plan.predicted.seconds for plan in plans)
+
+
+def test_the_least_peak_is_an_answer_to_larger_budgets_of_a_sweep() -> None:
+    nothing: Any = None
+    found = [
+        Solved(Solution("auto", Status.FEASIBLE, nothing, peak, seconds, 0.0), nothing)
+        for peak, seconds in ((150, 6.0), (100, 5.0), (180, 4.0))
+    ]
+    answers = _monotone(found, [160, None, 200])
+    assert [answer.solution.seconds for answer in answers] == [5.0, 5.0, 4.0]
+    assert answers[0].solution.peak_bytes == 100
 
 
 @pytest.mark.heavy

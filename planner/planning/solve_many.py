@@ -71,16 +71,20 @@ def solve_many(
 
 
 def _monotone(found: list[Solved], rooms: list[int | None]) -> list[Solved]:
-    """With what was found for a smaller budget where that is faster."""
+    """With what was found for a smaller budget where that is faster; the least peak that was asked for counts
+    as a budget of its own bytes."""
     answers = list(found)
     fastest: Solved | None = None
-    for room, i in sorted((room, i) for i, room in enumerate(rooms) if room is not None):
-        if fastest is not None:
+    bytes_of = [found[i].solution.peak_bytes if room is None else room for i, room in enumerate(rooms)]
+    for room, i in sorted((room, i) for i, room in enumerate(bytes_of)):
+        if fastest is not None and rooms[i] is not None:
             answers[i] = better(answers[i], replace(fastest, bound_covers=answers[i].bound_covers), room)
             if answers[i].problem is fastest.problem and answers[i].solution is fastest.solution:
                 known = replace(fastest.solution, bound_seconds=None, status=Status.FEASIBLE)
                 answers[i] = replace(answers[i], solution=known)
-        if answers[i].solution.feasible:
+        if answers[i].solution.feasible and (
+            fastest is None or answers[i].solution.seconds <= fastest.solution.seconds
+        ):
             fastest = answers[i]
     return answers
 
