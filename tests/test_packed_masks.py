@@ -94,7 +94,7 @@ def test_a_cached_plan_with_bits_is_not_one_without() -> None:
 
 @pytest.mark.heavy
 def test_a_sweep_packs_as_well() -> None:
-    given = {"budgets": ["min", "75%", "80%"], "loss": squares, "time_limit": 30}
+    given = {"budgets": ["min", "75%", "80%"], "loss": squares, "time_limit": 240}
     plans = planner.sweep(blocks(), (X,), **given)  # type: ignore[arg-type]
     without = planner.sweep(blocks(), (X,), encodings="none", **given)  # type: ignore[arg-type]
     assert masks(plans[-1]) > 0
