@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from planner.heap import older_objects_set_aside
+from planner.graph.heap import older_objects_set_aside
 
 
 class Ring:

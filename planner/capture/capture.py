@@ -34,7 +34,7 @@ from planner.capture.external_accumulation import (
 from planner.capture.graph_runner import GraphRunner, collector, notes_on
 from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
-from planner.heap import older_objects_set_aside
+from planner.graph.heap import older_objects_set_aside
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.lowering.lowerings import chosen_lowering
 from planner.progress import Progress

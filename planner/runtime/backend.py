@@ -16,12 +16,12 @@ from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.errors import CaptureError, warn
 from planner.graph.dynamo_graph import is_tensor_output, structure_of
+from planner.graph.heap import older_objects_set_aside
 from planner.graph.joint_graph import JointGraph
 from planner.graph.joint_pass import AutocastContext
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
-from planner.heap import older_objects_set_aside
 from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.awaiting_backward import Awaiting, Calls
 from planner.hooks.double_backward import DoubleBackward
