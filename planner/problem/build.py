@@ -283,9 +283,8 @@ class _Builder:
         backward: bool,
     ) -> _Row:
         reads = tuple(storages[s] for s in op.reads if s in storages)
-        for storage in op.allocates:
-            size = joint.storage_bytes[storage]
-            storages[storage] = self._value(Value(size, f"{op.node.name} @ {op.module}"))
+        name = f"{op.node.name} @ {op.module}"
+        storages |= {s: self._value(Value(joint.storage_bytes[s], name)) for s in op.allocates}
         made = tuple(storages[s] for s in op.allocates)
         return _Row(
             source,
