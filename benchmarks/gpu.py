@@ -18,7 +18,6 @@ stay.
 """
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -26,20 +25,20 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from benchmarks.frontiers.gpu_models import CASES, Inputs
 from benchmarks.frontiers.gpu_results import Row, judged, table
+from benchmarks.frontiers.gpu_ways import arithmetic, checkpointed, compiled
 from planner.allocator.recorded import RecordedRun, SnapshotError, recorded_run, replay
 from planner.allocator.settings import AllocatorSettings
 from planner.calibration.calibrate import as_file, calibrate
@@ -85,7 +84,7 @@ class Bench:
         if time.monotonic() > self.deadline:
             self._leave_out(name, precision, ways)
             return
-        with _arithmetic(precision):
+        with arithmetic(precision):
             case = None
             try:
                 torch.manual_seed(0)
@@ -144,10 +143,10 @@ class _CaseRun:
         if way.startswith("plan "):
             return self._planned(way, way.removeprefix("plan "))
         if way == "checkpoint per block":
-            with _checkpointed(self.model, CASES[self.name].blocks):
+            with checkpointed(self.model, CASES[self.name].blocks):
                 return self._measured(way, self._step(self.model))
-        with _compiled(self.model, 0.5) as compiled:
-            return self._measured(way, self._step(compiled))
+        with compiled(self.model, 0.5) as module:
+            return self._measured(way, self._step(module))
 
     def clear(self) -> None:
         """No gradients, no cached blocks."""
@@ -307,47 +306,6 @@ def _empty(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def _arithmetic(precision: str) -> Iterator[None]:
-    """TF32 for matrix products and convolutions, or not."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
-@contextlib.contextmanager
-def _checkpointed(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[None]:
-    """PyTorch's checkpointing around every block."""
-    wrapped = [m for m in model.modules() if type(m).__name__ in blocks]
-    for module in wrapped:
-        forward = module.forward
-        module.forward = lambda *a, forward=forward, **k: checkpoint(  # type: ignore[method-assign]
-            forward, *a, use_reentrant=False, **k
-        )
-    try:
-        yield
-    finally:
-        for module in wrapped:
-            del module.forward
-
-
-@contextlib.contextmanager
-def _compiled(model: nn.Module, budget: float) -> Iterator[nn.Module]:
-    """The model under torch.compile with a memory budget; eager kernels where there is no GPU."""
-    import torch._functorch.config as config
-
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    torch._dynamo.reset()
-    with config.patch(activation_memory_budget=budget):
-        yield torch.compile(model, backend="inductor" if on_gpu else "aot_eager_decomp_partition")  # type: ignore[misc]
-    torch._dynamo.reset()
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

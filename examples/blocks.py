@@ -1,8 +1,11 @@
-"""A small transformer, and batches of words, for the examples of data-parallel training."""
+"""Shared by the examples of data-parallel training: a small transformer, batches of words, one plan for all."""
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+
+import planner
 
 WORDS, WIDTH, CONTEXT = 64, 32, 32
 
@@ -48,3 +51,12 @@ def build_model() -> Transformer:
 def batch(step: int, rank: int) -> torch.Tensor:
     """A batch that is another one in each step and process."""
     return torch.randint(0, WORDS, (8, CONTEXT), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def apply_one_plan(model: Transformer, budget: str) -> None:
+    """Rank 0 plans, and all train by its plan."""
+    text: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        text = [planner.plan(model, (batch(0, 0),), budget=budget, regions="auto").dumps()]
+    dist.broadcast_object_list(text)
+    planner.Plan.loads(str(text[0])).apply(model)

@@ -12,21 +12,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from blocks import batch, build_model
-
-import planner
+from blocks import apply_one_plan, batch, build_model
 
 
 def train(budget: str | None, steps: int = 3) -> dict[str, torch.Tensor]:
     """The weights after some steps; without a plan where the budget is None."""
     model = build_model()
     if budget is not None:
-        # Rank 0 plans, and all train by its plan.
-        text: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            text = [planner.plan(model, (batch(0, 0),), budget=budget, regions="auto").dumps()]
-        dist.broadcast_object_list(text)
-        planner.Plan.loads(str(text[0])).apply(model)
+        apply_one_plan(model, budget)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())

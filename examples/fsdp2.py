@@ -14,9 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from blocks import batch, build_model
-
-import planner
+from blocks import apply_one_plan, batch, build_model
 
 
 def train(budget: str | None, steps: int = 3, *, reshard: bool = True, half: bool = False) -> dict[str, Any]:
@@ -30,12 +28,7 @@ def train(budget: str | None, steps: int = 3, *, reshard: bool = True, half: boo
     """
     model = build_model()
     if budget is not None:
-        # Rank 0 plans, and all train by its plan.
-        text: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            text = [planner.plan(model, (batch(0, 0),), budget=budget, regions="auto").dumps()]
-        dist.broadcast_object_list(text)
-        planner.Plan.loads(str(text[0])).apply(model)
+        apply_one_plan(model, budget)
     options: dict[str, Any] = {"reshard_after_forward": reshard}
     if half:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

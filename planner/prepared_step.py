@@ -41,8 +41,7 @@ class PreparedStep:
         All other errors are those of :func:`planner.plan`.
         """
         check_options(progress=progress)
-        given = read_options("plan", PreparedKeywords, options)
-        find_solver(given.solver)
+        find_solver(read_options("plan", PreparedKeywords, options).solver)
         parse_budget(budget, 2**60)
         model = self._prepared.model
         if state_digest(model) != self._digest:
@@ -50,8 +49,8 @@ class PreparedStep:
                 f"parameters or buffers of the {type(model).__name__} have changed since planner.prepare(): "
                 "prepare it again"
             )
-        search = {name: getattr(given, name) for name in PreparedKeywords.__annotations__}
-        prepared = replace(self._prepared, options=replace(self._prepared.options, **search))
+        # What is not said here is as it was said to `prepare`.
+        prepared = replace(self._prepared, options=replace(self._prepared.options, **options))
         return Plan.of(plan_prepared(prepared, budget, progress=progress or no_report))
 
     def __repr__(self) -> str:

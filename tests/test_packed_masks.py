@@ -90,6 +90,7 @@ def test_solving_without_bits_has_the_time_that_it_has_alone(monkeypatch: pytest
 def test_a_cached_plan_with_bits_is_not_one_without() -> None:
     model = blocks()
     assert made_of(model, {"encodings": "none"}) != made_of(model, {})
+    assert made_of(model, {"regions": "auto"}) != made_of(model, {})
 
 
 @pytest.mark.heavy

@@ -1,5 +1,7 @@
 """A step that is captured once and planned several times."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
@@ -23,6 +25,19 @@ def test_its_plans_are_those_of_plan() -> None:
     kept = prepared.plan("min", solver="sqrt_n", keep=["layers.0"])
     assert kept == planner.plan(model, args, budget="min", solver="sqrt_n", keep=["layers.0"])
     assert kept != prepared.plan("min", solver="sqrt_n")
+
+
+def test_what_is_said_when_it_is_prepared_holds_for_its_plans() -> None:
+    model, args, _ = layers(lambda: Layers(1))
+    prepared = planner.prepare(model, args, effort="best", encodings="none")
+
+    def made_with(**options: Any) -> tuple[str, str]:
+        remembered: Any = prepared.plan("100%", **options).made_with
+        return remembered.effort, remembered.encodings
+
+    assert made_with() == ("best", "none")
+    assert made_with(effort="fast") == ("fast", "none")
+    assert made_with() == ("best", "none")
 
 
 def test_what_is_wrong_is_said_and_the_step_stays_of_use() -> None:

@@ -17,19 +17,9 @@ from planner.training_step.step import Step
 from planner.version import __version__
 
 _UNTOLD = (
-    *(
-        "solver",
-        "effort",
-        "encodings",
-        "time_limit",
-        "keep",
-        "recompute",
-        "checkpoints",
-        "attention",
-        "costs",
-    ),
-    "loss",
-)
+    "solver", "effort", "encodings", "time_limit", "keep", "recompute", "checkpoints", "regions", "attention",
+    "costs", "loss",
+)  # fmt: skip
 """Options that a plan does not tell otherwise."""
 
 

@@ -125,7 +125,7 @@ def _solutions(
     left = max(0.0, end - time.perf_counter()) / max(1, len(solutions))
 
     def solve(room: int, seconds: float) -> Solution:
-        return portfolio.solve(graph, room, time_limit=seconds, constraints=constraints)
+        return portfolio.solve(graph, room, time_limit=seconds, constraints=constraints, effort=effort)
 
     return [
         reserving_no_more(prepared, solution, budget, solve, time_limit=left)
