@@ -1,4 +1,4 @@
-"""Shared by the examples of data-parallel training: a small transformer, batches of words, one plan for all."""
+"""Shared by the examples of data-parallel training: a small transformer, batches of words, one plan."""
 
 import torch
 import torch.distributed as dist
