@@ -23,7 +23,7 @@ from planner._torch import autograd, fake
 from planner._torch.joint import aot_metadata
 from planner.graph.accumulation import is_sum
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook
+from planner.hooks.protocol import GraphHook, HookContext
 
 aten = torch.ops.aten
 
@@ -83,6 +83,11 @@ class AutocastCastCache(GraphHook):
             self.again = True
             if self._warn is not None:
                 self._warn(SHARED_WEIGHT_WARNING)
+
+
+def hook(context: HookContext) -> AutocastCastCache:
+    """One that warns of weights whose gradients cannot be added as without a plan."""
+    return AutocastCastCache(context.warn)
 
 
 def unplanned_call(parameters: Sequence[torch.Tensor]) -> bool:

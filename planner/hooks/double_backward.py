@@ -18,7 +18,7 @@ from planner._torch.operators import may_draw
 from planner._torch.tensors import writes
 from planner.errors import PlanMismatch
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook
+from planner.hooks.protocol import GraphHook, HookContext
 
 
 class DoubleBackward(GraphHook):
@@ -101,6 +101,15 @@ class DoubleBackward(GraphHook):
         )
         replaced = dict(zip(wanted, gradients, strict=True))
         return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(found))
+
+
+def hook(context: HookContext) -> DoubleBackward:
+    """One that runs the captured forward again, where nothing stands in the way of that."""
+    obstacle = "it was called under autocast" if context.autocast else None
+    if context.plan.coverage != "one-graph":
+        # Held for a second run, what one part hands to another would live for longer than planned.
+        obstacle = "it is captured in several parts"
+    return DoubleBackward(context.graph, obstacle, context.warn)
 
 
 def _versions(kept: list[tuple[Any, ...]]) -> list[int]:

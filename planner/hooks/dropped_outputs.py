@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from planner.hooks.protocol import GraphHook
+from planner.hooks.protocol import GraphHook, HookContext
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.training_step.step import unique_storages
@@ -52,3 +52,8 @@ class DroppedOutputs(GraphHook):
             f"while backward runs: up to {format_bytes(held)} more than predicted. Hand on the loss alone, "
             "as in loss = model(...).loss, or plan with outputs='held'"
         )
+
+
+def hook(context: HookContext) -> DroppedOutputs:
+    """One for the outputs that the plan's loss does not use."""
+    return DroppedOutputs(context.unused_outputs, context.plan, context.warn)

@@ -20,7 +20,7 @@ from planner._torch.joint import aot, aot_metadata
 from planner._torch.tensors import has_hooks
 from planner.graph.accumulation import is_sum
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook
+from planner.hooks.protocol import GraphHook, HookContext
 
 
 class ExternalAccumulationCheck(GraphHook):
@@ -92,3 +92,8 @@ class ExternalAccumulationCheck(GraphHook):
             "they are added up in another order and may differ in the last bits from those without a plan. "
             "Plan again with loss= a callable that computes the loss you train with"
         )
+
+
+def hook(context: HookContext) -> ExternalAccumulationCheck:
+    """One that warns the user."""
+    return ExternalAccumulationCheck(context.warn)

@@ -1,14 +1,40 @@
-"""The interface of hooks on a planned graph, and the callable that calls them.
+"""The interface of hooks on a planned graph, what they are made from, and the callable that calls them.
 
 Only the autograd node of a compiled graph shows which gradients it gets and returns in a user's backward. A
 :class:`CompiledGraph` finds that node once a call and passes it to every hook that needs it.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from torch.fx import GraphModule
 
 from planner._torch.joint import aot
 from planner.graph.trace import TracedGraph
+from planner.hooks.calls import Calls
+from planner.planfile.plan import PlanRecord
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What hooks are made from, when a graph is compiled.
+
+    Attributes:
+        graph: The captured forward.
+        plan: The plan that it runs by.
+        unused_outputs: Positions of its outputs that the loss does not use.
+        autocast: The regions of autocast that it was called in.
+        calls: Those of the module that it is a part of.
+        warn: Shows the user a text, as a ``PlanWarning``.
+    """
+
+    graph: GraphModule
+    plan: PlanRecord
+    unused_outputs: Sequence[int]
+    autocast: Sequence[str]
+    calls: Calls
+    warn: Callable[[str], None]
 
 
 class GraphHook:

@@ -8,7 +8,7 @@ import torch
 from planner._torch.joint import aot_metadata
 from planner.graph.tangent_layouts import has_steps, memory_steps
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook
+from planner.hooks.protocol import GraphHook, HookContext
 
 
 class TangentLayoutCheck(GraphHook):
@@ -46,3 +46,8 @@ class TangentLayoutCheck(GraphHook):
                 "step: it is copied, and gradients may differ in the last bits from those without a plan. "
                 "Plan again with loss= a callable that computes the loss you train with"
             )
+
+
+def hook(context: HookContext) -> TangentLayoutCheck:
+    """One that warns the user."""
+    return TangentLayoutCheck(context.warn)

@@ -22,13 +22,9 @@ from planner.graph.joint_pass import AutocastContext
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
-from planner.hooks.autocast_cast_cache import AutocastCastCache
-from planner.hooks.awaiting_backward import Awaiting, Calls
-from planner.hooks.double_backward import DoubleBackward
-from planner.hooks.dropped_outputs import DroppedOutputs
-from planner.hooks.external_accumulation_check import ExternalAccumulationCheck
-from planner.hooks.protocol import CompiledGraph, GraphHook
-from planner.hooks.tangent_layout_check import TangentLayoutCheck
+from planner.hooks import hooks_for
+from planner.hooks.calls import Calls
+from planner.hooks.protocol import CompiledGraph, GraphHook, HookContext
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import chosen_lowering
@@ -197,18 +193,12 @@ class PlanBackend:
                 function = hook.backward(function)
             return function
 
-        obstacle = "it was called under autocast" if self._autocast else None
-        if self._plan.coverage != "one-graph":
-            # Held for a second run, what one part hands to another would live for longer than planned.
-            obstacle = "it is captured in several parts"
-        double_backward, unused = DoubleBackward(graph, obstacle, warn), spec.unused_outputs
         backward = UndefinedGradients(lambda module: lower(module, "backward"))
         again = ReadAgain(self._plan, graph, example_inputs)
-        hooks: list[GraphHook] = [
-            AutocastCastCache(warn), TangentLayoutCheck(warn), ExternalAccumulationCheck(warn),
-            backward, double_backward, again,
-            UnusedOutputs(unused), DroppedOutputs(unused, self._plan, warn), Awaiting(self._calls),
-        ]  # fmt: skip
+        unused, autocast = spec.unused_outputs, self._autocast
+        context = HookContext(graph, self._plan, unused, autocast, self._calls, warn)
+        # Outputs are replaced before other hooks look at them.
+        hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), again]
         compiled = trace_joint(
             graph,
             example_inputs,

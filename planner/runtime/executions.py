@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.hooks.awaiting_backward import Calls
+from planner.hooks.calls import Calls
 
 
 class Executions:
