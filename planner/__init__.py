@@ -25,6 +25,7 @@ from planner.version import __version__ as __version__
 if TYPE_CHECKING:
     from planner.api import plan, prepare, sweep
     from planner.batch.max_batch import max_batch
+    from planner.blocks.decorators import checkpointable, no_recompute, recompute
     from planner.estimation.comparison import compare
     from planner.estimation.estimate import estimate, suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
@@ -40,12 +41,15 @@ _HOMES = {
     "Plan": "planner.user_plan",
     "PreparedStep": "planner.prepared_step",
     "auto_checkpoint": "planner.lazy.auto_checkpoint",
+    "checkpointable": "planner.blocks.decorators",
     "compare": "planner.estimation.comparison",
     "estimate": "planner.estimation.estimate",
     "format_bytes": "planner.planfile.budget",
     "max_batch": "planner.batch.max_batch",
+    "no_recompute": "planner.blocks.decorators",
     "plan": "planner.api",
     "prepare": "planner.api",
+    "recompute": "planner.blocks.decorators",
     "remove": "planner.runtime.install",
     "suggest": "planner.estimation.estimate",
     "sweep": "planner.api",
@@ -64,12 +68,15 @@ __all__ = [
     "PlannerError",
     "PreparedStep",
     "auto_checkpoint",
+    "checkpointable",
     "compare",
     "estimate",
     "format_bytes",
     "max_batch",
+    "no_recompute",
     "plan",
     "prepare",
+    "recompute",
     "remove",
     "suggest",
     "sweep",

@@ -11,6 +11,8 @@ from types import FrameType
 import torch
 from torch.fx import GraphModule
 
+from planner._torch.tracing.block_marks import marks
+
 # By identity: code that Dynamo made may hold constants that have no hash.
 _CALLS = {id(call.__code__) for call in (torch.nn.Module._call_impl, torch.nn.Module._wrapped_call_impl)}
 _STACK = "nn_module_stack"
@@ -29,13 +31,19 @@ def name_modules(graph: GraphModule, root: torch.nn.Module) -> None:
             found = here
             for key in node.meta.get(_STACK) or {}:
                 found = names.get(key.partition("@")[0], found)  # a second call is written as 1234@1
-            node.meta[_STACK] = {"": (found, torch.nn.Module)}
+            node.meta[_STACK] = {marks(node): (found, torch.nn.Module)}
 
 
 def module_of(node: torch.fx.Node) -> str:
     """Name of the module whose forward a node, or the forward twin of a backward node, came from."""
     stack = node.meta.get(_STACK) or node.meta.get("fwd_nn_module_stack") or {}
     return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def marks_of(node: torch.fx.Node) -> str:
+    """The marks of the blocks that a node came from, as :func:`planner._torch.tracing.block_marks.marks`."""
+    stack = node.meta.get(_STACK) or {}
+    return str(next(reversed(stack))) if stack else ""
 
 
 def _running(names: dict[str, str]) -> str:

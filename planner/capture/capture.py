@@ -25,6 +25,7 @@ from planner._torch.autocast_state import autocast_regions
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing import graph_breaks
+from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import CapturedGraph, CapturedStep, CudaKernels
 from planner.capture.external_accumulation import (
     ask_for_per_use_gradients,
@@ -345,7 +346,7 @@ class _Capture:
         self._own_generators.restore(self._own_states)
         _drop_gradients(self._resident)
         try:
-            with self.copied.running():
+            with self.copied.running(), blocks_run_as_written():
                 yield
         except CaptureError:
             raise

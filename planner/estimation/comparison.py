@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 
 from planner._torch import partitioner
+from planner.blocks.running import blocks_run_as_written
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.estimation.estimate import (
     Change,
@@ -272,7 +273,7 @@ def _measure(
     copied.module.train(prepared.step.in_mode(prepared.model))
     change(copied.module)
     device = next((p.device for p in copied.module.parameters()), torch.device("cpu"))
-    with runs(copied.module) as module:
+    with runs(copied.module) as module, blocks_run_as_written():
 
         def step() -> object:
             copied.module.zero_grad(set_to_none=True)

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from planner._torch import fake, operators
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.effects import has_effects
-from planner._torch.module_paths import module_of
+from planner._torch.module_paths import marks_of, module_of
 from planner._torch.tensors import stored_elements
 from planner.graph.dying_operands import write_into_dying_operands, writing
 from planner.graph.replay import rule_of
@@ -96,6 +96,11 @@ class JointOp:
     def module(self) -> str:
         """Name of the module that it came from, as in ``named_modules()``; "" for the root."""
         return module_of(self.node)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Marks of the blocks that it came from, ``number kind name``, outermost first."""
+        return tuple(marks_of(self.node).split("\n")) if marks_of(self.node) else ()
 
 
 @dataclass(eq=False)

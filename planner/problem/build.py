@@ -167,8 +167,7 @@ class _Builder:
     def graph(self, device: Device, meter: WorkspaceMeter | None, costs: Costs) -> Graph:
         """The solvers' graph, with seconds and bytes for a device."""
         memories, replayed = self._measure(meter)
-        values = list(self.values)
-        ops: list[Op] = []
+        values, ops = list(self.values), list[Op]()
         for row, memory in zip(self.rows, memories, strict=True):
             for value, size in zip(
                 row.allocates,
@@ -210,7 +209,7 @@ class _Builder:
     def _measure(self, meter: WorkspaceMeter | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:
         if meter is None:
             return [NOT_RUN] * len(self.rows), {}
-        first = {i: row.call for i, row in enumerate(self.rows) if row.call is not None}
+        first = {i: r.call for i, r in enumerate(self.rows) if r.call is not None}
         again = {i: r.again.call for i, r in enumerate(self.rows) if r.again is not None and r.again.call}
         memories = meter.measure([*first.values(), *again.values()])
         by_row = dict(zip(first, memories, strict=False))
@@ -297,6 +296,7 @@ class _Builder:
                 name=f"{op.name} #{op.index}",
                 module=op.module,
                 writes=() if op.written not in storages else (storages[op.written],),
+                blocks=op.blocks,
             ),
             _call_of(op.node),
             op.node.meta.get("val"),

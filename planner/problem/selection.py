@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from planner.errors import PlannerError
+from planner.problem.blocks import names_of, told_to_recompute
 from solvers.model.arrays import ValueMask
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph, GraphError, Op
@@ -33,7 +34,8 @@ def select(
     Args:
         graph: The problem; its forward operations carry operator names and module paths.
         keep: Everything that matching operations produce is always kept.
-        recompute: Everything that matching operations produce is always recomputed.
+        recompute: Everything that matching operations produce is always recomputed; and so is what blocks
+            are told to recompute that ``@planner.recompute`` decorates.
         checkpoints: The last result of every matching module is always kept. Of modules inside each other
             that match, as "layers.*" matches layers.0 and layers.0.linear, the outermost counts.
         modules: The names of all of the model's modules, for messages.
@@ -44,9 +46,10 @@ def select(
     kept = [v for op in _matching(graph, keep, "keep", modules) for v in _results(graph.ops[op])]
     for pattern in [checkpoints] if isinstance(checkpoints, str) else checkpoints:
         matching = _matching(graph, [pattern], "checkpoints", modules)
-        last = {_matched(graph.ops[i], pattern): i for i in matching}
+        last = {_matched(graph.ops[i], pattern): i for i in sorted(matching)}
         kept += [v for op in last.values() for v in _results(graph.ops[op])]
     again = [v for op in _matching(graph, recompute, "recompute", modules) for v in _results(graph.ops[op])]
+    again += told_to_recompute(graph)
     try:
         return Constraints(_marked(graph, kept), _marked(graph, again))
     except GraphError as error:
@@ -67,6 +70,7 @@ def _matching(graph: Graph, patterns: Iterable[str], argument: str, modules: Col
                 )
             names = {graph.ops[i].module for i in forward} | {_operator(graph.ops[i]) for i in forward}
             names |= {_DROPOUT} if names & _OF_DROPOUT else set()
+            names |= {name for i in forward for name in names_of(graph.ops[i])}
             near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.4)
             hint = f"; near to it are {', '.join(near)}" if near else ""
             raise SelectionError(
@@ -80,6 +84,7 @@ def _matches(op: Op, pattern: str) -> bool:
     names = [op.module, _operator(op)]
     if names[1] in _OF_DROPOUT:
         names.append(_DROPOUT)
+    names += names_of(op)
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for name in names)
 
 
@@ -91,8 +96,9 @@ def _results(op: Op) -> tuple[int, ...]:
 def _matched(op: Op, pattern: str) -> str:
     """The outermost module around an operation that matches; the operation's own where none does."""
     parts = op.module.split(".")
-    around = (".".join(parts[: n + 1]) for n in range(len(parts)))
-    return next((module for module in around if fnmatchcase(module, pattern)), op.module)
+    around = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    around += [f"{name} of {op.blocks}" for name in names_of(op) if fnmatchcase(name, pattern)]
+    return next((module for module in around if fnmatchcase(module.partition(" ")[0], pattern)), op.module)
 
 
 def _operator(op: Op) -> str:

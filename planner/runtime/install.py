@@ -15,6 +15,7 @@ from planner._torch import dynamo, modules
 from planner._torch.tracing import torchscript
 from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.inside_compile import holds_dtensors, not_compiled
+from planner.blocks.running import blocks_run_as_written
 from planner.capture.capture import run_forward
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, warn
@@ -258,7 +259,10 @@ class PlannedCall(InstalledCall):
         except Exception as error:
             unplanned("a step with inputs that have not been seen before", error)
             program = self._programs[key] = run_forward
-        return program(self._model, args, kwargs)
+        if program is run_forward:
+            return program(self._model, args, kwargs)
+        with blocks_run_as_written():
+            return program(self._model, args, kwargs)
 
 
 def _compiled(

@@ -1,5 +1,6 @@
 """Does the planned module do what the unplanned one does, in the memory that was promised?"""
 
+import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from planner._torch import modules
+from planner.blocks.running import blocks_run_as_written
 from planner.errors import PlanMismatch
 from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.plan import PlanRecord
@@ -120,11 +122,13 @@ def verify(
     installed = modules.installed_call(model)
     original = installed.previous if isinstance(installed, InstalledCall) else installed
     waiting = isinstance(installed, InstalledCall) and installed.unplanned.waiting
+    as_written = contextlib.ExitStack()
     try:
         check_fits(plan, model)
         planned = put_in(plan, model)
         planned.retire()
         sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
+        as_written.enter_context(blocks_run_as_written())
         before.restore()
         modules.install_call(model, original)
         report("running the unplanned step", 0.0)
@@ -174,6 +178,7 @@ def verify(
             timed = [_fresh(runner(c), model) for c in sides]
             times = time_steps(timed, repeats, device=state.device, before=tell)
     finally:
+        as_written.close()
         before.restore(gradients=True)
         modules.install_call(model, installed)
         if isinstance(installed, InstalledCall):

@@ -82,6 +82,7 @@ class Op:
         name: For people: the operator and its stable index.
         module: Path of the module that it came from, "" for the root.
         writes: Values of other operations that it writes its results into.
+        blocks: Named parts of the program that it is in, outermost first: ``number kind name`` of each.
     """
 
     inputs: tuple[int, ...]
@@ -95,6 +96,7 @@ class Op:
     name: str = ""
     module: str = ""
     writes: tuple[int, ...] = ()
+    blocks: tuple[str, ...] = ()
 
 
 class GraphError(ValueError):

@@ -33,7 +33,7 @@ from planner._torch.tracing.memory_swaps import break_at_swaps
 from planner._torch.tracing.named_functions import look_inside_wrappers
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_BOOKKEEPING = {"transformers.utils.output_capturing"}
+_BOOKKEEPING = {"transformers.utils.output_capturing", "planner.blocks.decorators"}
 """Modules that ask because of what Dynamo can follow, not to compute in another way: the answer is true."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 

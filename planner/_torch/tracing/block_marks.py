@@ -1,0 +1,29 @@
+"""Marks that operations of named blocks carry from Dynamo's graph into the joint graph.
+
+Like :mod:`planner._torch.fake`, this says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.fx.traceback
+
+_PREFIX = "planner "
+
+
+def marked(number: int, mark: str) -> AbstractContextManager[Any]:
+    """Mark the operations that Dynamo traces in here; marks inside each other add up.
+
+    Args:
+        number: Tells this from other marks of the same text.
+        mark: Any text without a line break.
+    """
+    return torch.fx.traceback.annotate({f"{_PREFIX}{number}": mark})
+
+
+def marks(node: torch.fx.Node) -> str:
+    """The marks of a node of Dynamo's graph, a line each, ``number mark``, outermost first."""
+    custom = node.meta.get("custom") or {}
+    return "\n".join(
+        f"{key.removeprefix(_PREFIX)} {mark}" for key, mark in custom.items() if key.startswith(_PREFIX)
+    )

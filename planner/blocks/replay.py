@@ -1,0 +1,254 @@
+"""A block that is recomputed without a plan: ``torch.utils.checkpoint``, and what that leaves to do.
+
+The saved tensors of a block are dropped and come from running it again in backward, by non-reentrant
+``torch.utils.checkpoint``, whose autograd graph is the one of the forward: gradients are summed in the same
+order. What it does not do is done here. The second run sees what the first one saw: the random generators of
+PyTorch, Python, numpy and of the block's own, buffers, attributes of modules and their mode, inputs that the
+block writes to. And it leaves nothing: running statistics are updated once.
+"""
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from planner._torch import pytree
+from planner._torch.tensors import writes
+from planner.blocks.running import switched, switched_off
+from planner.errors import InputsChanged, PlannerError
+from planner.training_step.generators import GeneratorStates, OwnGenerators
+from planner.training_step.python_state import remember
+
+
+class RecomputeError(PlannerError, RuntimeError):
+    """A block cannot be recomputed."""
+
+
+Overwritten = weakref.WeakKeyDictionary[Any, set[int]]
+"""Which inputs a block writes to, by the first module that it runs; None is noted under the function."""
+
+
+def run_recomputed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Overwritten, name: str
+) -> Any:
+    """Call a function, of which backward computes again whatever it needs.
+
+    Args:
+        function: What to call.
+        args, kwargs: With what.
+        known: What was learnt of inputs that it writes to; is added to.
+        name: What it is called in messages.
+
+    Raises:
+        RecomputeError: It writes to a parameter, or to a tensor that it has from around it.
+    """
+    run = _Run(function, args, kwargs, known, name)
+    return checkpoint(run, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Run:
+    """One call of a block: the first run notes what it sees, those that follow see the same."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Overwritten,
+        name: str,
+    ) -> None:
+        self._function, self._name, self._known = function, name, known
+        self._off, self._again = switched_off(), False
+        around = list(_from_around(function))
+        leaves = pytree.tree_leaves((args, kwargs))
+        self._modules = list(dict.fromkeys(x for x in [*leaves, *around] if isinstance(x, torch.nn.Module)))
+        self._around = [x for x in around if isinstance(x, torch.Tensor)]
+        self._key = self._modules[0] if self._modules else inner_function(function)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._again:
+            return self._second(args, kwargs)
+        self._again = True
+        return self._first(args, kwargs)
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        learnt = self._known.get(self._key)
+        inputs = [_Held(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
+        inputs = [held for held in inputs if held.tensor is not None]
+        around = [_Held(f"tensor {i} from around it", x) for i, x in enumerate(self._around)]
+        around += [_Held(f"parameter {n}", p) for m in self._modules for n, p in m.named_parameters()]
+        parts = [part for module in self._modules for part in module.modules()]
+        buffers = [
+            (part, name, _Held(f"buffer {name}", buffer, copied=True))
+            for part in parts
+            for name, buffer in part.named_buffers(recurse=False)
+        ]
+        for i, held in enumerate(inputs):
+            if learnt is None or i in learnt:
+                held.copy()
+        if learnt is None:
+            for held in around[: len(self._around)]:
+                held.copy()
+        own = [OwnGenerators(module, args, kwargs) for module in self._modules]
+        self._own = [(generators, generators.states()) for generators in own]
+        self._states = GeneratorStates.now()
+        self._put_back = [remember(module) for module in self._modules]
+        result = self._function(*args, **kwargs)
+        for held in around:
+            if held.written():
+                raise RecomputeError(
+                    f"the block {self._name} writes to {held.name}, which would happen once more when it is "
+                    "recomputed: make it a buffer of a module, or leave that out of the block"
+                )
+        written = {i for i, held in enumerate(inputs) if held.written()} | (learnt or set())
+        if any(inputs[i].saved is None for i in written if i < len(inputs)):
+            raise RecomputeError(
+                f"the block {self._name} writes to an input in place, and did not when it was first called: "
+                "let it write to a copy, or call it with _recompute=False"
+            )
+        self._known[self._key] = written
+        self._copies = [held for i, held in enumerate(inputs) if i in written]
+        self._buffers = [(part, name, held) for part, name, held in buffers if held.written()]
+        kept = {id(held) for held in (*self._copies, *(held for _, _, held in self._buffers))}
+        everything = (*inputs, *around, *(held for _, _, held in buffers))
+        self._unchanged = [held for held in everything if id(held) not in kept]
+        for held in self._unchanged:
+            held.saved = None
+        return result
+
+    def _second(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for held in self._unchanged:
+            if held.written():
+                raise InputsChanged(
+                    f"{held.name} of the block {self._name} was changed in place since its forward, and its "
+                    "backward computes it again from there: change it after backward(), change a copy, or "
+                    "call the block with _recompute=False"
+                )
+        if self._copies:
+            instead = {id(held.tensor): held.again() for held in self._copies}
+            args, kwargs = pytree.tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
+        states = GeneratorStates.now()
+        own = [generators.states() for generators, _ in self._own]
+        put_back = [remember(module) for module in self._modules]
+        try:
+            self._states.restore()
+            for generators, seen in self._own:
+                generators.restore(seen)
+            for as_it_was in self._put_back:
+                as_it_was()
+            for part, name, held in self._buffers:
+                assert held.saved is not None
+                part._buffers[name] = held.saved.clone()
+            with switched(self._off):
+                return self._function(*args, **kwargs)
+        finally:
+            for as_it_is in put_back:
+                as_it_is()
+            for (generators, _), state in zip(self._own, own, strict=True):
+                generators.restore(state)
+            states.restore()
+
+
+class _Held:
+    """A tensor that a block may write to.
+
+    Args:
+        name: What it is, for messages.
+        tensor: The tensor; what is none, or counts no writes, is left alone.
+        copied: Whether to copy it now.
+
+    Attributes:
+        tensor: As given; None where it is left alone.
+        saved: Its copy.
+    """
+
+    def __init__(self, name: str, tensor: Any, *, copied: bool = False) -> None:
+        counts = isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+        self.name, self.tensor = name, tensor if counts else None
+        self.saved: torch.Tensor | None = None
+        self._writes = writes(tensor) if counts else 0
+        self._needs_gradient = counts and tensor.requires_grad
+        if copied:
+            self.copy()
+
+    def copy(self) -> None:
+        """Copy it as it is now."""
+        if self.tensor is not None:
+            self.saved = self.tensor.detach().clone()
+
+    def written(self) -> bool:
+        """Whether it was written to; of what was copied also where no version counts it.
+
+        So it is with running statistics. A GPU is not waited for to compare them: small copies are kept.
+        """
+        if self.tensor is None:
+            return False
+        if writes(self.tensor) != self._writes:
+            return True
+        if self.saved is None:
+            return False
+        if self.saved.device.type != "cpu" and self.saved.nbytes <= _SMALL_BYTES:
+            return not self._needs_gradient
+        return not torch.equal(self.tensor.detach(), self.saved)
+
+    def again(self) -> torch.Tensor:
+        """What it was, to be written to: no leaf, which may not be written to if it requires a gradient."""
+        assert self.saved is not None
+        return self.saved.detach().requires_grad_(self._needs_gradient).clone()
+
+
+_SMALL_BYTES = 2**16
+
+
+def inner_function(function: Any) -> Any:
+    """The function behind partials, methods and decorators that say what they wrap."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def _from_around(function: Any) -> Iterator[Any]:
+    """What a function has besides its arguments: of closures, partials, methods, defaults, and globals."""
+    seen: set[int] = set()
+    pending = [function]
+    while pending:
+        found = pending.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, torch.Tensor | torch.nn.Module):
+            yield found
+        elif isinstance(found, functools.partial):
+            pending += [found.func, *found.args, *found.keywords.values()]
+        elif isinstance(found, types.MethodType):
+            pending += [found.__func__, found.__self__]
+        elif isinstance(found, types.FunctionType):
+            pending += [cell.cell_contents for cell in found.__closure__ or () if _is_set(cell)]
+            pending += [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
+            names = found.__code__.co_names
+            held = [found.__globals__[name] for name in names if name in found.__globals__]
+            pending += [
+                x for x in held if isinstance(x, torch.Tensor | torch.nn.Module | list | tuple | dict)
+            ]
+        elif isinstance(found, list | tuple):
+            pending += found
+        elif type(found) is dict:
+            pending += found.values()
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""What blocks of the user's ask of a plan: see ``planner/blocks``."""
+
+from solvers.model.graph import Graph, Op
+
+_RECOMPUTED, _SWITCHED_OFF = "recompute", "off"
+
+
+def told_to_recompute(graph: Graph) -> list[int]:
+    """The values of a graph that only a block reads that is told to be recomputed.
+
+    What leaves it is not among them. Of blocks inside each other the outermost counts.
+    """
+    owner = [_outermost(op) for op in graph.ops[: graph.forward_length]]
+    found = []
+    for i, op in enumerate(graph.ops[: graph.forward_length]):
+        if owner[i] is None:
+            continue
+        for value in op.outputs:
+            # What a replay needs besides, a generator's state, is nothing that the block computes.
+            if graph.values[value].on_demand or graph.values[value].held_until is not None:
+                continue
+            readers = [r for r in graph.consumers[value] if r < graph.forward_length]
+            if all(owner[r] == owner[i] for r in readers):
+                found.append(value)
+    return found
+
+
+def names_of(op: Op) -> list[str]:
+    """What an operation may be called by the blocks that it is in, as ``layers.0.attention``."""
+    parts = op.module.split(".")
+    around = ["", *(".".join(parts[: n + 1]) + "." for n in range(len(parts)))] if op.module else [""]
+    named = [name for _, _, name in map(_read, op.blocks) if name]
+    return [f"{module}{name}" for name in named for module in around]
+
+
+def _outermost(op: Op) -> tuple[int, str] | None:
+    for number, kind, _ in map(_read, op.blocks):
+        if kind == _SWITCHED_OFF:
+            return None
+        if kind == _RECOMPUTED:
+            return op.region, number
+    return None
+
+
+def _read(mark: str) -> tuple[str, str, str]:
+    number, kind, name = mark.split(" ", 2)
+    return number, kind, name
