@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
@@ -85,10 +86,35 @@ def test_suggested_modules_lower_the_peak_one_by_one() -> None:
     assert peaks[-1] == pytest.approx(measured, abs=NUMBERS)
 
 
+class _Head(nn.Module):
+    """Layers in a list, and logits that are larger than all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).logsumexp(1).sum()
+
+
+def test_only_modules_that_are_called_are_suggested() -> None:
+    found = planner.suggest(_Head(), (torch.randn(64, 8),), k=3)
+    assert {name for one in found for name in one.modules} == {"layers.0", "layers.1", "layers.2"}
+    peaks = [one.dynamic_peak_bytes for one in found]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
 def test_names_that_match_nothing_are_refused_before_the_long_work() -> None:
     model, args, kwargs = small_gpt()
     with pytest.raises(SelectionError, match=r"'block\.1'.*near to it are blocks\.1"):
         planner.estimate(model, args, kwargs, checkpoints=["block.1"])
+    with pytest.raises(SelectionError, match=r"'blocks', a container .* as 'blocks\.\*'"):
+        planner.estimate(model, args, kwargs, checkpoints=["blocks"])
     with pytest.raises(ValueError, match="k=0"):
         planner.suggest(model, args, kwargs, k=0)
     with pytest.raises(InputError, match="checkpoints"):

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import planner
 from planner.cli.commands import app
 from planner.errors import PlanFileError
 from planner.report.explanation import UnknownModule, explain
 from planner.report.simulated import simulated
+from planner.training_step.user_lines import users_line
 from planner.user_plan import Plan
 from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
@@ -128,6 +131,17 @@ def test_lines_of_the_models_code_are_told_as_files_are_imported() -> None:
     lines = {again.line(row) for row in range(again.graph.forward_length)}
     assert {line.partition(":")[0] for line in lines if line} == {"zoo/__init__.py"}
     assert len(lines) > 4
+
+
+def test_our_own_lines_are_not_the_users() -> None:
+    ours, torchs = (
+        Path(planner.__file__).parent / "capture" / "capture.py",
+        Path(torch.__file__).parent / "x.py",
+    )
+    stack = '  File "{}", line 7, in forward\n    return x\n'
+    assert users_line(stack.format(ours)) is None
+    assert users_line(stack.format(torchs) + stack.format(ours)) == f"{torchs}:7"
+    assert users_line(stack.format("/home/me/net.py") + stack.format(ours)) == "/home/me/net.py:7"
 
 
 def test_the_command_says_it_in_words_and_as_data(tmp_path: Path) -> None:

@@ -172,8 +172,10 @@ def suggest(
     prepared = prepared_step("suggest", model, args, kwargs, progress, options)
     report = progress or no_report
     graph = prepared.problem.graph
-    held = sorted(module_memory(prepared)[1:], key=lambda row: -row.activation_bytes)
-    candidates = [row.module for row in held if row.activation_bytes][:_CANDIDATES]
+    holding = [row for row in module_memory(prepared)[1:] if row.activation_bytes]
+    held = sorted(holding, key=lambda row: -row.activation_bytes)
+    called = [row.module for row in held if _is_called(prepared.model.get_submodule(row.module))]
+    candidates = called[:_CANDIDATES]
     found: list[Checkpointed] = []
     chosen: list[str] = []
     least = simulate(graph, graph.base_schedule).peak_bytes
@@ -295,9 +297,20 @@ def _matching(model: torch.nn.Module, patterns: Sequence[str] | str) -> list[str
             near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.4)
             hint = f"; near to it are {', '.join(near)}" if near else ""
             raise SelectionError(f"checkpoints= names {pattern!r}, but no module of the model matches{hint}")
-        found += matching
+        called = [path for path in matching if _is_called(model.get_submodule(path))]
+        if not called:
+            raise SelectionError(
+                f"checkpoints= names {pattern!r}, a container without a forward, which is never called: name "
+                f"what is in it, as '{pattern}.*'"
+            )
+        found += called
     outermost = [a for a in found if not any(a.startswith(b + ".") for b in found)]
     return list(dict.fromkeys(outermost))
+
+
+def _is_called(module: torch.nn.Module) -> bool:
+    # An nn.ModuleList has no forward: a checkpoint around it would never run.
+    return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
 def _nested(a: str, b: str) -> bool:

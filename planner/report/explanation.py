@@ -321,7 +321,7 @@ class Explainer:
         pieces: dict[str, set[int]] = {}
         times = Counter(self._base[self.simulated.reruns].tolist())
         for row in again:
-            pieces.setdefault(f"{graph.ops[row].module or '(the model)'} itself", set()).add(row)
+            pieces.setdefault(graph.ops[row].module or "(the model)", set()).add(row)
         if len(pieces) == 1:
             pieces = {f"{graph.ops[row].name} (operation {row})": {row} for row in sorted(again)}
 

@@ -65,14 +65,18 @@ def short_name(operation: str) -> str:
 
 def _kept(found: Explanation) -> str:
     text = (
-        f"results of {found.kept_operations} of {found.operations} operations are held from the forward for "
+        f"results of {found.kept_operations} of {_operations(found)} are held from the forward for "
+        f"the backward, {format_bytes(found.kept_bytes)}"
     )
-    text += f"the backward, {format_bytes(found.kept_bytes)}"
     if found.freed_operations:
         text += f"; {found.freed_operations} more are freed in the forward: the backward does not read them"
     if found.fixed_operations:
         text += f"; {found.fixed_operations} may not be run again"
     return text
+
+
+def _operations(found: Explanation) -> str:
+    return f"{found.operations} operation{'' if found.operations == 1 else 's'}"
 
 
 def _recomputed(found: Explanation) -> str:
@@ -83,9 +87,10 @@ def _recomputed(found: Explanation) -> str:
     size = sum(rerun.bytes * len(rerun.steps) for rerun in found.reruns)
     often = "each once" if runs == len(found.reruns) else f"{runs} times in all"
     share = found.rerun_seconds / found.plan_rerun_seconds if found.plan_rerun_seconds else 0.0
+    when = f"between steps {min(steps)} and {max(steps)}" if len(steps) > 1 else f"at step {steps[0]}"
     return (
-        f"{len(found.reruns)} of {found.operations} operations, {often}, between steps {min(steps)} and "
-        f"{max(steps)} of {found.binding.of}: {format_bytes(size)} made again in "
+        f"{len(found.reruns)} of {_operations(found)}, {often}, {when} "
+        f"of {found.binding.of}: {format_bytes(size)} made again in "
         f"{format_seconds(found.rerun_seconds)}, {share:.0%} of what the plan recomputes"
     )
 
@@ -126,10 +131,10 @@ def _more(found: Explanation) -> str:
 def _less(found: Explanation) -> str:
     if not found.less_bytes:
         return "the plan would still fit"
+    steps = "1 step" if found.less_steps == 1 else f"{found.less_steps} steps"
     return (
-        f"{format_bytes(found.less_bytes)} would have to go, at {found.less_steps} steps of the schedule; "
-        "what is kept of this module and could be recomputed holds "
-        f"{format_bytes(found.less_module_bytes)} at the largest of them"
+        f"{format_bytes(found.less_bytes)} would have to go, at {steps} of the schedule; what is kept of "
+        f"this module and could be recomputed holds {format_bytes(found.less_module_bytes)} at the largest of them"
     )
 
 

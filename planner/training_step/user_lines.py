@@ -36,9 +36,11 @@ def line_of(error: BaseException) -> str | None:
 def users_line(stack: str | None) -> str | None:
     """The innermost line of a stack as text that is neither PyTorch's nor ours, as in ``net.py:12``.
 
-    Where all of it is PyTorch's, as of a layer of `torch.nn` that is planned by itself, its innermost line.
+    Where all of it is PyTorch's, as of a layer of `torch.nn` that is planned by itself, its innermost line;
+    None where there is no other line than ours.
     """
     found = [(match["file"], match["line"]) for match in _IN_TEXT.finditer(stack or "")]
+    found = [place for place in found if not place[0].startswith(f"{_OURS}/")]
     users = [place for place in found if _is_users(place[0])]
     return ":".join((users or found)[-1]) if found else None
 
