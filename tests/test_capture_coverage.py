@@ -125,7 +125,7 @@ def test_what_cannot_be_planned_says_what_to_do_and_leaves_the_model_alone(name:
 
 
 @pytest.mark.heavy
-def test_the_rung_is_shown() -> None:
+def test_the_coverage_is_shown() -> None:
     from rich.console import Console
 
     model, args, kwargs = graph_break_model()

@@ -1,4 +1,4 @@
-"""Breaks of what planning promises to leave alone: everything of the user's."""
+"""Mutations that disable what planning promises to leave alone: everything of the user's."""
 
 from benchmarks.mutations.record import Change, Mutation
 

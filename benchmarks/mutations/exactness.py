@@ -1,4 +1,4 @@
-"""Breaks of what makes a planned step eager's to the bit, whatever happens in and around it."""
+"""Mutations that disable what makes a planned step eager's to the bit, whatever happens in and around it."""
 
 from benchmarks.mutations.record import Change, Mutation
 

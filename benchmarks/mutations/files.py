@@ -1,4 +1,4 @@
-"""Breaks of what is promised for plan files, and where a solver is missing or slow."""
+"""Mutations that disable what is promised for plan files, and where a solver is missing or slow."""
 
 from benchmarks.mutations.record import Change, Mutation
 

@@ -1,4 +1,4 @@
-"""Breaks of what is promised for what users have inside their modules."""
+"""Mutations that disable what is promised for what users have inside their modules."""
 
 from benchmarks.mutations.record import Change, Mutation
 

@@ -1,4 +1,4 @@
-"""Breaks of what is promised for training loops: autocast, accumulation, losses, derivatives."""
+"""Mutations that disable what is promised for training loops: autocast, accumulation, losses, derivatives."""
 
 from benchmarks.mutations.record import Change, Mutation
 

@@ -1,4 +1,4 @@
-"""Breaks of what is promised for models: which parameters train, and what becomes of a planned module."""
+"""Mutations that disable what is promised for models: what trains, and what becomes of a planned module."""
 
 from benchmarks.mutations.record import Change, Mutation
 

@@ -1,4 +1,4 @@
-"""Breaks of what is promised for data-parallel training."""
+"""Mutations that disable what is promised for data-parallel training."""
 
 from benchmarks.mutations.loops import ABSENT_IS_ZERO, DROPS_GRADIENTS
 from benchmarks.mutations.record import Change, Mutation

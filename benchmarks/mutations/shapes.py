@@ -1,4 +1,4 @@
-"""Breaks of what is promised for inputs of other shapes than planned."""
+"""Mutations that disable what is promised for inputs of other shapes than planned."""
 
 from benchmarks.mutations.record import Change, Mutation
 

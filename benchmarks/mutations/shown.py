@@ -1,4 +1,4 @@
-"""Breaks of what is promised of explanations, reports and comparisons."""
+"""Mutations that disable what is promised of explanations, reports and comparisons."""
 
 from benchmarks.mutations.record import Change, Mutation
 

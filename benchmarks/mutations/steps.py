@@ -1,4 +1,4 @@
-"""Breaks of what every planned step promises: the same numbers, in the memory that was predicted."""
+"""Mutations that disable what every planned step promises: the same numbers, in the predicted memory."""
 
 from benchmarks.mutations.record import Change, Mutation
 

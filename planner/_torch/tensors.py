@@ -1,6 +1,6 @@
 """Private PyTorch APIs: what tensors, storages and operators say of themselves.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Private PyTorch APIs: the version of a tensor, which counts how often it was written to in place.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 import torch

@@ -29,7 +29,7 @@ from planner.graph.replay_rule import ReplayRule
 aten = torch.ops.aten
 
 _POSITION = "planner_written_into"
-"""Key among what is known of a node: the position of the argument that its result is written into."""
+"""Key in a node's ``meta``: the position of the argument that its result is written into."""
 
 _SMALL = 8
 """By how many times an operand must be smaller than a result to be small."""
@@ -103,7 +103,7 @@ def writing(node: Node) -> Writing | None:
 
 
 def forget(node: Node) -> None:
-    """Let a node allocate its result."""
+    """Make a node allocate its result again: take the mark away."""
     node.meta.pop(_POSITION, None)
 
 

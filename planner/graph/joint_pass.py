@@ -26,7 +26,7 @@ class AutocastContext(NamedTuple):
 
     @classmethod
     def here(cls) -> Self:
-        """That of this moment."""
+        """The region of the code that calls this."""
         torch.autocast_increment_nesting()
         return cls(torch.autocast_decrement_nesting() > 0, torch.is_autocast_cache_enabled())
 

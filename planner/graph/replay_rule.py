@@ -1,4 +1,4 @@
-"""The interface of how an operation is run a second time so that nobody can tell.
+"""The interface of how an operation is run a second time, with the same result and no further effect.
 
 Most operations are called again as they were. Those that draw numbers, change statistics or need something of
 the first run have a rule. The problem, the partition and the remapping ask the rule, and know none by name.

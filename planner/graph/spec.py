@@ -29,7 +29,7 @@ class GraphSpec:
 
     @classmethod
     def of(cls, record: GraphRecord) -> Self:
-        """That of a plan's graph."""
+        """The specification that a plan stored for a graph."""
         return cls(
             tuple(record.unused_outputs),
             frozenset(record.per_use_inputs),

@@ -14,7 +14,7 @@ _MOST_NAMES = 6
 
 
 def explanation_text(found: Explanation, *, width: int = 100) -> str:
-    """It as text without colours."""
+    """The explanation as text without colours."""
     return as_text(render_explanation(found, width=width), width=width)
 
 
@@ -134,7 +134,8 @@ def _less(found: Explanation) -> str:
     steps = "1 step" if found.less_steps == 1 else f"{found.less_steps} steps"
     return (
         f"{format_bytes(found.less_bytes)} would have to go, at {steps} of the schedule; what is kept of "
-        f"this module and could be recomputed holds {format_bytes(found.less_module_bytes)} at the largest of them"
+        "this module and could be recomputed holds "
+        f"{format_bytes(found.less_module_bytes)} at the largest of them"
     )
 
 

@@ -19,14 +19,14 @@ def warns_if_differentiated(
 
     Args:
         run: Makes a graph's results of its inputs.
-        warn: Told of it.
+        warn: Called with the warning, once.
     """
-    told = False
+    warned = False
 
     def arrived(_gradient: torch.Tensor) -> None:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal warned
+        if not warned:
+            warned = True
             warn(
                 "the loss uses outputs that the planned step leaves unused; what makes them runs without the "
                 "plan, and the step may take more than predicted. Plan with the loss that is trained (loss=)"
@@ -34,7 +34,7 @@ def warns_if_differentiated(
 
     def watched(*args: Any) -> Sequence[Any]:
         results: Sequence[Any] = run(*args)
-        if not told and torch.is_grad_enabled():
+        if not warned and torch.is_grad_enabled():
             passed_on = {id(x) for x in args}  # what comes out as it came in is not of this graph
             for tensor in differentiable_outputs(results):
                 if tensor.grad_fn is not None and id(tensor) not in passed_on:

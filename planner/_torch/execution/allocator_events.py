@@ -1,6 +1,6 @@
 """Private PyTorch APIs that measure memory, and run operators alone to do so.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 import bisect

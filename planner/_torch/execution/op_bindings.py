@@ -1,6 +1,6 @@
-"""The fastest callable behind an operator: a second room for private PyTorch APIs, beside ``_torch.py``.
+"""The fastest callable behind an operator, by private PyTorch APIs.
 
-All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 
-# Not by their names, which may stand for wrappers of the user's.
+# Taken from here and not as torch.reshape and torch.add, which users may have replaced by wrappers.
 RESHAPE, ADD = torch._C._VariableFunctions.reshape, torch._C._VariableFunctions.add
 
 

@@ -1,6 +1,6 @@
 """Private PyTorch APIs of AOTAutograd: from Dynamo's graphs to joint ones, and what these say.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ Partition = Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, to
 
 
 DATA_DECIDE = exceptions_allowed_to_be_fallback
-"""What tracing raises where only data tell sizes."""
+"""Errors of tracing where sizes depend on data."""
 
 STARTS_AGAIN = TensorifyScalarRestartAnalysis
-"""What tracing raises to have Dynamo capture the same code once more, with numbers as they are."""
+"""Raised by tracing to have Dynamo capture the same code again, with plain numbers instead of symbols."""
 
 
 def compile_joint(

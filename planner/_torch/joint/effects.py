@@ -1,6 +1,6 @@
 """Private PyTorch APIs of operators that are called for their effects.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def without_tokens() -> Iterator[None]:
 
 
 def refuse_tokens(joint: torch.fx.GraphModule) -> None:
-    """Say so where a joint graph has tokens all the same.
+    """Refuse a joint graph that has tokens nevertheless.
 
     Raises:
         CaptureError: It has.

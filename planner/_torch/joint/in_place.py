@@ -1,6 +1,6 @@
 """Private PyTorch APIs of functionalisation: finds writes in place whose traced results have other strides.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
     if not isinstance(func, OpOverload) or not args or not func._schema.name.endswith("_"):
         return ()
     if torch.Tag.inplace_view in func.tags:
-        return ()  # `transpose_`, `squeeze_`: nothing is written, the tensor looks elsewhere from then on
+        return ()  # `transpose_`, `squeeze_`: nothing is written, the tensor becomes another view
     first = func._schema.arguments[0].alias_info
     if first is None or not first.is_write:
         return ()
@@ -80,7 +80,7 @@ def _element_by_element(func: OpOverload) -> bool:
 
 
 class _Watch(InfrastructureMode):
-    """Sees the functional twin of one write in place, and puts its results where they belong."""
+    """Watches the functional form of one write in place, and gives its results the right strides."""
 
     def __init__(self, func: OpOverload, written: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,13 +109,13 @@ class _Watch(InfrastructureMode):
         return moved if isinstance(result, list | tuple) else moved[0]
 
     def _lies_alike(self, result: torch.Tensor, written: torch.Tensor) -> bool:
-        # Of other operators PyTorch may tell steps in memory that are not those of the kernel (`uniform`).
+        # For other operators PyTorch's shape functions may give other strides than the kernel (`uniform`).
         alike = _element_by_element(self._func) or is_row_by_row(written)
         return alike and result.dtype is written.dtype and same_steps(result, written)
 
 
 def _can_move(result: Any) -> bool:
-    # Values that are known without data belong to the tensor that they are of.
+    # Known values stay with the tensor that they are the values of.
     return isinstance(result, FakeTensor) and result.constant is None
 
 

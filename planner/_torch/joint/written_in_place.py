@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 IN_PLACE_OPERATOR = "planner_in_place"
-"""Key among what is known of a node: the operator that writes in place."""
+"""Key in a node's ``meta``: the operator that writes in place."""
 
 
 def mark(node: Node, operator: Any) -> None:
@@ -15,5 +15,5 @@ def mark(node: Node, operator: Any) -> None:
 
 
 def laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, steps in memory and type, with no values."""
+    """An uninitialised tensor of the same shape, strides and type."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

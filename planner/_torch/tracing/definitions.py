@@ -1,8 +1,9 @@
 """Whether classes and functions are still those that a capture has followed; Dynamo assumes that they are.
 
-A patch (``nn.LayerNorm.forward = ...``) after the first step would otherwise go unnoticed. Looking at a whole
-class at every step costs more than a step may; the number that Python gives a dictionary's state does not.
-All of it was seen to work with torch 2.13.
+A patch (``nn.LayerNorm.forward = ...``) after the first step would otherwise go unnoticed. Comparing
+whole classes at every step would cost too much; comparing the version number that Python keeps of a
+dictionary does not.
+Tested with torch 2.13.
 """
 
 import gc
@@ -35,7 +36,7 @@ class Definitions:
         self.include(module)
 
     def include(self, module: torch.nn.Module) -> None:
-        """Take down classes that have come since, as they are now."""
+        """Add the classes of a module that are not known yet, as they are now."""
         kinds = {kind for part in module.modules() for kind in type(part).__mro__[:-1]}
         for kind in kinds:
             if id(kind) not in self._known:

@@ -1,10 +1,10 @@
-"""Numpy inside a forward: a room for private PyTorch APIs, beside ``_torch_tracing.py``.
+"""Numpy inside a forward: private PyTorch APIs.
 
 Dynamo traces numpy's functions as PyTorch's, which round differently, draws numpy's random numbers from
 PyTorch's generator, and takes numpy's numbers for inputs that change. Here a number that numpy has computed,
 or computes from constants as in ``np.sqrt(64)``, is that number. Anything else ends the graph: numpy does it.
 
-All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Private PyTorch APIs: what Dynamo's callback answers where capturing fails.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 from collections.abc import Callable

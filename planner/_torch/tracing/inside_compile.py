@@ -1,6 +1,6 @@
 """Private PyTorch APIs for planned modules among others that ``torch.compile`` compiles.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Dynamo takes what it finds under such a name (``F.relu``) for PyTorch's, and does not look inside. The code of
 its graphs calls functions and methods by name, and functions of PyTorch's that are called under a mode call
-themselves by name: a wrapper would run twice. All of it was seen to work with torch 2.13.
+themselves by name: a wrapper would run twice. Tested with torch 2.13.
 """
 
 import functools

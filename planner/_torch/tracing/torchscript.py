@@ -1,6 +1,6 @@
 """Private PyTorch APIs of TorchScript: a planned module is traced and scripted as the module that it is.
 
-Like :mod:`planner._torch.fake`, each function says what it hides. All of it was seen to work with torch 2.13.
+Tested with torch 2.13.
 """
 
 import torch

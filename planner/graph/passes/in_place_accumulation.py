@@ -14,7 +14,7 @@ from planner.graph.accumulation import is_sum
 from planner.graph.joint_pass import TraceContext
 
 IN_PLACE = "planner_sum_in_place"
-"""Key among what is known of a node: see :func:`is_sum_in_place`."""
+"""Key in a node's ``meta``: see :func:`is_sum_in_place`."""
 
 
 def mark_sums_in_place(joint: GraphModule, context: TraceContext) -> None:

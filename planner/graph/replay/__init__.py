@@ -1,4 +1,4 @@
-"""How operations are run a second time so that nobody can tell: a file of this folder for each case."""
+"""How operations are run a second time with the same result and no further effect: one file for each case."""
 
 from importlib import import_module
 from pkgutil import iter_modules

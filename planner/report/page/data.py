@@ -106,25 +106,25 @@ def story(explainer: Explainer) -> list[str]:
     parts, moment = peak_parts(sim), explainer.binding
     before, after = plan.baseline.dynamic_peak_bytes, parts.total_bytes
     reruns = len(set(sim.graph.base_of[sim.schedule[sim.reruns]].tolist()))
-    told = [
-        f"Beside {format_bytes(plan.resident.total)} of parameters, inputs and other things that are there "
-        f"throughout, a training step as PyTorch runs it holds up to {format_bytes(before)}; with this plan "
-        f"{format_bytes(after)}.",
+    sentences = [
+        f"Parameters, inputs, optimizer state and whatever else is there throughout take "
+        f"{format_bytes(plan.resident.total)}. Beside these, a training step as PyTorch runs it holds up to "
+        f"{format_bytes(before)}; with this plan {format_bytes(after)}.",
         f"For that the backward runs {reruns} of {sim.graph.forward_length} operations of the forward again, "
         f"which takes {format_seconds(max(sim.timeline.seconds - plan.no_recompute.seconds, 0.0))} "
         f"({plan.overhead:+.1%}).",
-        f"It holds most at {moment_text(moment)}.",
-        f"{format_bytes(parts.undroppable_bytes)} of the {format_bytes(after)} there no plan can drop: "
+        f"Memory is highest at {moment_text(moment)}.",
+        f"No plan can drop {format_bytes(parts.undroppable_bytes)} of the {format_bytes(after)} there: "
         f"{format_bytes(parts.operand_bytes)} are what this operation itself reads and makes, "
         f"{format_bytes(parts.backward_bytes)} other gradients and results of the backward that are needed "
         f"later, {format_bytes(parts.held_bytes)} other results that are held from outside, as the model's "
-        f"outputs are, or cannot be recomputed. The other {format_bytes(parts.kept_bytes)} are there because "
-        "that is faster, within the budget.",
+        f"outputs are, or cannot be recomputed. The other {format_bytes(parts.kept_bytes)} are kept because "
+        "that is faster and the budget allows it.",
     ]
     largest = _largest(sim)
     if largest:
-        told.append(f"Largest there: {', '.join(largest)}.")
-    return told
+        sentences.append(f"Largest there: {', '.join(largest)}.")
+    return sentences
 
 
 def _largest(sim: SimulatedPlan, most: int = 3) -> list[str]:
@@ -145,7 +145,7 @@ def _facts(plan: PlanRecord) -> list[list[str]]:
     return [
         ["budget", f"{budget} ({target.budget_text}) on {target.device}"],
         ["peak", f"{format_bytes(after.peak_bytes)} (unplanned {format_bytes(before.peak_bytes)})"],
-        ["of it the step", f"{format_bytes(after.dynamic_peak_bytes)} "
+        ["of the step alone", f"{format_bytes(after.dynamic_peak_bytes)} "
          f"(unplanned {format_bytes(before.dynamic_peak_bytes)})"],
         ["time", f"{format_seconds(after.seconds)}, {plan.overhead:+.1%} ({target.costs})"],
         ["solver", f"{solver.name}, {solver.status}{gap}"],
