@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from planner.estimation.comparison import compare
     from planner.estimation.estimate import estimate, suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
+    from planner.lazy.step import step
     from planner.planfile.budget import format_bytes
     from planner.prepared_step import PreparedStep
     from planner.runtime.install import remove
@@ -51,6 +52,7 @@ _HOMES = {
     "prepare": "planner.api",
     "recompute": "planner.blocks.decorators",
     "remove": "planner.runtime.install",
+    "step": "planner.lazy.step",
     "suggest": "planner.estimation.estimate",
     "sweep": "planner.api",
     "verify": "planner.verification.verify",
@@ -78,6 +80,7 @@ __all__ = [
     "prepare",
     "recompute",
     "remove",
+    "step",
     "suggest",
     "sweep",
     "verify",

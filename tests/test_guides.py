@@ -69,7 +69,7 @@ def test_the_blocks_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_pages_with_blocks_are_known() -> None:
-    guides = {"out-of-memory.md", "choosing-by-hand.md"}
+    guides = {"out-of-memory.md", "choosing-by-hand.md", "planning-a-step.md"}
     assert {path.name for path in PAGES} == {"README.md", "design.md", "tutorial.md"} | guides
 
 

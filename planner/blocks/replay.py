@@ -63,7 +63,7 @@ class _Run:
     ) -> None:
         self._function, self._name, self._known = function, name, known
         self._off, self._again = switched_off(), False
-        around = list(_from_around(function))
+        around = list(from_around(function))
         leaves = pytree.tree_leaves((args, kwargs))
         self._modules = list(dict.fromkeys(x for x in [*leaves, *around] if isinstance(x, torch.nn.Module)))
         self._around = [x for x in around if isinstance(x, torch.Tensor)]
@@ -217,7 +217,7 @@ def inner_function(function: Any) -> Any:
             return function
 
 
-def _from_around(function: Any) -> Iterator[Any]:
+def from_around(function: Any) -> Iterator[Any]:
     """What a function has besides its arguments: of closures, partials, methods, defaults, and globals."""
     seen: set[int] = set()
     pending = [function]

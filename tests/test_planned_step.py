@@ -1,0 +1,154 @@
+"""``planner.step``: a function that trains, with its loss, several calls and several models."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import planner
+from planner.lazy.step import PlannedStep, StepError
+from planner.verification.measure import measure_peak
+from tests.side_by_side import assert_same, counting_runs, left_by, no_plan_warnings
+
+BY: dict[str, Any] = {"budget": "min", "solver": "sqrt_n"}
+
+
+def _net(width: int = 16, out: int = 8) -> nn.Module:
+    layers = [nn.Linear(16, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, out)]
+    return nn.Sequential(*layers).train()
+
+
+def contrast(model: nn.Module, batch: dict[str, torch.Tensor], temperature: float = 0.5) -> Any:
+    """Two calls of the model, a loss that needs both."""
+    first, second = (F.normalize(model(batch[k]), dim=-1) for k in ("a", "b"))
+    logits = first @ second.T / temperature
+    return {"loss": F.cross_entropy(logits, torch.arange(len(logits))), "logits": logits.detach()}
+
+
+def distil(models: dict[str, nn.Module], x: torch.Tensor, *, head: nn.Module) -> torch.Tensor:
+    """A student that trains, a teacher that does not, and a head."""
+    with torch.no_grad():
+        wanted = models["teacher"](x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = models["student"](x)
+    return F.mse_loss(found.float(), wanted) + head(found.float()).square().mean()
+
+
+def _pairs(size: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {k: torch.randn(size, 16, generator=generator) for k in ("a", "b")}
+
+
+def _loop(call: Callable[..., Any]) -> Callable[[Any], Any]:
+    def loop(models: Any) -> list[float]:
+        losses = []
+        for i, size in enumerate((32, 16, 24)):
+            for model in models:
+                model.zero_grad()
+            result = call(models, size, i)
+            loss = result["loss"] if isinstance(result, dict) else result
+            loss.backward()
+            losses.append(loss.item())
+            with torch.no_grad():
+                call(models, 4, i)  # evaluation between
+        return losses
+
+    return loop
+
+
+@pytest.mark.heavy
+def test_two_calls_of_a_model_and_a_loss_outside(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    models = [_net(64)]
+    twins = copy.deepcopy(models)
+    planned: PlannedStep = planner.step(budget="min", solver="sqrt_n")(contrast)
+    assert planned.plan is None
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(models, _loop(lambda m, size, i: planned(m[0], _pairs(size, i), temperature=0.3)))
+    assert runs.backward == 3
+    assert_same(ours, left_by(twins, _loop(lambda m, size, i: contrast(m[0], _pairs(size, i), 0.3))))
+    assert "planner: contrast planned for min in " in capsys.readouterr().err
+    models[0].zero_grad()
+    batch = _pairs(32, 0)
+
+    def run() -> object:
+        result = planned(models[0], batch, temperature=0.3)
+        result["loss"].backward()
+        return result
+
+    peak = measure_peak(run, "cpu").peak_bytes
+    assert planned.plan is not None
+    assert planned.plan.recomputed_operations
+    assert peak == planned.plan.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.heavy
+def test_several_models_one_of_which_does_not_train() -> None:
+    torch.manual_seed(0)
+    models = [_net(32), _net(64).eval().requires_grad_(False), nn.Linear(8, 4)]
+    twins = copy.deepcopy(models)
+
+    def call(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda m, size, i: function(
+            {"student": m[0], "teacher": m[1]}, _pairs(size, i)["a"], head=m[2]
+        )
+
+    planned = planner.step(distil, **BY)
+    with no_plan_warnings():
+        ours = left_by(models, _loop(call(planned)))
+    assert_same(ours, left_by(twins, _loop(call(distil))))
+    for model in models:
+        model.zero_grad()
+    x = _pairs(32, 0)["a"]
+    peak = measure_peak(
+        lambda: planned({"student": models[0], "teacher": models[1]}, x, head=models[2]).backward(), "cpu"
+    ).peak_bytes
+    assert planned.plan is not None
+    assert peak == pytest.approx(planned.plan.predicted.dynamic_peak_bytes, rel=0.005)
+
+
+def test_what_is_no_step_is_refused() -> None:
+    model, weight = _net(), nn.Parameter(torch.ones(3))
+
+    def closes(batch: torch.Tensor) -> Any:
+        return model(batch).sum()
+
+    def closes_over_a_weight(net: nn.Module, batch: torch.Tensor) -> Any:
+        return net(batch).sum() * weight.sum()
+
+    def runs_backward(net: nn.Module, batch: torch.Tensor) -> Any:
+        loss = net(batch).sum()
+        loss.backward()
+        return loss
+
+    wrong: Any
+    for wrong, text in (
+        (closes, "closes uses a Sequential from around it"),
+        (closes_over_a_weight, "a tensor that requires a gradient from around it"),
+        (runs_backward, r"runs_backward calls backward\(\): return the loss"),
+        (model, r"write planner\.auto_checkpoint\(model"),
+        (3, "not a int"),
+    ):
+        with pytest.raises(StepError, match=text):
+            planner.step(wrong, **BY)
+    with pytest.raises(StepError, match="takes no loss="):
+        planner.step(contrast, loss=lambda x: x, **BY)
+    planned = planner.step(contrast, **BY)
+    with pytest.raises(StepError, match="none of the arguments"):
+        planned(_pairs(4, 0))
+    with pytest.raises(StepError, match="inside an argument"):
+        planned(model, {"a": model, "b": 1})
+    with pytest.raises(planner.PlanMismatch, match="DataParallel"):
+        planned(nn.DataParallel(model), _pairs(4, 0))
+
+
+@pytest.mark.heavy
+def test_what_returns_no_loss_is_refused() -> None:
+    model = _net()
+    planned = planner.step(lambda net, x: net(x), **BY)
+    with pytest.raises(StepError, match=r"returned a tensor of shape \(4, 8\), expected a scalar loss"):
+        planned(model, torch.randn(4, 16))
