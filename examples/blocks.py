@@ -53,10 +53,11 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, WORDS, (8, CONTEXT), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def apply_one_plan(model: Transformer, budget: str) -> None:
-    """Rank 0 plans, and all train by its plan."""
+def apply_one_plan(model: Transformer, budget: str, parallel: planner.FSDP2 | planner.DDP) -> None:
+    """Rank 0 plans for all ranks, and all train by its plan; the budget is one rank's."""
     text: list[str | None] = [None]
     if dist.get_rank() == 0:
-        text = [planner.plan(model, (batch(0, 0),), budget=budget, regions="auto").dumps()]
+        plan = planner.plan(model, (batch(0, 0),), budget=budget, regions="auto", parallel=parallel)
+        text = [plan.dumps()]
     dist.broadcast_object_list(text)
     planner.Plan.loads(str(text[0])).apply(model)

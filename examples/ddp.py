@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import planner
+
 sys.path.insert(0, str(Path(__file__).parent))
 from blocks import apply_one_plan, batch, build_model
 
@@ -19,7 +21,7 @@ def train(budget: str | None, steps: int = 3) -> dict[str, torch.Tensor]:
     """The weights after some steps; without a plan where the budget is None."""
     model = build_model()
     if budget is not None:
-        apply_one_plan(model, budget)
+        apply_one_plan(model, budget, planner.DDP(dist.get_world_size(), bucket_cap_mb=1))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())

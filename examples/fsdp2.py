@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import planner
+
 sys.path.insert(0, str(Path(__file__).parent))
 from blocks import apply_one_plan, batch, build_model
 
@@ -27,11 +29,12 @@ def train(budget: str | None, steps: int = 3, *, reshard: bool = True, half: boo
         half: Compute in bfloat16, and reduce gradients in single precision.
     """
     model = build_model()
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
     if budget is not None:
-        apply_one_plan(model, budget)
+        apply_one_plan(model, budget, planner.FSDP2(dist.get_world_size(), reshard, **dtypes))
     options: dict[str, Any] = {"reshard_after_forward": reshard}
     if half:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(**dtypes)
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from planner.estimation.estimate import estimate, suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
     from planner.lazy.step import step
+    from planner.parallel.strategies import DDP, FSDP2
     from planner.planfile.budget import format_bytes
     from planner.prepared_step import PreparedStep
     from planner.runtime.install import remove
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 # Looked up on first use, so that `import planner` loads neither torch nor a solver.
 _HOMES = {
+    "DDP": "planner.parallel.strategies",
+    "FSDP2": "planner.parallel.strategies",
     "Plan": "planner.user_plan",
     "PreparedStep": "planner.prepared_step",
     "auto_checkpoint": "planner.lazy.auto_checkpoint",
@@ -59,6 +62,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "DDP",
+    "FSDP2",
     "BudgetError",
     "CaptureError",
     "InfeasibleBudget",

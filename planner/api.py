@@ -12,7 +12,6 @@ from planner.planfile.budget import Budget, parse_budget
 from planner.planning import prepare as captured
 from planner.planning.make_plan import make_plan
 from planner.planning.options import (
-    CaptureKeywords,
     PlanKeywords,
     StepKeywords,
     check_options,
@@ -86,14 +85,14 @@ def plan(
     return Plan.of(made)
 
 
-@shows_options(CaptureKeywords)
+@shows_options(StepKeywords)
 def prepare(
     model: torch.nn.Module,
     args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     progress: Progress | None = None,
-    **options: Unpack[CaptureKeywords],
+    **options: Unpack[StepKeywords],
 ) -> PreparedStep:
     """Capture a training step once, to plan it for several budgets, solvers or selections.
 
@@ -110,7 +109,7 @@ def prepare(
         The step. It holds the model, and a copy of it without data.
     """
     check_options(progress=progress)
-    wanted = read_options("prepare", CaptureKeywords, options)
+    wanted = read_options("prepare", StepKeywords, options)
     step = read_step(model, args, kwargs, wanted.loss, wanted.outputs, of="prepare")
     return PreparedStep(
         captured.prepare(

@@ -1,5 +1,6 @@
 """Private names of autograd's engine."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,3 +50,9 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count <= 4 and uses <= 2
+
+
+def after_this_backward(call: Callable[[], None]) -> None:
+    """Have something called at the end of the backward that is running."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)

@@ -3,6 +3,7 @@
 Tested with torch 2.13.
 """
 
+import math
 import sys
 from typing import Any
 
@@ -22,6 +23,16 @@ def ranks_of_shards(module: torch.nn.Module) -> list[int]:
         return []
     sharded = next((p for p in module.parameters() if isinstance(p, tensor.DTensor)), None)
     return [] if sharded is None else sorted(sharded.device_mesh.mesh.flatten().tolist())
+
+
+def number_of_shards(module: torch.nn.Module) -> int:
+    """Among how many ranks parameters of a module are sharded; 1 where they are whole."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    sharded = next((p for p in module.parameters() if tensor and isinstance(p, tensor.DTensor)), None)
+    if tensor is None or sharded is None:
+        return 1
+    sizes = zip(sharded.placements, sharded.device_mesh.mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_shard())
 
 
 def default_store() -> Any:

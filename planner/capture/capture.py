@@ -33,11 +33,13 @@ from planner.capture.external_accumulation import (
     sums_between_graphs,
 )
 from planner.capture.graph_runner import GraphRunner, collector, notes_on
+from planner.capture.marked_call import Marked
 from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
 from planner.graph.heap import older_objects_set_aside
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.lowering.lowerings import chosen_lowering
+from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
 from planner.training_step.copies import StepCopy, described, fake_copy, lacks_data, real_copy
 from planner.training_step.generators import GeneratorStates, OwnGenerators
@@ -69,6 +71,7 @@ def capture(
     cuda: CudaKernels | None = None,
     accumulate: bool | None = None,
     regions: Sequence[str] = (),
+    rank: Rank | None = None,
 ) -> CapturedStep:
     """Capture one training step.
 
@@ -80,13 +83,14 @@ def capture(
         accumulate: Whether every trainable parameter has a gradient that is added to; None: those that
             have one now.
         regions: Names of the submodules that are graphs of their own.
+        rank: What the step is one of several ranks'; None for a single process.
 
     Raises:
         CaptureError: If the step cannot be run, or no graph came of it.
     """
     run = partial(_Capture.run, regions=regions)
     with older_objects_set_aside():
-        return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate)
+        return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
 def record_eagerly(
@@ -96,11 +100,12 @@ def record_eagerly(
     *,
     cuda: CudaKernels | None = None,
     accumulate: bool | None = None,
+    rank: Rank | None = None,
 ) -> Recording:
     """Record the step as it is without graphs, on a copy of the module that is changed before.
 
     Args:
-        module, step, cuda, accumulate: As for :func:`capture`.
+        module, step, cuda, accumulate, rank: As for :func:`capture`.
         change: Given the copy.
 
     Raises:
@@ -111,7 +116,7 @@ def record_eagerly(
         change(copied.copied.module)
         return copied.run_eagerly()
 
-    return _on_a_copy(module, step, use, None, cuda=cuda, accumulate=accumulate)
+    return _on_a_copy(module, step, use, None, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
 _T = TypeVar("_T")
@@ -125,18 +130,20 @@ def _on_a_copy(
     *,
     cuda: CudaKernels | None,
     accumulate: bool | None,
+    rank: Rank | None,
 ) -> _T:
     """What ``use`` makes of a copy without data; of one with data where the step does not run without."""
     report = progress or (lambda text, fraction: None)
     generators, belongings = GeneratorStates.now(), Belongings(module, step)
-    added_to = [
-        p.requires_grad and (p.grad is not None if accumulate is None else accumulate)
-        for p in module.parameters()
-    ]
+    added_to = gradients_there(module, accumulate)
+
+    def of(copied: StepCopy, kernels: CudaKernels | None) -> _Capture:
+        return _Capture(copied, belongings, generators, report, kernels, added_to, rank)
+
     try:
         report("copying the module without its data", 0.0)
         try:
-            return use(_Capture(fake_copy(module, step), belongings, generators, report, cuda, added_to))
+            return use(of(fake_copy(module, step), cuda))
         except _NotWithoutData as error:
             missing = lacks_data(module, step)
             if missing or cuda is not None:
@@ -147,7 +154,7 @@ def _on_a_copy(
                 ) from error
             logger.info("%s; capturing with data", error)
         report("copying the module with its data: they decide what runs", 0.0)
-        return use(_Capture(real_copy(module, step), belongings, generators, report, None, added_to))
+        return use(of(real_copy(module, step), None))
     finally:
         generators.restore()
         belongings.put_back()
@@ -164,6 +171,7 @@ class _Capture:
         report: Progress,
         cuda: CudaKernels | None,
         added_to: Sequence[bool],
+        rank: Rank | None,
     ) -> None:
         self.copied, self.report, self._generators, self._cuda = copied, report, generators, cuda
         self._belongings = belongings
@@ -171,6 +179,8 @@ class _Capture:
         self._own_generators = OwnGenerators(copied.module, copied.step.args, copied.step.kwargs)
         self._own_states = self._own_generators.states()
         self._eager_runs = False
+        if rank is not None:
+            added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self.parameters = list(copied.module.parameters())
         self.buffers = list(copied.module.buffers())
         self.inputs = unique_storages(tensors_in((copied.step.args, dict(copied.step.kwargs))))
@@ -329,7 +339,7 @@ class _Capture:
         recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, foreign)
         for runner in runners:
             runner.record_to(recorder)
-        marked = _Marked(call, recorder)
+        marked = Marked(call, recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else contextlib.nullcontext()
         with self._pass(doing), dispatched, recorder:
             for parameter, gradient in self.gradients.items():
@@ -375,19 +385,6 @@ class _Bound(torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._target[0]
         return modules.call_with_forward(module, lambda *a, **k: self._compiled(module, a, k), args, kwargs)
-
-
-class _Marked(torch.nn.Module):
-    """A module's call that notes how many events a recorder has seen when it returns."""
-
-    def __init__(self, module: torch.nn.Module, recorder: StepRecorder) -> None:
-        super().__init__()
-        self._target, self._recorder, self.events = [module], recorder, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._target[0](*args, **kwargs)
-        self.events = len(self._recorder.recording.events)
-        return output
 
 
 def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:

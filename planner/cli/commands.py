@@ -29,7 +29,6 @@ from planner.cli.options import (
     PlanFile,
     PlanPath,
     Reference,
-    Region,
     Solver,
     StepOptions,
     with_step_options,
@@ -88,7 +87,6 @@ def plan_command(
     keep: Keep = None,
     recompute: Again = None,
     checkpoint: Checkpoints = None,
-    region: Region = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds that the search may take.")] = 60.0,
     figure: FigurePath = None,
     as_json: AsJson = False,
@@ -116,7 +114,6 @@ def plan_command(
                 keep=keep or (),
                 recompute=recompute or (),
                 checkpoints=checkpoint or (),
-                regions="auto" if region == ["auto"] else region or None,
                 progress=progress,
                 **step.keywords(),
             )

@@ -149,6 +149,15 @@ Region = Annotated[
         help="Make this module graphs and an autograd node of its own (repeatable); auto: those that repeat.",
     ),
 ]
+ParallelName = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel",
+        metavar="fsdp2:8",
+        help="Plan one of many ranks, which need not be here: fsdp2:8 or ddp:8, with further arguments "
+        "behind commas, as fsdp2:8,param_dtype=bfloat16,reduce_dtype=float32,reshard_after_forward=false.",
+    ),
+]
 Budget = Annotated[
     str,
     typer.Option(
@@ -177,11 +186,15 @@ class StepOptions:
     inputs: InputsName = Inputs.unchanged
     effort: EffortName = Effort.fast
     encodings: EncodingsName = Encodings.auto
+    region: Region = None
+    parallel: ParallelName = None
 
     def keywords(self) -> "StepKeywords":
         """What to pass to :func:`planner.plan`, ``sweep`` or ``max_batch``."""
         given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         plain: Any = {name: x.value if isinstance(x, StrEnum) else x for name, x in given.items()}
+        region = plain.pop("region")
+        plain["regions"] = "auto" if region == ["auto"] else region or None
         if self.loss is not None:
             plain["loss"] = load_reference(self.loss)
         return plain  # type: ignore[no-any-return]

@@ -49,6 +49,7 @@ def optimizer_step(
     device: Device,
     meter: WorkspaceMeter | None = None,
     costs: Costs | None = None,
+    shape_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
 ) -> OptimizerStep:
     """Memory and time of an optimizer's step on a device.
 
@@ -63,6 +64,7 @@ def optimizer_step(
         device: Where the step will run.
         meter: Measures what kernels allocate inside; None counts nothing.
         costs: Seconds of operations; None for the device's roofline.
+        shape_of: The shape of a parameter where it is trained; None where it is whole.
 
     Raises:
         OptimizerError: If there is no such optimizer, or its step fails.
@@ -74,12 +76,13 @@ def optimizer_step(
 
     def fake(parameter: torch.Tensor) -> torch.Tensor:
         if id(parameter) not in fakes:
+            options: Any = {"dtype": parameter.dtype, "device": device.kind}
             with mode:
-                copy = torch.nn.Parameter(
-                    torch.empty_strided(
-                        parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device.kind
-                    )
-                )
+                if shape_of is None:
+                    made = torch.empty_strided(parameter.shape, parameter.stride(), **options)
+                else:
+                    made = torch.empty(shape_of(parameter), **options)
+                copy = torch.nn.Parameter(made)
                 copy.grad = torch.empty_like(copy)
             fakes[id(parameter)] = copy
         return fakes[id(parameter)]

@@ -273,7 +273,12 @@ def _enable(copied: torch.nn.Module) -> None:
 
 def _recorded(prepared: Prepared, change: Change, names: Sequence[str]) -> Checkpointed:
     recording = record_eagerly(
-        prepared.model, prepared.step, change, cuda=prepared.cuda, accumulate=prepared.options.accumulate
+        prepared.model,
+        prepared.step,
+        change,
+        cuda=prepared.cuda,
+        accumulate=prepared.options.accumulate,
+        rank=prepared.rank,
     )
     timeline = eager_timeline(recording, prepared.device, prepared.meter, prepared.costs)
     before = prepared.problem.eager.seconds

@@ -8,6 +8,9 @@ import torch
 from planner._torch.autocast_state import autocast_regions
 from planner.costs.devices import find_device
 from planner.costs.optimizer_step import optimizer_step
+from planner.parallel.rank import Rank
+from planner.parallel.recorded import parallel_of
+from planner.parallel.strategies import read_parallel
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord, TensorRecord
@@ -42,6 +45,7 @@ def mismatch(
     """
     here = device_of(model, step)
     device = find_device(options.get("device"), here)
+    ranks = read_parallel(options.get("parallel"))
     there = plan.resident.gradient_bytes > 0
     accumulate = options.get("accumulate")
     if accumulate is None:  # a plan for gradients that are there serves steps without
@@ -56,6 +60,7 @@ def mismatch(
         ("inputs", plan.target.inputs, options.get("inputs", "unchanged")),
         ("autocast", plan.model.autocast, autocast_regions()),
         ("accumulate", there, accumulate),
+        ("parallel", parallel_of(plan.target.parallel), ranks),
         *((name, plan.created_with.get(name), now) for name, now in made_of(model, options).items()),
     ]
     if not same_class(plan.model.class_name, class_name(model)):
@@ -65,7 +70,8 @@ def mismatch(
     for name, there, now in compared:
         if there != now:
             return f"{name} {_shown(there)}, now {_shown(now)}"
-    kept = optimizer_step(options.get("optimizer"), model, device).state_bytes
+    shape_of = None if ranks is None else Rank(ranks).shape_of
+    kept = optimizer_step(options.get("optimizer"), model, device, shape_of=shape_of).state_bytes
     if kept != plan.resident.optimizer_bytes:
         return f"an optimizer that keeps {plan.resident.optimizer_bytes:,} bytes, now {kept:,}"
     return _other_inputs(plan.model.inputs, input_records(step))

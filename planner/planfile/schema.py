@@ -62,6 +62,9 @@ class Resident(Record):
     input_bytes: Count
     gradient_bytes: Count = Field(description="gradients that are there at entry, as when accumulating")
     optimizer_bytes: Count
+    bucket_bytes: Count = Field(
+        default=0, description="buckets of DistributedDataParallel, where the plan is for many ranks"
+    )
 
     @property
     def total(self) -> int:
@@ -71,6 +74,7 @@ class Resident(Record):
             + self.input_bytes
             + self.gradient_bytes
             + self.optimizer_bytes
+            + self.bucket_bytes
         )
 
 
@@ -158,6 +162,22 @@ class ModelRecord(Record):
     )
 
 
+class ParallelRecord(Record):
+    """How the model is trained on many ranks; the plan is one rank's."""
+
+    kind: Literal["fsdp2", "ddp"]
+    world_size: Annotated[int, Field(ge=1, le=10_000_000)]
+    reshard_after_forward: bool | Count | None = Field(
+        default=None, description="fsdp2: whether parameters are freed after the forward"
+    )
+    param_dtype: Label | None = Field(default=None, description="fsdp2: what is computed in")
+    reduce_dtype: Label | None = Field(default=None, description="fsdp2: what gradients are reduced in")
+    bucket_cap_mb: Seconds | None = Field(default=None, description="ddp: megabytes of a bucket")
+    gradient_as_bucket_view: bool | None = Field(
+        default=None, description="ddp: whether gradients lie in the buckets"
+    )
+
+
 class Target(Record):
     """What was planned for."""
 
@@ -173,6 +193,9 @@ class Target(Record):
     )
     costs: Name = Field(description="where the seconds of operations come from")
     workspace: Name = Field(description="where the scratch bytes of operations come from")
+    parallel: ParallelRecord | None = Field(
+        default=None, description="the ranks that train the model; null: a single process"
+    )
 
 
 BoundCovers = Literal["every schedule", "schedules that pack no masks", "schedules that pack masks"]

@@ -10,6 +10,7 @@ from planner._torch import pytree
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.lowering.partition import no_recomputation
+from planner.parallel.recorded import parallel_record
 from planner.planfile.budget import Budget
 from planner.planfile.fingerprint import class_name, state_digest
 from planner.planfile.plan import (
@@ -97,6 +98,7 @@ def make_plan(prepared: Prepared, solved: Solution | Solved, budget: Budget) -> 
             inputs=prepared.options.inputs,
             costs=prepared.costs.name,
             workspace="measured" if meter is not None else "none",
+            parallel=None if prepared.rank is None else parallel_record(prepared.rank.options),
         ),
         solver=SolverRecord(
             name=solution.solver,

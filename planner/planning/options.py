@@ -18,6 +18,8 @@ from planner._torch.cuda.attention import Attention
 from planner.costs.devices import Device
 from planner.costs.optimizer_step import Optimizer
 from planner.graph.overwritten import InputsAre, checked_inputs
+from planner.parallel.recorded import parallel_of
+from planner.parallel.strategies import Parallel, read_parallel
 from planner.planfile.plan import PlanRecord
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import Regions
@@ -51,6 +53,8 @@ class StepKeywords(TypedDict, total=False):
     inputs: InputsAre
     effort: Effort
     encodings: Encodings
+    regions: Regions
+    parallel: Parallel
 
 
 class SearchKeywords(TypedDict, total=False):
@@ -63,13 +67,7 @@ class SearchKeywords(TypedDict, total=False):
     checkpoints: Sequence[str]
 
 
-class CaptureKeywords(StepKeywords, total=False):
-    """Keywords of :func:`planner.prepare`; :class:`PlanOptions` says what they mean."""
-
-    regions: Regions
-
-
-class PlanKeywords(CaptureKeywords, SearchKeywords, total=False):
+class PlanKeywords(StepKeywords, SearchKeywords, total=False):
     """Keywords of :func:`planner.plan`; :class:`PlanOptions` says what they mean."""
 
 
@@ -125,6 +123,10 @@ class PlanOptions:
             together as one step: module paths or patterns (["model.layers.*"]), or "auto" for submodules of
             one class that repeat in an nn.ModuleList or nn.Sequential. Their gradients are there as soon as
             their own backward has run, as DistributedDataParallel and ``fully_shard`` want them.
+        parallel: Training on many ranks, which need not be here: ``planner.FSDP2(world_size=8)``,
+            ``planner.DDP(world_size=8)``, or their text, as "fsdp2:8". The prediction and the budget are then
+            one rank's: its shards, gathered parameters, buffers of communication and sharded optimizer. What
+            ``fully_shard`` shards are the regions, "auto" if none are named, and the rest with the root.
     """
 
     loss: Loss | None = None
@@ -144,6 +146,7 @@ class PlanOptions:
     recompute: Sequence[str] = ()
     checkpoints: Sequence[str] = ()
     regions: Regions = None
+    parallel: Parallel = None
 
     def __eq__(self, other: object) -> bool:
         return other is None or isinstance(other, PlanOptions)
@@ -177,6 +180,7 @@ def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **oth
     check_options(**{f.name: getattr(options, f.name) for f in fields(options) if f.name in _CHECKS})
     checked_inputs(options.inputs)
     checked_outputs(options.outputs)
+    read_parallel(options.parallel)
     return options
 
 
@@ -190,6 +194,7 @@ def options_of(plan: PlanRecord) -> PlanOptions:
         outputs=plan.model.outputs,
         regions=plan.model.regions or None,
         inputs=plan.target.inputs,
+        parallel=parallel_of(plan.target.parallel),
     )
 
 

@@ -20,6 +20,8 @@ from planner.costs.workspace import WorkspaceMeter
 from planner.errors import PlannerError, warn
 from planner.graph.overwritten import checked_inputs
 from planner.interrupts import at_stages, held_interrupts
+from planner.parallel.rank import Rank, gradients_there
+from planner.parallel.strategies import FSDP2, read_parallel
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import (
     Resident,
@@ -32,7 +34,7 @@ from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing, find_packings
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import InputError
-from planner.training_step.regions import find_regions
+from planner.training_step.regions import RegionError, find_regions
 from planner.training_step.sharded import SHARDED
 from planner.training_step.step import Step, tensors_in, unique_storages
 from planner.training_step.wrappers import refuse_wrappers
@@ -71,6 +73,8 @@ class Prepared:
     """What CUDA does where the CPU would do something else; None where the device is at hand."""
     regions: tuple[str, ...] = ()
     """Names of the submodules that are graphs of their own."""
+    rank: Rank | None = None
+    """What the step is one of several ranks'; None for a single process."""
 
     @property
     def resident(self) -> Resident:
@@ -139,7 +143,7 @@ def prepare(
     for note in notes:
         warn(note)
     checked_inputs(options.inputs)
-    regions = find_regions(model, options.regions)
+    rank, regions = _rank(model, options)
     here = device_of(model, step)
     target = find_device(options.device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
@@ -160,6 +164,7 @@ def prepare(
         cuda=cuda,
         accumulate=options.accumulate,
         regions=regions,
+        rank=rank,
     )
     captured.notes.extend(notes)
     progress("measuring what kernels allocate inside", 0.8)
@@ -175,14 +180,14 @@ def prepare(
     packings = find_packings(captured, problem, target, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
-    update = optimizer_step(options.optimizer, model, target, meter, source)
+    shape_of = None if rank is None else rank.shape_of
+    update = optimizer_step(options.optimizer, model, target, meter, source, shape_of)
     if isinstance(source, MeasuredCosts):
         source.save()
     if meter is not None and meter.unmeasured:
         warn(unmeasured(meter))
-    footprint = StepMemoryModel(
-        target, _resident(captured, update, target), update, _tensor_bytes(captured, target)
-    )
+    there = _there(captured, rank, model, gradients_there(model, options.accumulate))
+    footprint = StepMemoryModel(target, there.resident(update, target), update, there.tensors(target))
     seconds = time.perf_counter() - started
     return Prepared(
         model,
@@ -197,7 +202,21 @@ def prepare(
         packings,
         cuda,
         tuple(regions),
+        rank,
     )
+
+
+def _rank(model: torch.nn.Module, options: PlanOptions) -> tuple[Rank | None, list[str]]:
+    """Which rank a step is of, and its regions, which are what ``fully_shard`` shards."""
+    parallel = read_parallel(options.parallel)
+    if isinstance(parallel, FSDP2) and options.regions is None:
+        try:
+            regions = find_regions(model, "auto")
+        except RegionError:
+            regions = []  # the whole is one unit
+    else:
+        regions = find_regions(model, options.regions)
+    return (None if parallel is None else Rank(parallel, tuple(regions))), regions
 
 
 def unmeasured(meter: WorkspaceMeter) -> str:
@@ -207,23 +226,50 @@ def unmeasured(meter: WorkspaceMeter) -> str:
     )
 
 
-def _resident(captured: CapturedStep, update: OptimizerStep, device: Device) -> Resident:
-    def size(tensors: Sequence[torch.Tensor]) -> int:
-        return sum(round_bytes(device, int(t.untyped_storage().nbytes())) for t in unique_storages(tensors))
+@dataclass(frozen=True)
+class _There:
+    """Bytes of what is there throughout, in the order in which a training loop makes it."""
 
-    return Resident(
-        parameter_bytes=size(captured.parameters),
-        buffer_bytes=size(captured.buffers),
-        input_bytes=size(captured.inputs),
-        gradient_bytes=size(captured.gradients),
-        optimizer_bytes=update.state_bytes,
+    parameters: Sequence[int]
+    buffers: Sequence[int]
+    buckets: Sequence[int]
+    gradients: Sequence[int]
+    inputs: Sequence[int]
+
+    def resident(self, update: OptimizerStep, device: Device) -> Resident:
+        def total(sizes: Sequence[int]) -> int:
+            return sum(round_bytes(device, size) for size in sizes)
+
+        return Resident(
+            parameter_bytes=total(self.parameters),
+            buffer_bytes=total(self.buffers),
+            input_bytes=total(self.inputs),
+            gradient_bytes=total(self.gradients),
+            optimizer_bytes=update.state_bytes,
+            bucket_bytes=total(self.buckets),
+        )
+
+    def tensors(self, device: Device) -> tuple[int, ...]:
+        sizes = [*self.parameters, *self.buffers, *self.buckets, *self.gradients, *self.inputs]
+        return tuple(round_bytes(device, size) for size in sizes)
+
+
+def _there(
+    captured: CapturedStep, rank: Rank | None, model: torch.nn.Module, added_to: Sequence[bool]
+) -> _There:
+    def sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [int(t.untyped_storage().nbytes()) for t in unique_storages(tensors)]
+
+    buffers, inputs = sizes(captured.buffers), sizes(captured.inputs)
+    if rank is None:
+        return _There(sizes(captured.parameters), buffers, (), sizes(captured.gradients), inputs)
+    return _There(
+        rank.parameter_bytes(model),
+        buffers,
+        rank.bucket_bytes(model, added_to),
+        rank.gradient_bytes(model, added_to),
+        inputs,
     )
-
-
-def _tensor_bytes(captured: CapturedStep, device: Device) -> tuple[int, ...]:
-    """Of what is there throughout, in the order in which a training loop makes it."""
-    tensors = [*captured.parameters, *captured.buffers, *captured.gradients, *captured.inputs]
-    return tuple(round_bytes(device, int(t.untyped_storage().nbytes())) for t in unique_storages(tensors))
 
 
 def device_of(model: torch.nn.Module, step: Step) -> torch.device:

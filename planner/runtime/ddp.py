@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from planner._torch import distributed
-from planner.errors import PlanMismatch
+from planner._torch.tracing.inside_compile import holds_dtensors
+from planner.errors import PlanMismatch, warn
 from planner.graph.spec import GraphSpec
 from planner.planfile.plan import PlanRecord
+from planner.training_step.sharded import SHARDED
 
 if TYPE_CHECKING:
     from planner.runtime.shape_policy import OnNewShape
@@ -62,6 +64,29 @@ def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -
     if on_new_shape == "replan":
         decisions["budget_bytes"] = plan.target.budget_bytes
     return hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
+
+
+def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
+    """Say so where a module is about to train on other ranks than its plan is for."""
+    planned = plan.target.parallel
+    sharded = holds_dtensors(model)
+    if planned is None:
+        if sharded:
+            warn(SHARDED)
+        return
+    group = distributed.active_data_parallel_group()
+    if planned.kind == "fsdp2":
+        there, how = distributed.number_of_shards(model), "FSDP2"
+        found = f"its parameters are sharded among {there}" if sharded else "its parameters are whole"
+    else:
+        there, how = 0 if group is None else len(dist.get_process_group_ranks(group)), "DDP"
+        found = f"there are {there}" if group is not None else "it runs outside of DistributedDataParallel"
+    if there != planned.world_size or (sharded and planned.kind == "ddp"):
+        warn(
+            f"the plan is for {planned.world_size} ranks, parallel=planner.{how}(world_size="
+            f"{planned.world_size}), and {found}: the step takes other memory than predicted. Plan for the "
+            "ranks that train"
+        )
 
 
 class RankCheck:

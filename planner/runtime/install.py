@@ -25,14 +25,13 @@ from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
 from planner.runtime.backend import PlanBackend
-from planner.runtime.ddp import RankCheck
+from planner.runtime.ddp import RankCheck, warn_of_other_ranks
 from planner.runtime.first_forward import CapturedAgain, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
 from planner.runtime.shape_policy import NewShapes, OnNewShape, checked, shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.regions import RunningRegions
-from planner.training_step.sharded import SHARDED
 from planner.training_step.step import Loss
 from planner.training_step.wrappers import refuse_wrappers
 
@@ -221,8 +220,8 @@ class PlannedCall(InstalledCall):
             self.unplanned.planned_call()
             if self.plan.resident.gradient_bytes == 0:
                 self._without_gradient = next((p for p in model.parameters() if p.requires_grad), None)
+            warn_of_other_ranks(self.plan, model)
             if holds_dtensors(model):
-                warn(SHARDED)
                 RankCheck(self.plan, self.on_new_shape).among_shards(model)
         if self._definitions is None:
             self._regions.put_in(model)

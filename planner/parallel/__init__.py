@@ -1,0 +1,1 @@
+"""Training on many ranks: what one of them holds, predicted without the others."""

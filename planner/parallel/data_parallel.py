@@ -1,0 +1,31 @@
+"""What ``DistributedDataParallel`` holds beside a step: buckets, which are there throughout.
+
+All trainable parameters' gradients are copied into buckets when they are ready, and reduced there. They take
+the bytes of the gradients however many buckets there are. With ``gradient_as_bucket_view=True`` a gradient is
+let go when it has been copied: what the optimizer reads lies in the bucket.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from planner.parallel.strategies import DDP
+
+
+def let_go_of_gradients(model: torch.nn.Module, options: DDP, added_to: Sequence[bool]) -> None:
+    """Have a copy of a module without data let go of gradients as the wrapper does.
+
+    Args:
+        model: The copy.
+        options: How it is wrapped.
+        added_to: For each parameter whether its gradient is there already, and added to.
+    """
+    if not options.gradient_as_bucket_view:
+        return
+    for parameter, added in zip(model.parameters(), added_to, strict=True):
+        if parameter.requires_grad and not added:
+            parameter.register_post_accumulate_grad_hook(_let_go)
+
+
+def _let_go(parameter: torch.Tensor) -> None:
+    parameter.grad = None

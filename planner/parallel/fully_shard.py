@@ -1,0 +1,294 @@
+"""What ``fully_shard`` allocates and frees around a step, done by hooks on a copy of the module without data.
+
+The hooks are those of ``torch/distributed/fsdp/_fully_shard`` of PyTorch 2.13, in their order, with their
+buffers and the lifetimes of these; nothing is communicated, so that no other rank need be there. Names in the
+comments are of functions there. The recorder of a step sees the buffers as it sees everything else.
+
+Communication by gloo, on the CPU, copies: the gathered buffer once more, and the input of a reduction. NCCL
+does not; what it allocates for itself is outside of PyTorch's allocator and not counted. Streams order
+allocations as the CPU does: in the order of the calls. What a GPU adds is that memory freed on one stream
+serves another only later, so that its allocator may reserve more.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from planner._torch.autograd import after_this_backward
+from planner.parallel.shards import shard_elements
+from planner.parallel.strategies import FSDP2
+from planner.training_step.step import map_tensors, tensors_in
+
+
+class ShardedUnits:
+    """The units of a model that ``fully_shard`` shards: regions, and the root with the rest.
+
+    Args:
+        model: The copy, with its parameters whole.
+        names: The regions.
+        options: How it is sharded.
+        added_to: For each parameter whether its sharded gradient is there already, and added to.
+        copies: Whether communication copies its buffers, as gloo does.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        names: Sequence[str],
+        options: FSDP2,
+        added_to: Sequence[bool],
+        *,
+        copies: bool,
+    ) -> None:
+        self.options, self.copies = options, copies
+        parameters = list(model.parameters())
+        original = {id(p): p.dtype for p in parameters}
+        added = {id(p) for p, there in zip(parameters, added_to, strict=True) if there}
+        if options.param_dtype is not None:
+            self._cast_parameters(model, original, added)
+        modules = [model, *(model.get_submodule(name) for name in names)]
+        inside = {part for module in modules[1:] for part in module.modules()}
+        taken: set[int] = set()
+        self.units: list[_Unit] = []
+        for module in [*modules[1:], modules[0]]:
+            parts = [p for p in module.modules() if module is not model or p not in inside]
+            own = [
+                parameter
+                for part in parts
+                for parameter in part.parameters(recurse=False)
+                if id(parameter) not in taken and not taken.add(id(parameter))  # type: ignore[func-returns-value]
+            ]
+            self.units.append(_Unit(self, own, original, added, root=module is model))
+            module.register_forward_pre_hook(self.units[-1].pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.units[-1].post_forward)
+        self.units.insert(0, self.units.pop())  # the root is the first, as named_modules() has it
+        self.start()
+
+    def start(self) -> None:
+        """Forget a step before."""
+        self.previous: Any = None  # the buffer of the all-gather before, in the forward
+        self.order: list[_Unit] = []
+        self.reduced: list[torch.Tensor] = []
+        self.ending = False
+        for unit in self.units:
+            unit.start()
+
+    def end_with_backward(self) -> None:
+        """Have :meth:`end` called at the end of the backward that runs."""
+        if not self.ending:
+            self.ending = True
+            after_this_backward(self.end)
+
+    def end(self) -> None:
+        """``_root_post_backward_final_callback``."""
+        for unit in self.units:
+            if unit.state != "after backward":
+                unit.post_backward()
+            unit.state, unit.gathered = "idle", None
+            unit.forwards.clear()
+        self.order.clear()
+        self.reduced.clear()
+        self.ending = False
+
+    def _cast_parameters(
+        self, model: torch.nn.Module, dtypes: dict[int, torch.dtype], added: set[int]
+    ) -> None:
+        """Parameters are computed with in another dtype; what they were is noted under their new identity."""
+        replaced: dict[int, torch.nn.Parameter] = {}
+        for part in model.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if not parameter.is_floating_point() or parameter.dtype == self.options.param_dtype:
+                    continue
+                if id(parameter) not in replaced:
+                    cast = parameter.detach().to(self.options.param_dtype)
+                    made = torch.nn.Parameter(cast, requires_grad=parameter.requires_grad)
+                    replaced[id(parameter)] = made
+                    dtypes[id(made)] = parameter.dtype
+                    if id(parameter) in added:
+                        added.add(id(made))
+                setattr(part, name, replaced[id(parameter)])
+
+
+class _Unit:
+    """What is gathered and reduced together: ``FSDPParamGroup`` and its ``FSDPState``."""
+
+    def __init__(
+        self,
+        shared: ShardedUnits,
+        parameters: Sequence[torch.nn.Parameter],
+        dtypes: dict[int, torch.dtype],
+        added: set[int],
+        *,
+        root: bool,
+    ) -> None:
+        options = shared.options
+        self._shared, self._root, self._world = shared, root, options.world_size
+        self._parameters = list(parameters)
+        self._elements = [shard_elements(p, self._world) for p in parameters]
+        self._original = [dtypes[id(p)] for p in parameters]
+        self._added = [id(p) in added for p in parameters]
+        reshard = options.reshard_after_forward
+        self._reshard = not root if reshard is None else bool(reshard)
+        self._group = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
+        self.start()
+
+    def start(self) -> None:
+        self.state = "idle"
+        self.gathered: torch.Tensor | None = None
+        self.forwards: list[int] = []
+        self._unsharded: list[torch.Tensor] = []
+        self._resharded: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+
+    # ---- hooks -------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if self._root:
+            self._shared.start()
+        dtype = self._shared.options.param_dtype
+        if dtype is not None:
+            args, kwargs = map_tensors(
+                lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, (args, kwargs)
+            )
+        if not self._parameters:
+            return args, kwargs
+        again = self.state == "forward"
+        self.state = "forward"
+        self.gather()
+        self._wait()
+        if again or not torch.is_grad_enabled():
+            return args, kwargs
+        differentiated = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        if differentiated:
+            passed: Any = _PostBackward.apply(self.post_backward, *differentiated)  # type: ignore[no-untyped-call]
+            made = dict(zip(map(id, differentiated), passed, strict=True))
+            args, kwargs = map_tensors(lambda t: made.get(id(t), t), (args, kwargs))
+        return args, kwargs
+
+    def post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        if self._parameters:
+            if self._reshard:
+                self._free()
+            self.forwards.append(len(self._shared.order))
+            self._shared.order.append(self)
+        self.state = "idle"
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self.pre_backward)
+        if self._root:
+            self._shared.previous = None
+        return output
+
+    def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._shared.end_with_backward()
+        if not self._parameters or self.state == "backward":
+            return gradient
+        self.state = "backward"
+        self.gather()
+        self._wait()
+        if self.forwards:  # _backward_prefetch
+            place = self.forwards.pop()
+            if place > 0:
+                self._shared.order[place - 1].gather()
+        return gradient
+
+    def post_backward(self) -> None:
+        self.state = "after backward"
+        with torch.no_grad():
+            self._reduce()
+
+    # ---- buffers -----------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
+
+    def _empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device=self._device)
+
+    def gather(self) -> None:
+        """``unshard``: the all-gather, into a buffer of the shards of all parameters of all ranks."""
+        if self.gathered is not None or self._unsharded or not self._parameters:
+            return
+        if self._world == 1:
+            self.gathered = self._empty(0, torch.uint8)
+            return
+        pairs = list(zip(self._parameters, self._elements, strict=True))
+        cast = [e for (p, e), was in zip(pairs, self._original, strict=True) if p.dtype != was]
+        # Shards are cast into one buffer first; after the forward, those of a smaller group as they are.
+        parts = self._world // self._group if self._resharded and self._group else 1
+        flat = self._empty(sum(cast) * parts, self._parameters[0].dtype) if cast else None
+        nbytes = sum(e * p.element_size() for p, e in pairs) * self._world
+        self.gathered = self._empty(nbytes, torch.uint8)
+        if self._shared.copies:
+            self._empty(nbytes, torch.uint8)
+        del flat
+
+    def _wait(self) -> None:
+        """``wait_for_unshard``: parameters are copied out of the buffer, which in the forward stays until the
+        next one's are."""
+        if self.gathered is None:
+            return
+        forward = self.state == "forward"
+        if forward:
+            self._shared.previous = None
+        self._unsharded = [
+            self._empty(elements * self._world, parameter.dtype)
+            for parameter, elements in zip(self._parameters, self._elements, strict=True)
+        ]
+        self._resharded = []
+        if forward:
+            self._shared.previous = self.gathered
+        self.gathered = None
+
+    def _free(self) -> None:
+        """``reshard`` after the forward."""
+        if self._group is not None:
+            self._resharded = [
+                self._empty(buffer.numel() // self._group, buffer.dtype) for buffer in self._unsharded
+            ]
+        self._unsharded = []
+
+    def _reduce(self) -> None:
+        """The rest of ``post_backward``, and ``foreach_reduce``."""
+        reduced = [i for i, p in enumerate(self._parameters) if p.grad is not None]
+        grads = [self._parameters[i].grad for i in reduced]
+        for i in reduced:
+            self._parameters[i].grad = None
+        self._unsharded = []
+        if self._shared.reduced:
+            self._shared.reduced.pop(0)
+        if not reduced:
+            return
+        last = grads[-1]  # held by a variable of a loop until foreach_reduce returns
+        assert last is not None
+        reduce_dtype = self._shared.options.reduce_dtype or last.dtype
+        shard = sum(self._elements[i] for i in reduced)
+        whole = self._empty(shard * self._world, reduce_dtype)
+        torch.ops.aten._chunk_cat.out(grads, 0, self._world, out=whole.view(self._world, -1))
+        grads.clear()
+        output = self._empty(shard, reduce_dtype)
+        if self._shared.copies and self._world > 1:
+            torch.empty_like(whole)
+        original = self._original[reduced[0]]
+        output = output.to(original)
+        if not all(self._added[i] for i in reduced):
+            self.gradients.append(output)
+        self._shared.reduced.append(whole)
+        del last
+
+
+class _PostBackward(torch.autograd.Function):
+    """``RegisterPostBackwardFunction``: calls something when the gradients of some inputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, then: Callable[[], None], *inputs: torch.Tensor) -> Any:
+        ctx.then = then
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.then()
+        return (None, *gradients)

@@ -1,0 +1,85 @@
+"""What one rank holds throughout, and what happens around a step of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from planner.parallel.data_parallel import let_go_of_gradients
+from planner.parallel.fully_shard import ShardedUnits
+from planner.parallel.shards import shard_elements, shard_shape
+from planner.parallel.strategies import DDP, FSDP2
+from planner.training_step.copies import StepCopy
+from planner.training_step.step import unique_storages
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of the ranks that train a model, the one with the largest shards.
+
+    Attributes:
+        options: How it is trained.
+        units: The regions, which ``fully_shard`` shards by themselves.
+    """
+
+    options: FSDP2 | DDP
+    units: tuple[str, ...] = ()
+
+    def put_into(self, copied: StepCopy, added_to: Sequence[bool], *, elsewhere: bool) -> list[bool]:
+        """Make a copy of the module without data do what the rank does.
+
+        Args:
+            copied: The copy.
+            added_to: For each parameter whether it has a gradient already, which is added to.
+            elsewhere: Whether it will run on a GPU that is not here.
+
+        Returns:
+            For each parameter whether the copy's own has a gradient already.
+        """
+        if isinstance(self.options, DDP):
+            let_go_of_gradients(copied.module, self.options, added_to)
+            return list(added_to)
+        on_cpu = all(p.device.type == "cpu" for p in copied.module.parameters())
+        with copied.running():
+            ShardedUnits(copied.module, self.units, self.options, added_to, copies=on_cpu and not elsewhere)
+        return [False] * len(added_to)
+
+    def parameter_bytes(self, model: torch.nn.Module) -> list[int]:
+        """Bytes of each parameter's storage on the rank."""
+        return [self._bytes(p) for p in unique_storages(list(model.parameters()))]
+
+    def gradient_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> list[int]:
+        """Bytes of each gradient that is there before the step."""
+        pairs = zip(model.parameters(), added_to, strict=True)
+        return [self._bytes(p) for p, added in pairs if added]
+
+    def bucket_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> list[int]:
+        """Bytes of what is there for communication, and is not among the gradients that are there."""
+        options = self.options
+        if not isinstance(options, DDP):
+            return []
+        pairs = zip(model.parameters(), added_to, strict=True)
+        return [
+            p.numel() * p.element_size()
+            for p, added in pairs
+            if p.requires_grad and not (added and options.gradient_as_bucket_view)
+        ]
+
+    @property
+    def shape_of(self) -> Callable[[torch.Tensor], tuple[int, ...]] | None:
+        """The shape of a parameter on the rank; None where it is whole."""
+        options = self.options
+        return (lambda p: shard_shape(p, options.world_size)) if isinstance(options, FSDP2) else None
+
+    def _bytes(self, parameter: torch.Tensor) -> int:
+        if isinstance(self.options, FSDP2):
+            return shard_elements(parameter, self.options.world_size) * parameter.element_size()
+        return int(parameter.untyped_storage().nbytes())
+
+
+def gradients_there(module: torch.nn.Module, accumulate: bool | None) -> list[bool]:
+    """For each parameter whether its gradient is there when a step begins, and is added to."""
+    return [
+        p.requires_grad and (p.grad is not None if accumulate is None else accumulate)
+        for p in module.parameters()
+    ]

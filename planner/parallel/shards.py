@@ -1,0 +1,27 @@
+"""What ``fully_shard`` leaves of a parameter on one rank.
+
+It splits along the first dimension, as ``torch.chunk`` does, and pads every rank's part to the first one's.
+"""
+
+import math
+
+import torch
+
+from planner.parallel.strategies import ParallelError
+
+
+def shard_shape(tensor: torch.Tensor, world_size: int) -> tuple[int, ...]:
+    """The shape of the first rank's part of a parameter, which is the largest; no rank holds more with its
+    padding.
+
+    Raises:
+        ParallelError: It has no dimensions.
+    """
+    if tensor.dim() == 0:
+        raise ParallelError("a parameter is a scalar, and fully_shard shards none: give it one dimension")
+    return (-(-tensor.shape[0] // world_size), *tensor.shape[1:])
+
+
+def shard_elements(tensor: torch.Tensor, world_size: int) -> int:
+    """Elements of any rank's part of a parameter, padding included."""
+    return math.prod(shard_shape(tensor, world_size))

@@ -1,0 +1,141 @@
+"""How a model is trained on many ranks, as ``parallel=`` says it."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from planner.errors import PlannerError
+
+
+class ParallelError(PlannerError, ValueError):
+    """``parallel=`` says something that cannot be."""
+
+
+@dataclass(frozen=True)
+class FSDP2:
+    """Parameters, gradients and optimizer state sharded among ranks by ``fully_shard``, each region by itself
+    and the rest with the root. The prediction and the budget are one rank's, the one with the largest shards.
+
+    Attributes:
+        world_size: How many ranks there are; they need not be here.
+        reshard_after_forward: As ``fully_shard`` is given it, for the regions and for the root: whether
+            parameters are freed after the forward; None for its default, which keeps the root's; a number
+            for a smaller group that they are sharded among until the backward.
+        param_dtype: Of ``MixedPrecisionPolicy``: what parameters are gathered and computed in.
+        reduce_dtype: Of ``MixedPrecisionPolicy``: what gradients are reduced in.
+
+    Raises:
+        ParallelError: A value is of another kind, or out of its range.
+    """
+
+    world_size: int
+    reshard_after_forward: bool | int | None = True
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    kind: ClassVar[str] = "fsdp2"
+
+    def __post_init__(self) -> None:
+        _check_world_size(self.world_size)
+        reshard = self.reshard_after_forward
+        if not (reshard is None or isinstance(reshard, bool)):
+            divides = isinstance(reshard, int) and 1 < reshard < self.world_size
+            if not divides or self.world_size % reshard:
+                raise ParallelError(
+                    f"reshard_after_forward={reshard!r}: expected True, False, None, or a number of ranks "
+                    f"that divides world_size={self.world_size}, and is neither 1 nor all of them"
+                )
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ParallelError(f"{name}={dtype!r}: expected a floating-point dtype, as torch.bfloat16")
+
+
+@dataclass(frozen=True)
+class DDP:
+    """Every rank has the whole model, in ``DistributedDataParallel``, whose buckets are as large as the
+    gradients. The prediction and the budget are one rank's.
+
+    Attributes:
+        world_size: How many ranks there are; they need not be here.
+        bucket_cap_mb: As ``DistributedDataParallel`` is given it; all buckets together are as large as ever.
+        gradient_as_bucket_view: As ``DistributedDataParallel`` is given it: gradients lie in the buckets.
+
+    Raises:
+        ParallelError: A value is of another kind, or out of its range.
+    """
+
+    world_size: int
+    bucket_cap_mb: float = 25
+    gradient_as_bucket_view: bool = False
+
+    kind: ClassVar[str] = "ddp"
+
+    def __post_init__(self) -> None:
+        _check_world_size(self.world_size)
+        cap = self.bucket_cap_mb
+        if not isinstance(cap, int | float) or isinstance(cap, bool) or not cap > 0:
+            raise ParallelError(f"bucket_cap_mb={cap!r}: expected a number of megabytes, more than 0")
+        if not isinstance(self.gradient_as_bucket_view, bool):
+            raise ParallelError(
+                f"gradient_as_bucket_view={self.gradient_as_bucket_view!r}: expected True or False"
+            )
+
+
+Parallel = FSDP2 | DDP | str | None
+"""An instance of either, or its text, as ``"fsdp2:8"``; None for a single process."""
+
+
+def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
+    """What ``parallel=`` says.
+
+    Args:
+        value: An instance; or text: "fsdp2:8", "ddp:8", with further arguments by name behind commas, as in
+            "fsdp2:8,param_dtype=bfloat16,reshard_after_forward=false".
+
+    Raises:
+        ParallelError: It cannot be read.
+    """
+    if value is None or isinstance(value, FSDP2 | DDP):
+        return value
+    if not isinstance(value, str):
+        raise ParallelError(f"parallel={value!r}: expected {_EXPECTED}")
+    head, *others = value.split(",")
+    kind, _, size = head.strip().lower().partition(":")
+    if kind not in _KINDS or not size.isdecimal():
+        raise ParallelError(f"parallel={value!r}: expected {_EXPECTED}")
+    arguments: dict[str, Any] = {"world_size": int(size)}
+    for other in others:
+        name, _, text = other.strip().partition("=")
+        if name not in _KINDS[kind].__dataclass_fields__ or not text:
+            known = ", ".join(n for n in _KINDS[kind].__dataclass_fields__ if n != "world_size")
+            raise ParallelError(f"parallel={value!r}: {name!r} is not one of {known}")
+        arguments[name] = _read(text)
+    return _KINDS[kind](**arguments)
+
+
+_KINDS: dict[str, type[FSDP2] | type[DDP]] = {"fsdp2": FSDP2, "ddp": DDP}
+_EXPECTED = (
+    'planner.FSDP2(world_size=8), planner.DDP(world_size=8), or as text "fsdp2:8" or "ddp:8", with further '
+    'arguments behind commas, as in "fsdp2:8,param_dtype=bfloat16"'
+)
+_WORDS = {"true": True, "false": False, "none": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _read(text: str) -> Any:
+    lowered = text.strip().lower()
+    if lowered in _WORDS:
+        return _WORDS[lowered]
+    dtype = getattr(torch, lowered.removeprefix("torch."), None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text
+
+
+def _check_world_size(size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ParallelError(f"world_size={size!r}: expected a number of ranks, 1 or more")

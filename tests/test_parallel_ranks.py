@@ -1,0 +1,178 @@
+"""Two processes that train by plans for two ranks: they measure what was predicted, and compute the same."""
+
+import copy
+import importlib
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+from planner.verification.measure import measure_peak
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+HALF: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+Built = tuple[nn.Module, dict[str, torch.Tensor], str]
+
+
+def _words(rank: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 96, (8, 32), generator=torch.Generator().manual_seed(rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _transformer(rank: int) -> Built:
+    blocks: Any = importlib.import_module("blocks")
+    return blocks.build_model(), {"words": blocks.batch(0, rank)}, "layers.*"
+
+
+def _llama(rank: int) -> Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train(), _words(rank), "model.layers.*"
+
+
+def _bert(rank: int) -> Built:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return BertForMaskedLM(config).train(), _words(rank), "bert.encoder.layer.*"
+
+
+CASES: dict[str, tuple[Callable[[int], Built], planner.FSDP2 | planner.DDP]] = {
+    "transformer": (_transformer, planner.FSDP2(2)),
+    "Llama, kept gathered, in half precision": (_llama, planner.FSDP2(2, False, **HALF)),
+    "BERT, in half precision": (_bert, planner.FSDP2(2, **HALF)),
+    "transformer, data parallel": (_transformer, planner.DDP(2, bucket_cap_mb=1)),
+    "transformer, gradients in buckets": (_transformer, planner.DDP(2, gradient_as_bucket_view=True)),
+}
+
+
+def _distributed(model: nn.Module, pattern: str, parallel: planner.FSDP2 | planner.DDP) -> nn.Module:
+    if isinstance(parallel, planner.DDP):
+        view = parallel.gradient_as_bucket_view
+        return DistributedDataParallel(
+            model, bucket_cap_mb=parallel.bucket_cap_mb, gradient_as_bucket_view=view
+        )
+    options: dict[str, Any] = {"reshard_after_forward": parallel.reshard_after_forward}
+    if parallel.param_dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(parallel.param_dtype, parallel.reduce_dtype)
+    for layer in model.get_submodule(pattern.removesuffix(".*")).children():
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def _trained(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
+    """The peak of the second step over what was there, and the weights after three."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(dist.get_rank())
+    peak = 0
+
+    def step() -> object:
+        output = model(**inputs)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        loss.backward()
+        return output
+
+    for number in range(3):
+        optimizer.zero_grad()
+        if number == 1:
+            peak = measure_peak(step, "cpu").peak_bytes
+        else:
+            step()
+        optimizer.step()
+    state = model.state_dict()
+    return peak, {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+
+
+def _compared(name: str) -> str:
+    build, parallel = CASES[name]
+    rank = dist.get_rank()
+    model, inputs, pattern = build(rank)
+    plain = copy.deepcopy(model)
+    text: list[Any] = [None]
+    if rank == 0:
+        step = planner.prepare(model, inputs, optimizer="adamw", regions=pattern, parallel=parallel)
+        text = [step.plan("min@33%", solver="sqrt_n", encodings="none").dumps()]
+    dist.broadcast_object_list(text)
+    plan = planner.Plan.loads(text[0])
+    plain = _distributed(plain, pattern, parallel)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", planner.PlanWarning)
+        plan.apply(model)
+        measured, ours = _trained(_distributed(model, pattern, parallel), inputs)
+    unplanned, theirs = _trained(plain, inputs)
+    said = [str(w.message) for w in caught if issubclass(w.category, planner.PlanWarning)]
+    problems = [*said, *(n for n, value in theirs.items() if not torch.equal(ours[n], value))]
+    whole = plan.resident.total
+    for what, there, predicted in (
+        ("unplanned", unplanned, plan.baseline.dynamic_peak_bytes),
+        ("planned", measured, plan.predicted.dynamic_peak_bytes),
+    ):
+        over = (there + whole) / (predicted + whole) - 1
+        if not -0.005 <= over <= 0.02:
+            problems.append(f"{what} measured {there}, predicted {predicted}")
+    if plan.predicted.dynamic_peak_bytes > 0.9 * plan.baseline.dynamic_peak_bytes:
+        problems.append("nothing is gained")
+    return "\n".join(problems) or "as predicted"
+
+
+def _process(rank: int, port: int, folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for name in CASES:
+        try:
+            said = _compared(name)
+        except Exception:
+            said = traceback.format_exc()
+        (folder / f"{name}.{rank}").write_text(said)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each rank says of each case; all in one pair of processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_process, args=(rank, port, folder), daemon=True) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(500)
+        process.kill()
+    return folder
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_take_what_is_predicted_and_train_as_without_a_plan(name: str, outcomes: Path) -> None:
+    for rank in range(2):
+        report = outcomes / f"{name}.{rank}"
+        assert report.exists(), f"rank {rank} did not come to it"
+        assert report.read_text() == "as predicted"
