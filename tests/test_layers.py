@@ -1,8 +1,10 @@
 """The rules by which the folders of planner/ and solvers/ depend on each other, and on PyTorch."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,20 @@ def test_the_folders_depend_on_each_other_as_documented() -> None:
     code = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_design_page_names_the_folders_in_the_order_of_their_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    rank = {
+        name: number
+        for number, layer in enumerate(reversed(contracts[0]["layers"]))
+        for name in layer.split(" | ")
+    }
+    design = (ROOT / "docs" / "design.md").read_text()
+    table = design.partition("| folder of `planner/` |")[2].partition("| folder of `solvers/` |")[0]
+    named = re.findall(r"^\| `(\w+)/`", table, re.MULTILINE)
+    assert sorted(named) == sorted(p.parent.name for p in (ROOT / "planner").glob("*/__init__.py"))
+    assert [rank[name] for name in named] == sorted(rank[name] for name in named)
 
 
 def _private(tree: ast.AST) -> Iterator[str]:

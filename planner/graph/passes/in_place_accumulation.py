@@ -2,7 +2,7 @@
 
 Where two gradients are accumulated, the engine adds the later to the earlier in place, if nobody else holds
 that. A sum that is traced is a tensor of its own, whose dimensions of one element get other strides. Kernels
-that look for images whose channels come last look at those steps as well, and then sum in another order.
+that detect channels-last images look at those strides too, and then sum in another order.
 """
 
 import torch
