@@ -1,4 +1,4 @@
-"""What it takes to add a solver, a device, a replay rule, a hook, a planning option: done in a copy, and used."""
+"""What it takes to add a solver, device, replay rule, hook and planning option: done in a copy, and used."""
 
 import os
 import re
