@@ -12,6 +12,7 @@ from planner.planfile.budget import Budget, parse_budget
 from planner.planning import prepare as captured
 from planner.planning.make_plan import make_plan
 from planner.planning.options import (
+    CaptureKeywords,
     PlanKeywords,
     StepKeywords,
     check_options,
@@ -85,14 +86,14 @@ def plan(
     return Plan.of(made)
 
 
-@shows_options(StepKeywords)
+@shows_options(CaptureKeywords)
 def prepare(
     model: torch.nn.Module,
     args: Inputs = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     progress: Progress | None = None,
-    **options: Unpack[StepKeywords],
+    **options: Unpack[CaptureKeywords],
 ) -> PreparedStep:
     """Capture a training step once, to plan it for several budgets, solvers or selections.
 
@@ -109,7 +110,7 @@ def prepare(
         The step. It holds the model, and a copy of it without data.
     """
     check_options(progress=progress)
-    wanted = read_options("prepare", StepKeywords, options)
+    wanted = read_options("prepare", CaptureKeywords, options)
     step = read_step(model, args, kwargs, wanted.loss, wanted.outputs, of="prepare")
     return PreparedStep(
         captured.prepare(

@@ -22,6 +22,10 @@ class CaptureError(PlannerError):
     """The module's training step could not be turned into a graph."""
 
 
+class CompilerError(PlannerError):
+    """What Inductor compiles with is not there."""
+
+
 class PlanMismatch(PlannerError):
     """A plan was made for another model, or for other inputs, than it is now given."""
 

@@ -38,6 +38,20 @@ def same_shape(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
+def same_shape_in(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data like another, of a mode, with a storage of its own as large as the other's.
+
+    One on the meta device is taken to be on the CPU.
+    """
+    size = storage_bytes(tensor) // max(tensor.element_size(), 1)
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    with mode:
+        if size == tensor.numel():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        base = torch.empty(size, dtype=tensor.dtype, device=device)
+        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 def empty_of(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of one dimension, without data like another without data, where that is."""
     mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()

@@ -19,6 +19,11 @@ def returns_no_views(operator: Any) -> bool:
     return bool(returns) and all(r.alias_info is None for r in returns)
 
 
+def returns_one(operator: OpOverload) -> bool:
+    """Whether an operator returns one thing, not a tuple."""
+    return len(operator._schema.returns) == 1
+
+
 def writes(operator: Any) -> bool:
     """Whether an operator writes to its arguments."""
     return isinstance(operator, OpOverload) and operator._schema.is_mutable

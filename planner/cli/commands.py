@@ -19,6 +19,8 @@ from planner.cli.memory import replay_command, snapshot_command
 from planner.cli.options import (
     Again,
     AsJson,
+    Backend,
+    BackendName,
     Budget,
     Checkpoints,
     Debug,
@@ -87,6 +89,7 @@ def plan_command(
     keep: Keep = None,
     recompute: Again = None,
     checkpoint: Checkpoints = None,
+    backend: BackendName = Backend.eager,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds that the search may take.")] = 60.0,
     figure: FigurePath = None,
     as_json: AsJson = False,
@@ -114,6 +117,7 @@ def plan_command(
                 keep=keep or (),
                 recompute=recompute or (),
                 checkpoints=checkpoint or (),
+                backend=backend.value,
                 progress=progress,
                 **step.keywords(),
             )

@@ -88,6 +88,13 @@ class Effort(StrEnum):
     best = "best"
 
 
+class Backend(StrEnum):
+    """What runs a plan's graphs."""
+
+    eager = "eager"
+    inductor = "inductor"
+
+
 class Encodings(StrEnum):
     """Whether masks may be kept as bits."""
 
@@ -129,6 +136,13 @@ EffortName = Annotated[
 EncodingsName = Annotated[
     Encodings,
     typer.Option(help="Whether masks may be kept as bits, eight to a byte, where that is better."),
+]
+BackendName = Annotated[
+    Backend,
+    typer.Option(
+        "--backend",
+        help="What runs the plan: eager's operators, or the programs that Inductor makes of them.",
+    ),
 ]
 Keep = Annotated[
     list[str] | None,

@@ -1,15 +1,15 @@
 """From a forward or a backward graph to the function that runs it: the interface, and its implementations."""
 
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torch.fx import GraphModule
 
 from planner._torch.joint.aot import BoxedFunction
 from planner.lowering.codegen import compile_graph
 from planner.lowering.partition import user_outputs
-
-Role = Literal["forward", "backward"]
-"""Which half of a step a graph is."""
+from planner.lowering.roles import Role
+from planner.planfile.schema import BackendName
 
 
 class Lowering(Protocol):
@@ -35,10 +35,15 @@ def python_code(module: GraphModule, role: Role) -> BoxedFunction:
     return compile_graph(module, role, fixed_outputs=fixed)
 
 
-LOWERINGS: dict[str, Lowering] = {"python": python_code}
-"""By name."""
+def chosen_lowering(backend: BackendName = "eager", options: Mapping[str, Any] | None = None) -> Lowering:
+    """The lowering of a plan's backend.
 
+    Args:
+        backend: "eager" for operators called one by one, "inductor" for Inductor's programs.
+        options: Inductor's.
+    """
+    if backend == "inductor":
+        from planner.lowering.inductor import InductorLowering  # Inductor is not imported without need
 
-def chosen_lowering() -> Lowering:
-    """The one that planning and training use."""
-    return LOWERINGS["python"]
+        return InductorLowering(options or {})
+    return python_code

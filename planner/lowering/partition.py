@@ -131,7 +131,9 @@ class _Backward:
     def _again(self, op: JointOp) -> Node:
         state = self.rule(op).state(op.node)
         if state is not None and op not in self.states:
-            self.states[op] = self._placeholder(f"{op.node.name}_{state.name}", None)
+            placeholder = self._placeholder(f"{op.node.name}_{state.name}", None)
+            placeholder.meta["val"] = torch.empty(state.bytes, dtype=torch.uint8, device="meta")
+            self.states[op] = placeholder
         return self.rule(op).emit_again(self.graph, op.node, self._node_again, self.states.get(op))
 
     def rule(self, op: JointOp) -> ReplayRule:
@@ -286,8 +288,6 @@ def _order_placeholders(body: _Backward, saved: list[Node]) -> None:
     first_other = next(n for n in body.graph.nodes if n.op != "placeholder")
     for placeholder in ordered:
         first_other.prepend(placeholder)
-    for state in body.states.values():
-        state.meta["val"] = torch.empty(0, dtype=torch.uint8)
 
 
 def _sizes_of_forward(joint: JointGraph, backward_nodes: set[Node]) -> set[Node]:

@@ -70,6 +70,12 @@ class Program(Record):
         description="ids of forward operations whose results the forward holds for the backward; for "
         "readers: it follows from `backward`",
     )
+    emitted: list[Label] = Field(
+        default=[],
+        max_length=2,
+        description="for a plan that Inductor runs: identifies the programs that it emits, that of the "
+        "forward and that of the backward",
+    )
 
     def __repr__(self) -> str:
         return f"<Program of {len(self.backward)} operations>"
@@ -165,7 +171,7 @@ class GraphRecord(Program):
         """A record of each program, as if it were the graph's only one."""
         alone = self.model_copy(update={"other_programs": [], "executions": [0]})
         others = [
-            alone.model_copy(update={"backward": p.backward, "packed": p.packed, "kept": p.kept})
+            alone.model_copy(update={name: getattr(p, name) for name in Program.model_fields})
             for p in self.other_programs
         ]
         return [alone, *others]

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 if TYPE_CHECKING:
     import numpy as np
 
+BackendName = Literal["eager", "inductor"]
+"""What runs a plan's graphs: operators one by one, or the programs that Inductor makes of them."""
+
 MOST_OPS = 2_000_000
 MOST_STEPS = 2_000_000
 _TIMELINE_POINTS = 600
@@ -195,6 +198,14 @@ class Target(Record):
     workspace: Name = Field(description="where the scratch bytes of operations come from")
     parallel: ParallelRecord | None = Field(
         default=None, description="the ranks that train the model; null: a single process"
+    )
+    backend: BackendName = Field(
+        default="eager",
+        description="what runs the graphs: eager's operators one by one, or the programs that Inductor makes "
+        "of them",
+    )
+    backend_options: dict[Label, bool | int | float | Name] = Field(
+        default={}, max_length=100, description="options of Inductor"
     )
 
 

@@ -1,7 +1,9 @@
 """From a solution to a plan: what is kept, what is recomputed, what that promises."""
 
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,14 +34,33 @@ from planner.planning.encodings import Solved
 from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
 from planner.planning.step_record import step_record
 from planner.problem.build import Problem
+from planner.problem.emitted_step import EmittedStep
 from planner.training_step.step import Step
 from planner.version import __version__
 from solvers.model.schedule import alive_at, lifetimes, simulate
 from solvers.model.solution import Solution
 
+IN_SINGLE_OPERATIONS = (
+    "Inductor runs this plan: its peak is that of the programs that Inductor emits; seconds are those of "
+    "single operations, and what Inductor fuses takes less"
+)
 
-def make_plan(prepared: Prepared, solved: Solution | Solved, budget: Budget) -> PlanRecord:
-    """The plan that a solution is."""
+
+def make_plan(
+    prepared: Prepared,
+    solved: Solution | Solved,
+    budget: Budget,
+    emitted: tuple[EmittedStep, EmittedStep] | None = None,
+) -> PlanRecord:
+    """The plan that a solution is.
+
+    Args:
+        prepared: The captured step.
+        solved: The solution.
+        budget: What it was asked for.
+        emitted: What the programs of Inductor take that run it, and those that recompute nothing; None
+            where eager's operators run it.
+    """
     if isinstance(solved, Solution):
         solved = Solved(solved, prepared.problem)
     solution, problem = solved.solution, solved.problem
@@ -47,13 +68,19 @@ def make_plan(prepared: Prepared, solved: Solution | Solved, budget: Budget) -> 
     model, meter = prepared.model, prepared.meter
     graph = problem.graph
     timeline = simulate(graph, solution.schedule)
+    peak_bytes, step_bytes = timeline.peak_bytes, timeline.step_bytes
     whole = replace(prepared, problem=problem).whole_step(solution.schedule)
     budget_bytes = budget.bytes
     if budget_bytes is not None and budget.relative:
         budget_bytes += whole.fragmentation_bytes
     nothing = simulate(prepared.problem.graph, prepared.problem.graph.base_schedule)
     coverage, reached = _coverage(captured)
-    forward_steps = graph.forward_length
+    forward_steps, nothing_bytes = graph.forward_length, nothing.peak_bytes
+    if emitted is not None:
+        planned, kept_all = emitted
+        peak_bytes, step_bytes, nothing_bytes = planned.peak_bytes, planned.step_bytes, kept_all.peak_bytes
+        forward_steps = planned.forward_length
+        whole = prepared.footprint.whole_step(peak_bytes, problem.final_bytes)
     eager_forward = sum(not e.backward for e in captured.eager.events)
 
     def footprint(peak: int, seconds: float) -> Footprint:
@@ -73,6 +100,10 @@ def make_plan(prepared: Prepared, solved: Solution | Solved, budget: Budget) -> 
         notes.append(
             f"{len(prepared.costs.failures)} operations could not be timed; their seconds are the roofline's"
         )
+    graphs = _graph_records(captured, problem, solution)
+    if emitted is not None:
+        notes.append(IN_SINGLE_OPERATIONS)
+        graphs = _with_digests(graphs, captured, emitted[0].digests)
     return PlanRecord(
         created_with={
             "planner": __version__,
@@ -99,6 +130,8 @@ def make_plan(prepared: Prepared, solved: Solution | Solved, budget: Budget) -> 
             costs=prepared.costs.name,
             workspace="measured" if meter is not None else "none",
             parallel=None if prepared.rank is None else parallel_record(prepared.rank.options),
+            backend=prepared.options.backend,
+            backend_options=dict(prepared.options.backend_options),
         ),
         solver=SolverRecord(
             name=solution.solver,
@@ -110,18 +143,20 @@ def make_plan(prepared: Prepared, solved: Solution | Solved, budget: Budget) -> 
             capture_seconds=prepared.seconds,
         ),
         resident=resident,
-        predicted=footprint(timeline.peak_bytes, timeline.seconds),
+        predicted=footprint(peak_bytes, timeline.seconds),
         baseline=footprint(problem.eager.peak_bytes, problem.eager.seconds),
-        no_recompute=footprint(nothing.peak_bytes, nothing.seconds),
+        no_recompute=footprint(nothing_bytes, nothing.seconds),
         whole_step=whole,
         baseline_whole_step=prepared.baseline_whole_step,
-        graphs=_graph_records(captured, problem, solution),
+        graphs=graphs,
         forward_only=sorted({g.structure for g in captured.graphs if g.joint is None and g.occurrences}),
-        timeline=Timeline.downsample(timeline.step_bytes, forward_steps),
+        timeline=Timeline.downsample(step_bytes, forward_steps),
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
-        peak_holders=_holders(problem, solution, timeline.peak_step),
+        peak_holders=_holders(problem, solution, timeline.peak_step)
+        if emitted is None
+        else [LiveModule(module="", bytes=peak_bytes)],
         notes=notes,
-        step=step_record(captured, problem),
+        step=step_record(captured, problem) if emitted is None else None,
     ).remember(prepared.options)
 
 
@@ -149,6 +184,26 @@ def _coverage(captured: CapturedStep) -> tuple[Coverage, list[str]]:
     return ("one-graph" if count == 1 else "several-graphs"), notes
 
 
+def _with_digests(
+    records: Sequence[GraphRecord],
+    captured: CapturedStep,
+    digests: Mapping[tuple[int, tuple[int, ...]], tuple[str, str]],
+) -> list[GraphRecord]:
+    """Records that say which programs of Inductor were planned."""
+    indices = [i for i, graph in enumerate(captured.graphs) if graph.joint is not None]
+
+    def identified(graph: int, program: Program) -> Any:
+        found = digests.get((graph, tuple(program.backward)), ())
+        return program.model_copy(update={"emitted": list(found)})
+
+    return [
+        identified(graph, record).model_copy(
+            update={"other_programs": [identified(graph, program) for program in record.other_programs]}
+        )
+        for graph, record in zip(indices, records, strict=True)
+    ]
+
+
 def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution) -> list[GraphRecord]:
     sequences = problem.backward_sequences(captured, solution.schedule)
     cost: dict[tuple[int, int], float] = {}
@@ -174,7 +229,11 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
         decided = [(tuple(b), tuple(packed.get((index, n), ()))) for n, b in enumerate(executions)]
         found = {execution: n for n, execution in reversed(list(enumerate(decided)))}
         programs = [
-            Program(backward=list(backward), packed=list(masks), kept=kept.get((index, n), []))
+            Program(
+                backward=list(backward),
+                packed=list(masks),
+                kept=kept.get((index, n), []),
+            )
             for (backward, masks), n in sorted(found.items(), key=lambda item: item[1])
         ] or [Program(backward=no_recomputation(joint))]
         numbers = {(tuple(p.backward), tuple(p.packed)): n for n, p in enumerate(programs)}

@@ -9,7 +9,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
@@ -21,6 +21,7 @@ from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import Parallel, read_parallel
 from planner.planfile.plan import PlanRecord
+from planner.planfile.schema import BackendName
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import Regions
 from planner.training_step.step import Loss, Outputs, checked_outputs
@@ -67,7 +68,14 @@ class SearchKeywords(TypedDict, total=False):
     checkpoints: Sequence[str]
 
 
-class PlanKeywords(StepKeywords, SearchKeywords, total=False):
+class CaptureKeywords(StepKeywords, total=False):
+    """Keywords of :func:`planner.prepare`; :class:`PlanOptions` says what they mean."""
+
+    backend: BackendName
+    backend_options: Mapping[str, bool | int | float | str]
+
+
+class PlanKeywords(CaptureKeywords, SearchKeywords, total=False):
     """Keywords of :func:`planner.plan`; :class:`PlanOptions` says what they mean."""
 
 
@@ -112,6 +120,10 @@ class PlanOptions:
         encodings: "auto" keeps masks (of dropout, say) as bits, eight to a byte, where that is better than to
             keep them as they are or to draw them again; "none" does not. On the CPU only; searches for the
             largest batch do without.
+        backend: What runs the plan's graphs: "eager", operators one by one, bit for bit as without a plan;
+            or "inductor", the programs that Inductor makes of them, as under ``torch.compile``. The plan's
+            peak is then that of these programs. On the CPU only, for one shape at a time.
+        backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         time_limit: Wall seconds for the solver; half as many more for masks as bits.
         keep: Never recompute what matches: module paths ("encoder.layer.0"), operators
@@ -140,6 +152,8 @@ class PlanOptions:
     inputs: InputsAre = "unchanged"
     effort: Effort = "fast"
     encodings: Encodings = "auto"
+    backend: BackendName = "eager"
+    backend_options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     solver: str = "auto"
     time_limit: float = 60
     keep: Sequence[str] = ()
@@ -189,6 +203,8 @@ def options_of(plan: PlanRecord) -> PlanOptions:
     if isinstance(plan.made_with, PlanOptions):
         return replace(plan.made_with, inputs=plan.target.inputs)
     return PlanOptions(
+        backend=plan.target.backend,
+        backend_options=plan.target.backend_options,
         solver=plan.solver.name if plan.solver.name in SOLVERS else "auto",
         accumulate=plan.resident.gradient_bytes > 0,
         outputs=plan.model.outputs,
@@ -290,6 +306,10 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "accumulate": lambda value: "" if value is None or isinstance(value, bool) else "True, False or None",
     "attention": lambda value: (
         "" if value is None or value in get_args(Attention) else f"None or one of {get_args(Attention)}"
+    ),
+    "backend": lambda value: "" if value in get_args(BackendName) else f"one of {get_args(BackendName)}",
+    "backend_options": lambda value: (
+        "" if isinstance(value, Mapping) else "a dictionary of Inductor's options, as {'max_autotune': True}"
     ),
     "checkpoints": _texts,
     "effort": lambda value: "" if value in get_args(Effort) else f"one of {get_args(Effort)}",

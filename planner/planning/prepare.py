@@ -27,6 +27,7 @@ from planner.planfile.plan import (
     Resident,
     WholeStep,
 )
+from planner.planning.backends import check_backend
 from planner.planning.options import CostSource, PlanOptions
 from planner.planning.runnable import refuse_what_cannot_run
 from planner.problem.allocations import planned_allocations
@@ -132,6 +133,7 @@ def prepare(
     """
     progress = at_stages(progress)
     costs = options.costs
+    check_backend(options)
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):
         raise InputError(f"training is {step.training!r}; expected True or False")

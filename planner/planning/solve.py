@@ -36,6 +36,8 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
     report(f"solving ({options.solver})", 0.0)
     room = room_bytes(wanted, prepared)
     constraints = _constraints(prepared, graph)
+    if options.backend == "inductor":
+        return _planned_for_inductor(prepared, wanted, room, constraints, report)
 
     def solve(room: int | None, seconds: float) -> Solution:
         return solve_for(
@@ -69,6 +71,32 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
     if not solved.solution.feasible:
         raise infeasible(replace(prepared, problem=solved.problem), solved.solution, wanted)
     made = make_plan(prepared, solved, wanted)
+    report("planned", 1.0)
+    return made
+
+
+def _planned_for_inductor(
+    prepared: Prepared, wanted: Budget, room: int | None, constraints: Constraints, report: Progress
+) -> PlanRecord:
+    from planner.planning.inductor import solve_for_inductor  # which imports Inductor
+
+    options = prepared.options
+
+    def solve(room: int | None, seconds: float) -> Solution:
+        return solve_for(
+            prepared.problem.graph,
+            wanted,
+            room,
+            options.solver,
+            time_limit=seconds,
+            effort=options.effort,
+            constraints=constraints,
+        )
+
+    answer, nothing = solve_for_inductor(prepared, room, solve, options.time_limit, report)
+    if not answer.solution.feasible:
+        raise infeasible(prepared, answer.solution, wanted, dynamic_peak_bytes=answer.step.peak_bytes)
+    made = make_plan(prepared, answer.solution, wanted, (answer.step, nothing.step))
     report("planned", 1.0)
     return made
 
@@ -139,9 +167,13 @@ def least_whole_step(prepared: Prepared) -> WholeStep:
     return prepared.footprint.whole_step(0, prepared.problem.final_bytes)
 
 
-def infeasible(prepared: Prepared, solution: Solution, budget: Budget) -> InfeasibleBudget:
+def infeasible(
+    prepared: Prepared, solution: Solution, budget: Budget, *, dynamic_peak_bytes: int | None = None
+) -> InfeasibleBudget:
     assert budget.bytes is not None
     whole = prepared.whole_step(solution.schedule)
+    if dynamic_peak_bytes is not None:  # of the programs that Inductor makes of the schedule
+        whole = prepared.footprint.whole_step(dynamic_peak_bytes, prepared.problem.final_bytes)
     if budget.relative:  # which bounds what is allocated
         whole = whole.model_copy(update={"fragmentation_bytes": 0})
     return InfeasibleBudget(

@@ -27,7 +27,7 @@ from planner.hooks.calls import Calls
 from planner.hooks.protocol import CompiledGraph, GraphHook, HookContext
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
-from planner.lowering.lowerings import chosen_lowering
+from planner.lowering.lowerings import Lowering, chosen_lowering
 from planner.lowering.partition import no_recomputation
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.runtime.executions import Executions
@@ -174,7 +174,7 @@ class PlanBackend:
         """A graph that runs one program, and the plan's graph that it turned out to be."""
         warn_once = warn if warn_of_it else _say_nothing
         followed = record
-        lower = chosen_lowering()
+        lower = chosen_lowering(self._plan.target.backend, self._plan.target.backend_options)
 
         def partition(traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
             nonlocal followed
@@ -209,6 +209,7 @@ class PlanBackend:
             compile_backward=compile_backward,
             autocast=AutocastContext.here(),
         )
+        self._look_at_programs(followed, lower, warn_once)
         if compiled.followed != spec:
             summed = spec.per_use_inputs - compiled.followed.per_use_inputs
             relaid = spec.tangent_layouts.keys() - compiled.followed.tangent_layouts.keys()
@@ -218,6 +219,20 @@ class PlanBackend:
                 "gradients may differ in the last bits from those without a plan. planner.verify() tells"
             )
         return CompiledGraph(compiled.call, hooks), followed
+
+    def _look_at_programs(
+        self, record: GraphRecord | None, lower: Lowering, warn: Callable[[str], None]
+    ) -> None:
+        """Warn where Inductor emits other programs than those whose peak the plan predicts."""
+        found = getattr(lower, "digests", None)
+        if record is None or found is None or not record.emitted or self._warned_of_shapes():
+            return
+        if [found.get("forward"), found.get("backward")] != record.emitted:
+            warn(
+                "Inductor emits other programs for this plan than when it was made (another version of "
+                "PyTorch, or other settings of Inductor?): the step may take more than predicted. Plan it "
+                "again"
+            )
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in order,

@@ -7,6 +7,7 @@ plan's schedule simulated there. Then the user gets a warning with the peak, ano
 
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -19,7 +20,7 @@ from planner.capture.captured_step import CapturedStep
 from planner.errors import PlanMismatch, warn
 from planner.graph.joint_graph import JointGraph
 from planner.planfile.budget import format_bytes
-from planner.planfile.plan import GraphRecord, PlanRecord, TensorRecord
+from planner.planfile.plan import GraphRecord, PlanRecord, TensorRecord, WholeStep
 from planner.planning.make_plan import input_records
 from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
@@ -145,14 +146,17 @@ class NewShapes:
                 "shape, or apply with 'reapply' or 'replan'"
             )
         self._others = self._others or shapes != self._planned
+        # What Inductor emits for smaller shapes may take more: its programs are looked at one by one.
+        covers = _covers if self._programs[0].plan.target.backend == "eager" else operator.eq
         for program in self._programs:
-            if any(_covers(known, shapes) for known in program.covered):
+            if any(covers(known, shapes) for known in program.covered):
                 return program.run(shapes)
         return self._larger(args, kwargs, shapes).run(shapes)
 
     def _larger(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Program:
         first = self._programs[0]
-        what = f"the inputs are larger than those that were planned: {self._differences(shapes)}"
+        others = "larger than" if first.plan.target.backend == "eager" else "other than"
+        what = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
             warn(f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more")
             return first
@@ -160,14 +164,13 @@ class NewShapes:
         try:
             prepared = self._prepare(args, kwargs)
             packing, schedule = schedule_at(first.plan, prepared)
-            peak_bytes = simulate(packing.problem.graph, schedule).peak_bytes
+            peak_bytes, whole = _taken(packing, schedule)
         except Exception as error:
             if is_meant(error):
                 raise
             warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
             first.covered.append(shapes)
             return first
-        whole = packing.whole_step(schedule)
         total = whole.total_bytes + self._unknown_optimizer_bytes()
         budget = first.plan.target.budget_bytes
         then = first.plan.predicted
@@ -245,6 +248,18 @@ class NewShapes:
         ]
         texts += [f"{name} was planned and is not there" for name in self._planned if name not in shapes]
         return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _taken(prepared: Prepared, schedule: Schedule) -> tuple[int, WholeStep]:
+    """The dynamic peak of a schedule, and its whole step: of Inductor's programs where these run it."""
+    problem = prepared.problem
+    if prepared.options.backend == "eager":
+        return simulate(problem.graph, schedule).peak_bytes, prepared.whole_step(schedule)
+    from planner.planning.inductor import emitted_model  # which imports Inductor
+
+    sequences = problem.backward_sequences(prepared.captured, schedule)
+    peak_bytes = emitted_model(prepared).step(sequences).peak_bytes
+    return peak_bytes, prepared.footprint.whole_step(peak_bytes, problem.final_bytes)
 
 
 def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:

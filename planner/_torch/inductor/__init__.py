@@ -1,0 +1,1 @@
+"""Private PyTorch APIs of Inductor."""

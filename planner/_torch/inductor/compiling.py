@@ -1,0 +1,198 @@
+"""Inductor, from a graph of operator calls to the program that it emits, and to that program compiled.
+
+Each function says what it hides. All of it was seen to work with torch 2.13.
+"""
+
+import contextlib
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._inductor import async_compile, config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from planner._torch.fake import without_modes
+from planner.errors import CompilerError
+
+BoxedFunction = Callable[[list[Any]], Sequence[Any]]
+
+_OURS: dict[str, Any] = {
+    "cpp_wrapper": False,
+    "custom_partitioner_fn": None,
+    "fallback_random": True,
+    "freezing": False,
+    "graph_partition": False,
+    "memory_planning": False,
+    "triton.cudagraphs": False,
+}
+"""Settings that decide what is emitted, or how; what a plan predicts was made with these."""
+
+
+def unusable_options(options: Mapping[str, Any]) -> str | None:
+    """What is wrong with options of Inductor, in one line; None if nothing is."""
+    known = config.get_config_copy()
+    for name, value in options.items():
+        if name.replace("-", "_") not in known:
+            return f"Inductor has no option {name!r}; torch._inductor.list_options() has them"
+        if name in _OURS:
+            return f"option {name!r} is set by the plan"
+        if not isinstance(value, bool | int | float | str):
+            return f"option {name!r} is a {type(value).__name__}; a plan keeps numbers, texts, True and False"
+        now = known[name]
+        if now is not None and type(now) is not type(value) and not isinstance(value, type(now)):
+            return f"option {name!r} is {value!r}, Inductor expects a {type(now).__name__}"
+    return None
+
+
+@functools.cache
+def missing_compiler() -> str | None:
+    """What is wrong with the C++ compiler that Inductor calls, in one line; None if it is there."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> GraphModule:
+    """Trace a function of tensors without data with Inductor's decompositions."""
+    with without_modes(), torch.no_grad(), _without_autocast(), tracing(TracingContext(mode)):
+        traced: GraphModule = make_fx(
+            function, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True
+        )(*inputs)
+    output = traced.graph.output_node()
+    # All results lie as they were traced: the backward was traced for what the forward saves.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    output.meta["original_output_strides"] = [
+        value.stride() if isinstance(value, torch.Tensor) else None
+        for value in (getattr(node, "meta", {}).get("val") for node in output.args[0])  # type: ignore
+    ]
+    return traced
+
+
+def compiled(
+    module: GraphModule, inputs: Sequence[Any], mode: Any, *, backward: bool, options: Mapping[str, Any]
+) -> tuple[BoxedFunction, str]:
+    """The program of a graph that :func:`retrace` returned, compiled, and its digest."""
+    missing = missing_compiler()
+    if missing is not None:
+        raise CompilerError(f"{NO_COMPILER} ({missing})")
+    with _settings(options), tracing(TracingContext(mode)):
+        function: Any = compile_fx_inner(module, list(inputs), is_backward=backward)
+    return function, digest_of(getattr(function, "source_code", ""))
+
+
+NO_COMPILER = (
+    "backend='inductor' needs a C++ compiler, and none that works was found: install g++, or name one in the "
+    "environment variable CXX, or plan with backend='eager'"
+)
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A program that Inductor emitted for a graph; nothing of it is compiled.
+
+    Attributes:
+        source: Its Python source; "" where the graph calls nothing.
+        run: Runs it on tensors without data: it allocates and frees, and computes nothing.
+    """
+
+    source: str
+    run: BoxedFunction
+
+    @property
+    def digest(self) -> str:
+        """See :func:`digest_of`."""
+        return digest_of(self.source)
+
+
+def digest_of(source: str) -> str:
+    """Equal for programs that allocate, call and free the same."""
+    _, _, body = source.partition("def call(")
+    lines = body.partition("\nrunner = ")[0].splitlines()
+    code = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def emitted(
+    module: GraphModule, inputs: Sequence[Any], mode: Any, *, backward: bool, options: Mapping[str, Any]
+) -> Emitted:
+    """The program that Inductor emits for a graph that :func:`retrace` returned."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def keep_source(self: GraphLowering) -> Any:
+        code, _ = self.codegen()
+        found.append((code.value, dict(self.constants)))
+        return types.SimpleNamespace(call=list, runner=None)
+
+    without_cache = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    with (
+        _settings({**options, **without_cache}),
+        tracing(TracingContext(mode)),
+        mock.patch.object(GraphLowering, "compile_to_module", keep_source),
+    ):
+        compiled = compile_fx_inner(module, list(inputs), is_backward=backward)
+    if not found:
+        return Emitted("", compiled)
+    return Emitted(found[-1][0], _dry_program(*found[-1]))
+
+
+def _dry_program(source: str, constants: Mapping[str, Any]) -> BoxedFunction:
+    scope: dict[str, Any] = {"__name__": "planner_emitted"}
+    with mock.patch.object(async_compile, "AsyncCompile", _NoKernels):
+        exec(compile(source, "<emitted>", "exec"), scope)
+    scope.update(
+        constants,
+        assert_size_stride=_nothing,
+        assert_alignment=_nothing,
+        empty_strided_cpu=_empty,
+        reinterpret_tensor=torch.as_strided,
+        alloc_from_pool=_no_pool,
+    )
+    return scope["call"]  # type: ignore[no-any-return]
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of a kernel, or of a check."""
+
+
+def _no_pool(*_: Any) -> None:
+    raise AssertionError("memory planning is off")
+
+
+class _NoKernels:
+    """In the place of what compiles kernels."""
+
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *args, **kwargs: _nothing
+
+    def wait(self, _scope: Any) -> None:
+        """Nothing was begun."""
+
+
+@contextlib.contextmanager
+def _settings(options: Mapping[str, Any]) -> Iterator[None]:
+    with without_modes(), torch.no_grad(), _without_autocast(), config.patch({**_OURS, **options}):
+        yield
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    with torch._C._DisableAutocast():
+        yield

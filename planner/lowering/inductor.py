@@ -1,0 +1,182 @@
+"""The lowering by Inductor: the graphs of a schedule, compiled as ``torch.compile`` compiles its own.
+
+A graph is traced once more with Inductor's decompositions, and what it does with the random generators is
+written so that Inductor cannot change it: draws keep their order, and those that run again start from the
+state that the first run saw. Numbers are drawn by eager's operators, so that masks, and the generators after
+the step, are eager's. All else is Inductor's to fuse and to order. What that frees, and when, is seen in the
+program that it emits: `planner/problem/emitted_step.py` runs it without data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Interpreter, Node
+
+from planner._torch import fake, operators
+from planner._torch.execution.mask_operators import MASKED_PRODUCT
+from planner._torch.inductor import compiling, random_operators
+from planner._torch.joint.aot import BoxedFunction
+from planner.errors import CaptureError
+from planner.graph.in_place import OnCopy
+from planner.graph.overwritten import alias
+from planner.graph.replay import rng, rnn_reserve
+from planner.lowering.roles import Role
+
+
+@dataclass(frozen=True)
+class InductorGraph:
+    """A graph in the form that Inductor compiles.
+
+    Attributes:
+        module: It, with Inductor's decompositions.
+        inputs: What it was traced with, tensors without data.
+        mode: Their mode.
+        aliases: Outputs that are inputs under another tensor, which a program around it makes: the input's
+            position by the output's.
+        draws: Whether it draws random numbers: its last output is then a token.
+    """
+
+    module: GraphModule
+    inputs: Sequence[Any]
+    mode: Any
+    aliases: Mapping[int, int]
+    draws: bool
+
+
+def for_inductor(module: GraphModule) -> InductorGraph:
+    """Trace a graph of operator calls with Inductor's decompositions.
+
+    Args:
+        module: A half of a :class:`planner.lowering.partition.Partition`, or another graph of operator calls.
+
+    Raises:
+        CaptureError: Its sizes are symbolic, or it runs what Inductor cannot.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in placeholders]
+    if any(map(fake.is_size, values)) or any(
+        fake.is_size(size) for v in values if isinstance(v, torch.Tensor) for size in v.shape
+    ):
+        raise CaptureError("backend='inductor' compiles for shapes, not for symbolic sizes")
+    mode = fake.fake_mode()
+    inputs = [fake.same_shape_in(mode, v) if isinstance(v, torch.Tensor) else v for v in values]
+    positions = {node: i for i, node in enumerate(placeholders)}
+    results: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    aliases = {
+        i: positions[node.args[0]]
+        for i, node in enumerate(results)
+        if isinstance(node, Node) and node.target is alias and node.args[0] in positions
+    }
+    kept = _without_outputs(module, aliases.keys()) if aliases else module
+    emitter = _ForInductor(kept)
+
+    def function(*arguments: Any) -> list[Any]:
+        emitter.token = None
+        outputs = list(emitter.run(*arguments))
+        return outputs if emitter.token is None else [*outputs, emitter.token]
+
+    traced = compiling.retrace(function, inputs, mode)
+    return InductorGraph(traced, inputs, mode, aliases, emitter.token is not None)
+
+
+def _without_outputs(module: GraphModule, gone: Any) -> GraphModule:
+    graph = FxGraph()
+    copied: dict[Node, Node] = {}
+    results = graph.graph_copy(module.graph, copied)
+    graph.output([r for i, r in enumerate(results) if i not in gone])  # type: ignore[arg-type]
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "call_function" or n.target is not alias)
+    return GraphModule(module, graph)
+
+
+class _ForInductor(Interpreter):
+    """Runs a graph with the operators that Inductor is to see.
+
+    Attributes:
+        token: What the next draw takes; None before the first.
+    """
+
+    token: Any = None
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is rng.generator_state:
+            state, self.token = random_operators.saved_state(rng.generator_state, *args)(self._token())
+            return state
+        if target is rng.run_from_state:
+            state, devices, index, operator, *rest = args
+            self._refuse(operator)
+            again = random_operators.from_state(operator, rng.run_from_state, devices, index)
+            return again(state, *rest, **kwargs)
+        self._refuse(target)
+        if target is MASKED_PRODUCT:
+            value, mask, keep = args
+            return (mask.to(value.dtype) / keep) * value
+        if operators.may_draw(target):
+            *results, self.token = random_operators.in_order(target)(self._token(), *args, **kwargs)
+            return results[0] if operators.returns_one(target) else tuple(results)
+        return super().call_function(target, args, kwargs)
+
+    def _token(self) -> Any:
+        return random_operators.first_token() if self.token is None else self.token
+
+    def _refuse(self, target: Any) -> None:
+        if isinstance(target, OnCopy) or target is rnn_reserve.with_reserve:
+            raise CaptureError(f"backend='inductor' cannot run {target}; plan with backend='eager'")
+
+
+def with_aliases(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
+    """The function of a graph, of the function of what Inductor compiled of it."""
+    if not graph.aliases and not graph.draws:
+        return function
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        taken = {i: alias(args[position]) for i, position in graph.aliases.items()}
+        results = list(function(args))
+        if graph.draws:
+            results.pop()
+        for i in sorted(taken):
+            results.insert(i, taken[i])
+        return results
+
+    return run
+
+
+class InductorLowering:
+    """A :class:`planner.lowering.lowerings.Lowering` by Inductor.
+
+    Args:
+        options: Options of Inductor, as ``torch.compile(options=)`` takes them.
+
+    Attributes:
+        digests: Of the first program that was compiled of each half.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self.digests: dict[Role, str] = {}
+
+    def __call__(self, module: GraphModule, role: Role) -> BoxedFunction:
+        graph = for_inductor(module)
+        function, digest = compiling.compiled(*self._arguments(graph), **self._keywords(role))
+        self.digests.setdefault(role, digest)
+        return with_aliases(function, graph)
+
+    def emitted(self, module: GraphModule, role: Role) -> tuple[compiling.Emitted, BoxedFunction, list[Any]]:
+        """The program that Inductor emits for a graph, without compiling it.
+
+        Returns:
+            It; the function that runs it without data, with the arguments and results of the compiled one;
+            and arguments for that.
+        """
+        graph = for_inductor(module)
+        program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
+        inputs = [fake.same_shape_in(graph.mode, x) if fake.is_fake(x) else x for x in graph.inputs]
+        return program, with_aliases(program.run, graph), inputs
+
+    def _arguments(self, graph: InductorGraph) -> tuple[GraphModule, Sequence[Any], Any]:
+        return graph.module, graph.inputs, graph.mode
+
+    def _keywords(self, role: Role) -> dict[str, Any]:
+        return {"backward": role == "backward", "options": self._options}

@@ -1,0 +1,27 @@
+"""What can be planned for which backend, seen before the long work."""
+
+from planner.errors import CompilerError
+from planner.planning.options import OptionError, PlanOptions
+
+
+def check_backend(options: PlanOptions) -> None:
+    """See that Inductor can be planned for with such options, before the long work.
+
+    Raises:
+        OptionError: An option is unknown to Inductor, given for eager, or not possible with Inductor.
+        CompilerError: There is no C++ compiler.
+    """
+    if options.backend == "eager":
+        if options.backend_options:
+            raise OptionError("backend_options=: expected none with backend='eager'; they are Inductor's")
+        return
+    if options.parallel is not None:
+        raise OptionError("parallel=: expected none with backend='inductor': it is for a single process")
+    from planner._torch.inductor import compiling  # Inductor is not imported without need
+
+    wrong = compiling.unusable_options(options.backend_options)
+    if wrong is not None:
+        raise OptionError(f"backend_options={dict(options.backend_options)!r}: {wrong}")
+    missing = compiling.missing_compiler()
+    if missing is not None:
+        raise CompilerError(f"{compiling.NO_COMPILER} ({missing})")

@@ -1,0 +1,160 @@
+"""Planning for Inductor: schedules are judged by the programs that Inductor emits for them.
+
+A solver knows operations one by one, and what Inductor fuses and reorders takes other bytes. So each
+schedule that is found is lowered, without compiling it, and the peak of its programs is what counts. The
+solver is asked again with what its allowance was off by, until the programs fit the budget, or no attempt is
+left.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from planner.errors import PlannerError
+from planner.lowering.inductor import InductorLowering
+from planner.planning.prepare import Prepared
+from planner.problem.emitted_step import EmittedStep, EmittedStepModel
+from planner.progress import Progress
+from solvers.model.arrays import Schedule
+from solvers.model.schedule import simulate
+from solvers.model.solution import Solution, Status
+
+MOST_ATTEMPTS = 6
+"""How many schedules are lowered for one plan, besides the one that recomputes nothing."""
+
+_NEAR = 0.97
+"""A peak of at least so much of what is allowed is not asked to be raised."""
+
+_LEAST_FACTORS = (1.0, 1.1, 1.25, 1.5)
+"""For the least peak: allowances that are tried, as multiples of the least that the solver knows."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A solution and what its programs take."""
+
+    solution: Solution
+    step: EmittedStep
+
+
+def emitted_model(prepared: Prepared) -> EmittedStepModel:
+    """What says what schedules of a step take under Inductor.
+
+    Raises:
+        PlannerError: The step does not run on this machine's CPU, or needs data to be captured.
+    """
+    if prepared.device.kind != "cpu" or prepared.meter is None:
+        raise PlannerError(
+            f"backend='inductor' plans for the CPU of this machine so far, not for {prepared.device.name}; "
+            "plan with backend='eager'"
+        )
+    if prepared.captured.with_data:
+        raise PlannerError(
+            "backend='inductor' needs a step whose sizes do not depend on data; plan with backend='eager'"
+        )
+    options = prepared.options
+    return EmittedStepModel(
+        prepared.captured,
+        prepared.device,
+        prepared.meter,
+        InductorLowering(options.backend_options),
+        copying=options.inputs == "overwritten",
+    )
+
+
+def solve_for_inductor(
+    prepared: Prepared,
+    room: int | None,
+    solve: Callable[[int | None, float], Solution],
+    time_limit: float,
+    progress: Progress,
+) -> tuple[Lowered, Lowered]:
+    """The schedule for a dynamic peak of the programs that Inductor emits.
+
+    Args:
+        prepared: The captured step.
+        room: The dynamic peak that is allowed; None for the least.
+        solve: The solution for a dynamic peak of single operations, within so many seconds.
+        time_limit: Wall seconds for each.
+        progress: Called with what is being done.
+
+    Returns:
+        The answer, infeasible if nothing fits, with the least peak that was found; and what the schedule
+        that recomputes nothing takes.
+    """
+    model, problem = emitted_model(prepared), prepared.problem
+    graph = problem.graph
+    known: dict[bytes, EmittedStep] = {}
+
+    def lowered(solution: Solution) -> Lowered:
+        schedule: Schedule = solution.schedule
+        key = schedule.tobytes()
+        if key not in known:
+            progress(f"lowering schedule {len(known) + 1} with Inductor", len(known) / (MOST_ATTEMPTS + 2))
+            known[key] = model.step(problem.backward_sequences(prepared.captured, schedule))
+        return Lowered(solution, known[key])
+
+    simulated = simulate(graph, graph.base_schedule)
+    nothing = lowered(solve(simulated.peak_bytes, time_limit))
+    if room is None:
+        return _answer(_least(solve, lowered, time_limit)), nothing
+    if nothing.step.peak_bytes <= room:
+        return _answer(nothing), nothing
+    fitting, smallest = _within(solve, lowered, room, simulated.peak_bytes, nothing, time_limit)
+    if fitting is None:
+        smallest = min(smallest, _least(solve, lowered, time_limit), key=lambda x: x.step.peak_bytes)
+        fitting = smallest if smallest.step.peak_bytes <= room else None
+    if fitting is None:
+        return replace(smallest, solution=smallest.solution.infeasible()), nothing
+    return _answer(fitting), nothing
+
+
+def _within(
+    solve: Callable[[int | None, float], Solution],
+    lowered: Callable[[Solution], Lowered],
+    room: int,
+    most: int,
+    nothing: Lowered,
+    time_limit: float,
+) -> tuple[Lowered | None, Lowered]:
+    """The fastest that fits of the schedules that are tried, and the one of the smallest peak."""
+    fitting, smallest = None, nothing
+    low, high = 0, most  # allowances of the solver: of which programs fit, and do not
+    allowance = max(most - (nothing.step.peak_bytes - room), 0)
+    for _ in range(MOST_ATTEMPTS):
+        found = lowered(solve(allowance, time_limit))
+        if found.step.peak_bytes < smallest.step.peak_bytes:
+            smallest = found
+        over = found.step.peak_bytes - room
+        if over <= 0:
+            if fitting is None or found.solution.seconds < fitting.solution.seconds:
+                fitting = found
+            if found.step.peak_bytes >= room * _NEAR:
+                break
+            low = max(low, allowance)
+        else:
+            if not found.solution.feasible:
+                break  # the solver knows none that takes less
+            high = min(high, allowance, found.solution.peak_bytes)
+        step = allowance - over
+        allowance = step if low < step < high else (low + high) // 2
+        if high - low <= most // 100:
+            break
+    return fitting, smallest
+
+
+def _least(
+    solve: Callable[[int | None, float], Solution],
+    lowered: Callable[[Solution], Lowered],
+    time_limit: float,
+) -> Lowered:
+    least = solve(None, time_limit)
+    tried = [lowered(least)]
+    for factor in _LEAST_FACTORS[1:]:
+        found = lowered(solve(int(least.peak_bytes * factor), time_limit / 4))
+        tried.append(found)
+    return min(tried, key=lambda x: (x.step.peak_bytes, x.solution.seconds))
+
+
+def _answer(lowered: Lowered) -> Lowered:
+    """It, without what a solver proved: that speaks of single operations."""
+    return replace(lowered, solution=replace(lowered.solution, status=Status.FEASIBLE, bound_seconds=None))

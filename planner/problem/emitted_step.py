@@ -1,0 +1,249 @@
+"""The peak of a step whose graphs run as programs that Inductor emits.
+
+What is alive between the graphs is known from the captured step, and what an operation of the glue takes
+from its measurement. Inside of a graph it is the emitted program that allocates and frees: it runs here as it
+is, on tensors without data and with kernels that do nothing, under the recorder of steps. What it lets go of
+is seen by weak references, as in any other step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch.fx import GraphModule
+
+from planner._torch import fake
+from planner._torch.inductor.random_operators import PLAIN
+from planner.capture.captured_step import CapturedStep
+from planner.capture.graph_runner import GraphCall
+from planner.costs.devices import Device, round_bytes
+from planner.costs.eager_timeline import allocated_bytes, real_sizes
+from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.graph.replay.rng import generator_state_bytes
+from planner.lowering.inductor import InductorLowering
+from planner.lowering.partition import partition
+from planner.lowering.roles import Role
+from planner.training_step.call import Call
+from planner.training_step.recorder import Recording, StepRecorder
+
+
+@dataclass(frozen=True)
+class EmittedRun:
+    """A program that ran without data.
+
+    Attributes:
+        recording: What it allocated and freed. Its first event made the arguments.
+        inputs, outputs: The storage of each argument and result, -1 for those that are no tensors.
+        digest: Of the program.
+    """
+
+    recording: Recording
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class EmittedStep:
+    """What a step takes whose graphs run as emitted programs.
+
+    Attributes:
+        step_bytes: Live bytes over entry, the scratch of kernels included, at every operation.
+        forward_length: How many of these are before the backward.
+        digests: Of the programs, of each graph and each of its schedules the forward's and the backward's.
+    """
+
+    step_bytes: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+    forward_length: int
+    digests: Mapping[tuple[int, "Program"], tuple[str, str]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of them."""
+        return int(self.step_bytes.max(initial=0))
+
+
+Program = tuple[int, ...]
+"""What a graph's backward runs, in order."""
+
+
+@dataclass
+class EmittedStepModel:
+    """Says what schedules of a captured step take.
+
+    Args:
+        captured: The step.
+        device: For rounding.
+        meter: Measures what kernels allocate inside; None counts nothing.
+        lowering: Emits the programs.
+        copying: Re-runs read copies of inputs.
+    """
+
+    captured: CapturedStep
+    device: Device
+    meter: WorkspaceMeter | None
+    lowering: InductorLowering
+    copying: bool = False
+    _programs: dict[tuple[int, Program], tuple[EmittedRun, EmittedRun]] = field(default_factory=dict)
+
+    def step(self, sequences: Sequence[Sequence[Sequence[int]]]) -> EmittedStep:
+        """What a schedule takes.
+
+        Args:
+            sequences: What each execution of each graph runs in its backward, see
+                :meth:`planner.problem.build.Problem.backward_sequences`.
+        """
+        composed = _Composed(self)
+        for index, event in enumerate(self.captured.compiled.events):
+            call = event.graph
+            if isinstance(call, GraphCall) and self.captured.graphs[call.graph].joint is not None:
+                programs = self.programs(call.graph, tuple(sequences[call.graph][call.instance]))
+                composed.graph(index, call, programs[call.backward])
+            else:
+                composed.glue(index)
+        digests = {
+            (graph, tuple(sequence)): (forward.digest, backward.digest)
+            for graph, executions in enumerate(sequences)
+            for sequence in executions
+            for forward, backward in [self.programs(graph, tuple(sequence))]
+        }
+        return composed.step(digests)
+
+    def programs(self, graph: int, sequence: Program) -> tuple[EmittedRun, EmittedRun]:
+        """The forward and the backward program of a graph's schedule."""
+        found = self._programs.get((graph, sequence))
+        if found is None:
+            joint = self.captured.graphs[graph].joint
+            assert joint is not None
+            halves = partition(joint, sequence, copying=self.copying)
+            found = self._run(halves.forward, "forward"), self._run(halves.backward, "backward")
+            self._programs[graph, sequence] = found
+        return found
+
+    def _run(self, module: GraphModule, role: Role) -> EmittedRun:
+        program, run, arguments = self.lowering.emitted(module, role)
+        mode = next((x.fake_mode for x in arguments if fake.is_fake(x)), None) or fake.fake_mode()
+        recorder = StepRecorder(mode, ())
+        with fake.without_modes(), mode, recorder:
+            recorder.graph_ran((), arguments)
+            inputs = tuple(recorder.index_of(x) if fake.is_fake(x) else -1 for x in arguments)
+            results = run(arguments)  # which it empties
+            outputs = tuple(recorder.index_of(x) if fake.is_fake(x) else -1 for x in results)
+        del results
+        return EmittedRun(recorder.recording, inputs, outputs, program.digest)
+
+    def memories(self, recording: Recording) -> list[OpMemory]:
+        """What each distinct call of a recording takes, besides what it returns."""
+        if self.meter is None:
+            return [NOT_RUN] * len(recording.calls)
+        return self.meter.measure(_measured(call) for call in recording.calls)
+
+
+def _measured(call: Call) -> Call:
+    """What is measured in the place of a call: of a draw from a state the draw itself."""
+    plain = PLAIN.get(call.func)
+    return call if plain is None else Call(plain, call.args[1:], call.kwargs)
+
+
+class _Composed:
+    """The composition of a step, event by event."""
+
+    def __init__(self, model: EmittedStepModel) -> None:
+        self._model, self._recording = model, model.captured.compiled
+        self._memories = model.memories(self._recording)
+        self._object: dict[int, int] = {}  # by storage of the step: what stands for it here
+        self._bytes: list[int] = []
+        self._born: list[int] = []
+        self._dies: list[int | None] = []  # the last step that holds it; None: it outlives the step
+        self._saved: dict[tuple[int, int], list[int | None]] = {}  # by execution: what its backward takes
+        self._workspace: list[int] = []
+        self._ends: dict[int, int] = {-1: -1}  # by event: its last step
+        self._let_go: list[tuple[int, int]] = []  # what is let go of after an event
+        self._forward = 0
+
+    def glue(self, index: int) -> None:
+        """An operation between graphs, or a graph of which nothing is differentiated."""
+        event, step = self._recording.events[index], len(self._workspace)
+        memory = NOT_RUN if event.call is None else self._memories[event.call]
+        for storage, size in zip(
+            event.allocates, allocated_bytes(event, self._recording, memory, self._model.device), strict=True
+        ):
+            self._object[storage] = self._new(size, step)
+            self._hold(storage, self._object[storage])
+        self._workspace.append(memory.workspace_bytes)
+        self._end(index, event.backward)
+
+    def graph(self, index: int, call: GraphCall, run: EmittedRun) -> None:
+        """A half of a graph."""
+        recording, start = run.recording, len(self._workspace)
+        memories = self._model.memories(recording)
+        known: dict[int, int] = {}  # by storage of the program
+        arguments: list[int | None] = [self._object.get(recorded) for recorded in call.arguments]
+        if call.backward:
+            arguments = [*self._saved.pop((call.graph, call.instance)), *arguments]
+        for storage, found in zip(run.inputs, arguments, strict=True):
+            if storage >= 0 and storage not in known:
+                known[storage] = self._new(0, start) if found is None else found
+        for step, event in enumerate(recording.events):
+            memory, workspace = NOT_RUN, 0
+            if event.call is not None:
+                of, memory = recording.calls[event.call], memories[event.call]
+                again = of.func in PLAIN
+                workspace = memory.workspace_bytes + again * generator_state_bytes("cpu")
+                sizes = real_sizes(of, memory, [recording.storages[s].bytes for s in event.allocates])
+                for storage, size in zip(event.allocates, sizes, strict=True):
+                    known[storage] = self._new(round_bytes(self._model.device, size), start + step)
+            self._workspace.append(workspace)
+        returned = set(run.outputs)
+        for storage, held in known.items():
+            died = recording.storages[storage].died_after
+            if died is not None and storage not in returned:
+                self._until(held, start + died)
+        results = [known.get(storage) for storage in run.outputs]
+        for recorded, held_by in zip(call.outputs, results, strict=False):
+            if recorded >= 0 and held_by is not None:
+                self._object.setdefault(recorded, held_by)
+                self._hold(recorded, held_by)
+        if not call.backward:
+            self._saved[call.graph, call.instance] = results[len(call.outputs) :]
+        self._end(index, call.backward)
+
+    def step(self, digests: Mapping[tuple[int, Program], tuple[str, str]]) -> EmittedStep:
+        """The step, once all events are there."""
+        for held, event in self._let_go:
+            self._until(held, self._ends[event])
+        length = len(self._workspace)
+        change = np.zeros(length + 1, dtype=np.int64)
+        for size, born, dies in zip(self._bytes, self._born, self._dies, strict=True):
+            change[born] += size
+            if dies is not None:
+                change[max(dies, born) + 1] -= size
+        live = np.cumsum(change[:length]) + np.array(self._workspace, dtype=np.int64)
+        return EmittedStep(live, self._forward, digests)
+
+    def _new(self, size: int, born: int) -> int:
+        self._bytes.append(size)
+        self._born.append(born)
+        self._dies.append(born)
+        return len(self._bytes) - 1
+
+    def _until(self, held: int, step: int) -> None:
+        dies = self._dies[held]
+        if dies is not None:
+            self._dies[held] = max(dies, step)
+
+    def _hold(self, storage: int, held: int) -> None:
+        """Hold what stands for a storage of the step as long as others than the graphs do."""
+        died = self._recording.storages[storage].died_after
+        if died is None:
+            self._dies[held] = None
+            return
+        call = self._recording.events[died].graph
+        # Freed inside of a graph: held by others only up to the event before.
+        inside = isinstance(call, GraphCall) and storage in call.released
+        self._let_go.append((held, died - 1 if inside else died))
+
+    def _end(self, index: int, backward: bool) -> None:
+        self._ends[index] = len(self._workspace) - 1
+        if not backward and not self._recording.events[index].backward:
+            self._forward = len(self._workspace)

@@ -1,0 +1,109 @@
+"""How far a step that Inductor compiled may be from an exact one: as far as unplanned ones are, twice.
+
+Inductor fuses operations and rounds otherwise than eager, with a plan and without. So nothing can be asked to
+be equal; what is compared is the distance from the same step in double precision.
+"""
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from planner.training_step.generators import OwnGenerators
+from planner.training_step.step import Step, map_tensors
+from planner.verification.outcomes import Name, Outcome, distance, same
+
+_ROUNDINGS = 8
+"""What is this many times the precision of a tensor's largest element apart is not apart."""
+
+
+class Yardstick:
+    """The step in double precision, and unplanned ones in the module's own.
+
+    Args:
+        model: The module, as it is without a plan.
+        step: Its step.
+        options: Options of Inductor.
+        restore: Puts back what a step changes, before each.
+        eager: What the unplanned eager step left.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        step: Step,
+        options: Mapping[str, Any],
+        restore: Callable[[], None],
+        eager: Outcome,
+    ) -> None:
+        self._eager = eager
+        self.problem: str | None = None
+        self._exact = self._inductor = eager
+        with _first_line_of_errors(self, "in double precision"):
+            restore()
+            wide = _detached_copy(model).double()
+            in_double = replace(step, args=_double(step.args), kwargs=_double(dict(step.kwargs)))
+            self._exact = _outcome(wide, in_double)
+        with _first_line_of_errors(self, "with torch.compile, without the plan"):
+            restore()
+            compiled: Any = _detached_copy(model)
+            compiled.compile(options={**options, "fallback_random": True})
+            self._inductor = _outcome(compiled, step)
+        restore()
+
+    def holds(self, name: Name, planned: torch.Tensor | None) -> bool:
+        """Whether a tensor of the planned step is near enough."""
+        value = self._eager.tensors[name]
+        if value is None or planned is None or not (value.is_floating_point() or value.is_complex()):
+            return same(value, planned, 0.0)
+        exact = self._exact.tensors.get(name)
+        if exact is None or planned.shape != value.shape or planned.dtype != value.dtype:
+            return False
+        error, *others = (
+            distance(_wide(t), _wide(exact)) for t in (planned, value, self._inductor.tensors.get(name))
+        )
+        finite = [e for e in others if not math.isinf(e)]
+        largest = float(_wide(exact).abs().nan_to_num(0.0, 0.0, 0.0).max()) if exact.numel() else 0.0
+        floor = _ROUNDINGS * torch.finfo(value.dtype).eps * largest
+        return error <= 2 * max(finite, default=0.0) + floor
+
+
+def _wide(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _outcome(model: torch.nn.Module, step: Step) -> Outcome:
+    return Outcome(model, step, OwnGenerators(model, step.args, step.kwargs))
+
+
+def _detached_copy(model: torch.nn.Module) -> torch.nn.Module:
+    copied = copy.deepcopy(model)
+    copied.zero_grad(set_to_none=True)
+    return copied
+
+
+def _double(tree: Any) -> Any:
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(wide, tree)
+
+
+@contextlib.contextmanager
+def _first_line_of_errors(yardstick: Yardstick, how: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the model's code raises there
+        line = (str(error).strip().splitlines() or [""])[0]
+        yardstick.problem = yardstick.problem or (
+            f"the step does not run {how}, and what Inductor computes cannot be judged: "
+            f"{type(error).__name__}: {line}"
+        )

@@ -1,0 +1,193 @@
+"""A plan that Inductor runs: what is drawn, what is computed, and what it takes."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner._torch.inductor import compiling
+from planner.errors import CompilerError, InfeasibleBudget, PlannerError, PlanWarning
+from planner.planning.options import OptionError
+from planner.verification.measure import measure_peak
+
+
+class Block(nn.Module):
+    """A residual layer with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.widen, self.narrow = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.narrow(self.drop(torch.nn.functional.gelu(self.widen(self.norm(x))))))
+
+
+class Net(nn.Module):
+    """Two of them, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def built() -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net().train(), torch.randn(64, 16)
+
+
+def left(model: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Gradients of a step from a seed, and the generator's state after it."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    model(x).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], torch.get_rng_state()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be compiled runs as it was traced for Inductor, without a compiler."""
+
+    def boxed(module: Any, *_: Any, **__: Any) -> tuple[Any, str]:
+        def run(args: list[Any]) -> Any:
+            taken = list(args)
+            args.clear()
+            return module(*taken)
+
+        return run, ""
+
+    monkeypatch.setattr(compiling, "compiled", boxed)
+
+
+@pytest.fixture(scope="module")
+def again() -> tuple[Net, torch.Tensor, planner.Plan]:
+    """A plan that draws masks again."""
+    model, x = built()
+    plan = planner.plan(
+        model, x, budget="1GiB", backend="inductor", solver="sqrt_n", recompute=["planner.draw_mask"]
+    )
+    return model, x, plan
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:Inductor emits other programs")
+def test_masks_are_drawn_again_as_eager_drew_them(again: tuple[Net, torch.Tensor, planner.Plan]) -> None:
+    model, x, plan = copy.deepcopy(again[0]), again[1], again[2]
+    graph = plan.graphs[0]
+    assert any("draw_mask" in graph.ops[i].name for i in graph.recomputed)
+    expected, state = left(model, x)
+    found, after = left(plan.apply(model), x)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+    assert torch.equal(state, after)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_other_programs_than_planned_are_told(again: tuple[Net, torch.Tensor, planner.Plan]) -> None:
+    model, x, plan = copy.deepcopy(again[0]), again[1], again[2]
+    assert all(len(g.emitted) == 2 for g in plan.graphs)
+    with pytest.warns(PlanWarning, match="Inductor emits other programs"):
+        left(plan.apply(model), x)
+
+
+def test_a_plan_file_says_what_runs_it(again: tuple[Net, torch.Tensor, planner.Plan], tmp_path: Path) -> None:
+    plan = again[2]
+    plan.save(tmp_path / "plan.json")
+    loaded = planner.Plan.load(tmp_path / "plan.json")
+    assert loaded.target.backend == "inductor"
+    assert loaded == plan
+    without = plan.model_dump(mode="json")
+    del without["target"]["backend"], without["target"]["backend_options"]
+    assert planner.Plan.model_validate(without).target.backend == "eager"
+
+
+def test_a_budget_below_what_the_programs_reach_is_infeasible() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with pytest.raises(InfeasibleBudget, match="the least that") as caught:
+        planner.plan(model, torch.ones(64, 4), budget=100, backend="inductor", solver="sqrt_n")
+    least = planner.plan(
+        model, torch.ones(64, 4), budget=caught.value.minimum_bytes, backend="inductor", solver="sqrt_n"
+    )
+    assert least.predicted.peak_bytes == caught.value.minimum_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"backend": "cuda"}, "backend='cuda': expected one of"),
+        ({"backend_options": {"max_autotune": False}}, "with backend='eager'"),
+        ({"backend": "inductor", "parallel": "ddp:2"}, "single process"),
+        ({"backend": "inductor", "backend_options": {"no_such": 1}}, "no option 'no_such'"),
+        ({"backend": "inductor", "backend_options": {"cpp_wrapper": True}}, "set by the plan"),
+        ({"backend": "inductor", "backend_options": {"max_autotune": "x"}}, "expects a bool"),
+        ({"backend": "inductor", "backend_options": {"max_autotune": []}}, "a plan keeps numbers"),
+    ],
+)
+def test_options_are_looked_at_before_the_work(options: dict[str, Any], text: str) -> None:
+    model, x = built()
+    with pytest.raises(OptionError, match=text):
+        planner.plan(model, x, budget="min", **options)
+
+
+def test_a_missing_compiler_is_an_error_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "missing_compiler", lambda: "No working C++ compiler found")
+    model, x = built()
+    with pytest.raises(CompilerError, match=r"needs a C\+\+ compiler.*install g\+\+"):
+        planner.plan(model, x, budget="min", backend="inductor")
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    model, x = built()
+    with pytest.raises(PlannerError, match="plans for the CPU of this machine"):
+        planner.plan(model, x, budget="min", backend="inductor", device="A100-80GB", solver="sqrt_n")
+
+
+@pytest.mark.heavy
+def test_programs_compute_and_take_what_was_promised() -> None:
+    model, x = built()
+    _, state = left(model, x)
+    wide = copy.deepcopy(model).double()
+    exact, _ = left(wide, x.double())
+    compiled = torch.compile(copy.deepcopy(model), options={"fallback_random": True})
+    unplanned, _ = left(compiled, x)
+    plan = planner.plan(model, x, budget="70%", backend="inductor", solver="sqrt_n", encodings="none")
+    assert plan.recomputed_operations > 0
+    found, after = left(plan.apply(model), x)
+    assert torch.equal(state, after)
+    for a, mine, theirs in zip(exact, found, unplanned, strict=True):
+        error, yardstick = (float((b - a).abs().max()) for b in (mine, theirs))
+        assert error <= 2 * yardstick + 1e-7 * float(a.abs().max())
+    del found
+    model.zero_grad(set_to_none=True)
+    measured = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
+    predicted = plan.predicted.dynamic_peak_bytes
+    assert predicted * 0.93 <= measured <= predicted * 1.005
+    assert plan.resident.total + measured <= (plan.target.budget_bytes or 0)
+    report = planner.verify(model, x, repeats=0)
+    assert report.ok, report.problems
+    assert not report.exact
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:Inductor emits other programs")
+def test_another_shape_is_told_with_what_its_programs_take(
+    again: tuple[Net, torch.Tensor, planner.Plan],
+) -> None:
+    model, x, plan = copy.deepcopy(again[0]), again[1], again[2]
+    smaller = x[:32]
+    expected, _ = left(model, smaller)
+    plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"dynamic_peak_bytes": 1})})
+    with pytest.warns(PlanWarning, match="other than those that were planned.*predicted to peak at"):
+        found, _ = left(plan.apply(model), smaller)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
