@@ -25,7 +25,9 @@ class LanguageModel(lightning.LightningModule):
         self.model = build_model()
 
     def training_step(self, batch: Batch) -> torch.Tensor:
-        return self.model(**batch).loss
+        loss = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -33,7 +35,7 @@ class LanguageModel(lightning.LightningModule):
 
 def train(budget: str | None, steps: int = 6) -> torch.nn.Module:
     """Train for some steps; without a plan where the budget is None."""
-    callbacks = [] if budget is None else [PlannerCallback(budget=budget, outputs="dropped")]
+    callbacks = [] if budget is None else [PlannerCallback(budget=budget)]
     trainer = lightning.Trainer(
         max_steps=steps, accelerator="cpu", devices=1, precision="bf16-mixed", gradient_clip_val=1.0,
         callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -6,26 +6,33 @@ trainer = lightning.Trainer(callbacks=[PlannerCallback(budget="8GiB")])
 trainer.fit(module, data)
 """
 
+import functools
 import os
-from typing import Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from planner.errors import PlannerError
 from planner.lazy.auto_checkpoint import auto_checkpoint
+from planner.lazy.step import PlannedStep, step
 from planner.planning.options import PlanKeywords, shows_options
 from planner.runtime.install import remove
 from planner.runtime.shape_policy import OnNewShape
 
 
 class PlannerCallback(Callback):  # type: ignore[misc]
-    """Plans the model that ``training_step`` calls, at its first training call.
+    """Plans ``training_step``, with the loss that it computes, at its first call.
 
-    That is ``model`` or ``net`` of the ``LightningModule``, or the submodule of the name that is given. A
-    loss that ``training_step`` computes outside of it is not counted unless ``loss=`` says how it is
-    computed. Gradients that are there already count where ``accumulate_grad_batches`` is more than 1. After
-    training the plan is taken out.
+    What ``self.log`` is given in there is logged right after it. Gradients are let go of before
+    ``training_step`` instead of after it, so that they are not there beside what the forward keeps; those
+    that are there already count where ``accumulate_grad_batches`` is more than 1. After training the plan is
+    taken out.
+
+    A ``training_step`` that calls ``manual_backward``, or that reads the trainer, is not planned itself: name
+    the submodule that it calls, as in ``model="net"``. A loss that is computed outside of that is not counted
+    unless ``loss=`` says how it is computed.
     """
 
     @shows_options(PlanKeywords)
@@ -42,49 +49,118 @@ class PlannerCallback(Callback):  # type: ignore[misc]
 
         Args:
             budget, on_new_shape, cache: See :func:`planner.auto_checkpoint`.
-            model: The name of the submodule that ``training_step`` calls, as in ``"net.backbone"``; None for
-                ``model``, ``net``, or the only submodule that has parameters.
+            model: The name of a submodule that is planned instead of ``training_step``, as in
+                ``"net.backbone"``.
             **options: See :class:`planner.planning.options.PlanOptions`.
         """
         self._budget, self._name, self._on_new_shape, self._cache = budget, model, on_new_shape, cache
         self._options = options
         self._planned: torch.nn.Module | None = None
+        self.step: PlannedStep | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the model planned at its first training call."""
-        self._planned = self._model_of(pl_module)
+        """Have it planned at its first training call."""
         options = self._options.copy()
         options.setdefault("accumulate", True if trainer.accumulate_grad_batches > 1 else None)
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
         options.setdefault("optimizer", optimizers[0] if len(optimizers) == 1 else None)
-        auto_checkpoint(
-            self._planned, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
-        )
+        given: dict[str, Any] = {
+            "budget": self._budget, "on_new_shape": self._on_new_shape, "cache": self._cache, **options,
+        }  # fmt: skip
+        if self._name is not None:
+            self._planned = _submodule(pl_module, self._name)
+            auto_checkpoint(self._planned, **given)
+            return
+        if not pl_module.automatic_optimization:
+            raise PlannerError(
+                f"{type(pl_module).__name__} optimizes manually, inside of training_step: name the submodule "
+                'that is to be planned, as in PlannerCallback(model="net")'
+            )
+        own = pl_module.training_step
+        self.step = step(functools.update_wrapper(_Step(type(pl_module)), own), **given)
+        pl_module.log, pl_module.log_dict = _Later(pl_module.log), _Later(pl_module.log_dict)
+        pl_module.training_step = functools.update_wrapper(_Call(self.step, trainer, pl_module), own)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the plan out."""
+        self._take_out(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take the plan out."""
+        self._take_out(pl_module)
+
+    def _take_out(self, pl_module: LightningModule) -> None:
         if self._planned is not None:
             remove(self._planned)
-            self._planned = None
+        if self.step is not None:
+            for name in ("training_step", "log", "log_dict"):
+                vars(pl_module).pop(name, None)
+        self._planned = self.step = None
 
-    def _model_of(self, module: torch.nn.Module) -> torch.nn.Module:
-        named: dict[str, torch.nn.Module] = dict(module.named_children())
-        children = {name: child for name, child in named.items() if any(True for _ in child.parameters())}
-        if self._name is not None:
-            parts: dict[str, torch.nn.Module] = dict(module.named_modules())
-            found = parts.get(self._name)
-            if found is None:
-                raise PlannerError(
-                    f"model={self._name!r}: {type(module).__name__} has no submodule of that name; its "
-                    f"children are {', '.join(dict(module.named_children()))}"
-                )
-            return found
-        for name in ("model", "net"):
-            if name in children:
-                return children[name]
-        if len(children) == 1:
-            return next(iter(children.values()))
+
+class _Step:
+    """``training_step`` as a function of the module, which also returns what was to be logged."""
+
+    def __init__(self, kind: type[LightningModule]) -> None:
+        self._kind = kind
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.log.waiting, module.log_dict.waiting = [], []
+        output = self._kind.training_step(module, *args, **kwargs)
+        return {"loss": output if isinstance(output, torch.Tensor) else output["loss"], "output": output}
+
+
+class _Later:
+    """A method of the module that is called after the step, with what it was to be called with in it."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.waiting: list[Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.waiting is None:
+            self._method(*args, **kwargs)
+        else:
+            self.waiting.append((args, kwargs))
+
+    def __deepcopy__(self, _memo: Any) -> "_Later":
+        return _Later(self._method)
+
+    def now(self) -> None:
+        """Call it."""
+        waiting, self.waiting = self.waiting, None
+        for args, kwargs in waiting or ():
+            self._method(*args, **kwargs)
+
+
+class _Call:
+    """What ``trainer`` calls in the place of ``training_step``."""
+
+    def __init__(self, planned: PlannedStep, trainer: Trainer, module: LightningModule) -> None:
+        self._planned, self._trainer, self._module = planned, trainer, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, trainer = self._module, self._trainer
+        first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if first and type(module).optimizer_zero_grad is LightningModule.optimizer_zero_grad:
+            for optimizer in trainer.optimizers:  # the trainer does so as well, after the forward
+                optimizer.zero_grad()
+        try:
+            output = self._planned(module, *args, **kwargs)["output"]
+        finally:
+            module.log.now()
+            module.log_dict.now()
+        return output
+
+    def __deepcopy__(self, _memo: Any) -> "_Call":
+        return self
+
+
+def _submodule(module: torch.nn.Module, name: str) -> torch.nn.Module:
+    found: torch.nn.Module | None = dict(module.named_modules()).get(name)
+    if found is None:
         raise PlannerError(
-            f"which part of {type(module).__name__} training_step calls is not clear: write "
-            f"PlannerCallback(model=...) with one of {', '.join(children) or 'its submodules'}"
+            f"model={name!r}: {type(module).__name__} has no submodule of that name; its "
+            f"children are {', '.join(dict(module.named_children()))}"
         )
+    return found

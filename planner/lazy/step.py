@@ -123,6 +123,9 @@ class PlannedStep:
         run.training = any(model.training for model in run.models)
         return run(*data, **named)
 
+    def __deepcopy__(self, _memo: Any) -> "PlannedStep":
+        return self  # as functions are copied: a model may have it as an attribute
+
     def __repr__(self) -> str:
         return f"<planned {self.train_step!r}>"
 
