@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 import planner
+from planner.planning.make_plan import failed
 from planner.report.figure import save
 from planner.report.modules import folded_holders
 from tests.planned import planned_gpt
@@ -22,6 +23,15 @@ def test_its_repr_is_one_short_line() -> None:
             assert word in text
     assert len(repr(plan.graphs)) < 200
     assert len(repr(plan.timeline)) < 100
+
+
+def test_what_could_not_be_measured_is_named() -> None:
+    one = {"aten.mm.default(float32[2, 2](2, 1))": "RuntimeError: no kernel"}
+    assert "of 1 operation could not be measured" in failed(one)
+    assert "counts as 0 (aten.mm.default: RuntimeError: no kernel)" in failed(one)
+    two = failed({**one, "aten.add.Tensor()": "TypeError"})
+    assert "of 2 operations" in two
+    assert "the first is aten.mm.default" in two
 
 
 def test_its_summary_is_what_the_command_line_shows() -> None:

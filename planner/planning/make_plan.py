@@ -93,7 +93,7 @@ def make_plan(
 
     notes = [*reached, *captured.notes]
     if meter is not None and meter.failures:
-        notes.append(f"workspace of {len(meter.failures)} operations could not be measured and counts as 0")
+        notes.append(failed(meter.failures))
     if meter is not None and meter.unmeasured:
         notes.append(unmeasured(meter))
     if isinstance(prepared.costs, MeasuredCosts) and prepared.costs.failures:
@@ -158,6 +158,19 @@ def make_plan(
         notes=notes,
         step=step_record(captured, problem) if emitted is None else None,
     ).remember(prepared.options)
+
+
+def failed(failures: Mapping[str, str]) -> str:
+    """What to say of operations whose workspace could not be measured.
+
+    Args:
+        failures: Why, by the signature of the call.
+    """
+    count = "1 operation" if len(failures) == 1 else f"{len(failures)} operations"
+    call, reason = next(iter(failures.items()))
+    first = f"{call.partition('(')[0]}: {reason.strip()[:120]}"
+    which = first if len(failures) == 1 else f"the first is {first}"
+    return f"workspace of {count} could not be measured and counts as 0 ({which})"
 
 
 def _coverage(captured: CapturedStep) -> tuple[Coverage, list[str]]:
