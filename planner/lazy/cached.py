@@ -60,6 +60,8 @@ def mismatch(
         ("inputs", plan.target.inputs, options.get("inputs", "unchanged")),
         ("autocast", plan.model.autocast, autocast_regions()),
         ("accumulate", there, accumulate),
+        ("backend", plan.target.backend, options.get("backend", "eager")),
+        ("backend_options", plan.target.backend_options, dict(options.get("backend_options", {}))),
         ("parallel", parallel_of(plan.target.parallel), ranks),
         *((name, plan.created_with.get(name), now) for name, now in made_of(model, options).items()),
     ]

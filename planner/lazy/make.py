@@ -12,6 +12,7 @@ from planner.lazy.cached import made_of, mismatch
 from planner.planfile.atomic_file import check_writable
 from planner.planfile.budget import format_bytes, parse_budget
 from planner.planfile.plan import PlanRecord
+from planner.planning.backends import check_backend
 from planner.planning.options import OptionError, PlanKeywords, PlanOptions, check_options, read_options
 from planner.planning.solve import find_solver
 from planner.progress import Progress
@@ -80,6 +81,7 @@ def checked_wanted(wanted: Wanted) -> Wanted:
     check_options(progress=wanted.progress)
     options = read_options("auto_checkpoint", PlanKeywords, wanted.given)
     find_solver(options.solver)
+    check_backend(options)
     check_loss(options.loss)
     if not isinstance(options.training, bool):
         raise OptionError(f"training={options.training!r}: expected True or False")
