@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from planner._torch import modules
+from planner._torch import dynamo, modules
 from planner.report.text import as_text, summary
 from planner.training_step.regions import RegionError, find_regions
 from planner.user_plan import Plan
@@ -134,3 +134,16 @@ def test_a_region_that_the_model_itself_runs_again_is_refused() -> None:
         plan_of(model, (args[0].requires_grad_(),), regions="auto")
     assert not _boundaries(model)
     assert plan_of(model, (args[0],)).coverage != "one-graph"
+
+
+@pytest.mark.heavy
+def test_more_layers_than_one_line_may_be_captured_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes on after each layer is captured by itself: of a loop over 64 layers Dynamo had enough."""
+    monkeypatch.setitem(dynamo._DYNAMO_CONFIG, "recompile_limit", 4)
+    for _ in range(2):  # a second capture does not find the first one's
+        model, args, _ = layers(lambda: Layers(8))
+        plan = planner.plan(model, args, budget="min", regions="auto", solver="sqrt_n", encodings="none")
+        assert plan.coverage == "several-graphs"
+    with no_plan_warnings():
+        plan.apply(model)
+        model(*args).backward()

@@ -23,7 +23,7 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     "allow_rnn": True,
     # Past the limit Dynamo runs the original silently.
     "recompile_limit": 64,
-    "accumulated_recompile_limit": 4096,
+    "accumulated_recompile_limit": 1 << 16,
     # Inside DistributedDataParallel graphs are otherwise split at its buckets, after which no plan fits them.
     "optimize_ddp": False,
     "assume_static_by_default": True,
@@ -39,14 +39,22 @@ _DYNAMO_CONFIG: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def dynamo_settings(*, symbolic: bool = False) -> Iterator[None]:
+def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]:
     """Settings of Dynamo that our captures need; the user's own come back on exit.
 
     Args:
         symbolic: Sizes that are found to vary become symbols; a first capture is of plain numbers anyway.
+        parts: How many calls of one line may end a graph, as of a loop over layers. What comes after each is
+            captured by itself, and does not count as captured again.
     """
     ignored = dynamo.config.ignore_logging_functions | said_once()
-    settings = {**_DYNAMO_CONFIG, "automatic_dynamic_shapes": symbolic, "ignore_logging_functions": ignored}
+    limit = _DYNAMO_CONFIG["recompile_limit"] + parts
+    settings = {
+        **_DYNAMO_CONFIG,
+        "recompile_limit": limit,
+        "automatic_dynamic_shapes": symbolic,
+        "ignore_logging_functions": ignored,
+    }
     with dynamo.config.patch(**settings), go_on_inside_modules(), layouts_of_kernels(), marks_allowed():
         yield
 
@@ -57,13 +65,15 @@ class _WithSettings:
     Calls that find their code do not come here, and pay nothing for the settings.
     """
 
-    def __init__(self, callback: Any, symbolic: bool, given_up: Callable[[], None] | None) -> None:
+    def __init__(
+        self, callback: Any, symbolic: bool, given_up: Callable[[], None] | None, parts: int
+    ) -> None:
         # Under this name Dynamo looks for the backend that a callback ends in.
         self._torchdynamo_orig_backend = callback
-        self._symbolic, self._given_up = symbolic, given_up
+        self._symbolic, self._given_up, self._parts = symbolic, given_up, parts
 
     def __call__(self, *frame: Any) -> Any:
-        with dynamo_settings(symbolic=self._symbolic):
+        with dynamo_settings(symbolic=self._symbolic, parts=self._parts):
             result = self._torchdynamo_orig_backend(*frame)
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
@@ -72,10 +82,19 @@ class _WithSettings:
 
 
 def dynamo_compile(
-    function: FunctionType | Callable[..., Any], backend: Callable[..., Any]
+    function: FunctionType | Callable[..., Any], backend: Callable[..., Any], *, parts: int = 0
 ) -> Callable[..., Any]:
-    """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own."""
-    return _optimized(_fresh(function), backend, symbolic=False)
+    """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own.
+
+    Args:
+        function, backend: What to compile, with what.
+        parts: As for :func:`dynamo_settings`.
+    """
+    # What goes on after a break is the user's code, whose cache all captures would share.
+    alone: dict[str, Any] = (
+        {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
+    )
+    return _optimized(_fresh(function), backend, symbolic=False, parts=parts, **alone)
 
 
 def dynamo_compile_shapes(
@@ -83,6 +102,8 @@ def dynamo_compile_shapes(
     backends: Sequence[Callable[..., Any]],
     given_up: Callable[[], None],
     failed: Callable[[Exception], None],
+    *,
+    parts: int = 0,
 ) -> list[Callable[..., Any]]:
     """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
 
@@ -95,8 +116,9 @@ def dynamo_compile_shapes(
             the others.
         given_up: Called when a function has been captured so often that it never will be again.
         failed: Called with what goes wrong when one is captured; then it runs as it is.
+        parts: As for :func:`dynamo_settings`.
     """
-    options: dict[str, Any] = {"symbolic": True, "given_up": given_up, "failed": failed}
+    options: dict[str, Any] = {"symbolic": True, "given_up": given_up, "failed": failed, "parts": parts}
     if takes_argument("_optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
@@ -111,12 +133,13 @@ def _optimized(
     symbolic: bool,
     given_up: Callable[[], None] | None = None,
     failed: Callable[[Exception], None] | None = None,
+    parts: int = 0,
     **options: Any,
 ) -> Callable[..., Any]:
     answer_like_eager(backend)
     widen_grouped_products()
     context: Any = dynamo.optimize(backend, **options)
-    context.callback = _WithSettings(context.callback, symbolic, given_up)
+    context.callback = _WithSettings(context.callback, symbolic, given_up, parts)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)
     return context(function)  # type: ignore[no-any-return]

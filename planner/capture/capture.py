@@ -217,7 +217,8 @@ class _Capture:
             )
             running = RunningRegions(regions)
             running.put_in(module)
-            whole, region = (dynamo.dynamo_compile(run_forward, backend) for _ in range(2))
+            parts = len(regions)
+            whole, region = (dynamo.dynamo_compile(run_forward, backend, parts=parts) for _ in range(2))
             target = _Bound(running.during(whole, region), module)
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)

@@ -126,9 +126,10 @@ def compare(
     for name in solvers:
         find_solver(name)
     parse_budget(budget, 2**60)
-    if measure and (options.get("device") is not None or options.get("accumulate")):
+    if measure and any(options.get(name) for name in ("device", "accumulate", "parallel")):
         raise ComparisonError(
-            "measure runs the step here and from no gradients: leave out device and accumulate"
+            "measure runs the step here, in one process, and from no gradients: leave out device, accumulate "
+            "and parallel"
         )
     report = progress or no_report
     prepared = prepared_step("compare", model, args, kwargs, lambda t, f: report(t, 0.5 * f), options)

@@ -275,7 +275,9 @@ def _compiled(
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]
         backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
         compiled, in_regions = (
-            dynamo.dynamo_compile_shapes(run_forward, backends, _not_captured_any_more, _not_captured)
+            dynamo.dynamo_compile_shapes(
+                run_forward, backends, _not_captured_any_more, _not_captured, parts=len(plan.model.regions)
+            )
             for _ in range(2)
         )
         compiled = [regions.during(*pair) for pair in zip(compiled, in_regions, strict=True)]

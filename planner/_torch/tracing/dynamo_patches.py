@@ -29,6 +29,7 @@ from planner._torch.fake_values import NOT_FAKE
 from planner._torch.tracing.break_patches import break_at_checkpoints_with_effects, pass_over_marks
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.inside_compile import call_planned_modules
+from planner._torch.tracing.long_loops import look_at_what_is_left_later
 from planner._torch.tracing.memory_swaps import break_at_swaps
 from planner._torch.tracing.named_functions import look_inside_wrappers
 
@@ -55,6 +56,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     pass_over_marks(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     break_at_swaps(_is_ours)
+    look_at_what_is_left_later(_is_ours)
 
 
 def end_graphs_at_plans() -> None:
