@@ -131,7 +131,7 @@ def test_what_cannot_be_distinguished_is_warned_of_once() -> None:
     with pytest.warns(planner.PlanWarning, match="again inside one region of autocast"):
         _gradients(model, 2, _together, torch.bfloat16)
     with no_plan_warnings():
-        _gradients(model, 3, _together, torch.bfloat16)  # said once
+        _gradients(model, 3, _together, torch.bfloat16)  # warned of once
 
 
 @pytest.mark.parametrize("planned_first", [True, False])
@@ -150,7 +150,7 @@ def test_a_call_in_evaluation_mode_in_the_same_region_is_warned_of(planned_first
                 model.train(training)(x).float().square().mean().backward()
         with torch.autocast("cpu", torch.bfloat16):
             backward(False, False)
-    for count in (1, 0):  # said once
+    for count in (1, 0):  # warned of once
         with warnings.catch_warnings(record=True) as reported, torch.autocast("cpu", torch.bfloat16):
             warnings.simplefilter("always")
             backward(planned_first, not planned_first)

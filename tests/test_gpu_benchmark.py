@@ -86,7 +86,7 @@ def test_what_is_not_begun_in_time_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_the_time_is_looked_at_inside_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 0.0, 0.0, 0.0])  # then it is late
+    moments = iter([0.0, 0.0, 0.0, 0.0])  # after these the time is up
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(moments, 1e6))
     found = run_patched(tmp_path, monkeypatch, "--budgets", "80%", "60%")
     assert [row["way"] for row in found["rows"]] == ["unplanned"]

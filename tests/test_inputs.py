@@ -275,7 +275,7 @@ def batches(): return nn.Linear, lambda n: (torch.randn(n, 4),)
 
 
 def _silent(_text: str, _fraction: float) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 def test_builders_return_the_same_forms(tmp_path: Path) -> None:

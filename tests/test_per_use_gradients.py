@@ -239,7 +239,7 @@ def test_a_loss_that_transposes_is_planned_or_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", planner.PlanWarning)
         model.zero_grad()
-        loss(model(x)).backward()  # said once
+        loss(model(x)).backward()  # warned of once
 
 
 class FrozenFirst(nn.Module):

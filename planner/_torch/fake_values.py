@@ -142,7 +142,7 @@ def _on_cpu(nest: Any) -> Any:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    # Where there are none, on the meta device, ones: an index that is valid, a mask without padding.
+    # On the meta device there are none. Ones are taken: a valid index, a mask without padding.
     if tensor.device.type == "meta":
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
     return torch.empty_like(tensor, device=_CPU, memory_format=torch.preserve_format).copy_(tensor)

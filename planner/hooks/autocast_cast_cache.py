@@ -70,7 +70,7 @@ class AutocastCastCache(GraphHook):
         self._others = [i for i in gradients if i not in self._alone]
         positions = [*self._alone, *self._others]
         self.watches = bool(positions)
-        if positions:  # the first twice: of several the result is a tuple
+        if positions:  # the first twice, as itemgetter returns a tuple only for several
             self._taken = operator.itemgetter(*positions, positions[0])
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:

@@ -26,7 +26,7 @@ class Awaiting(GraphHook):
         """A forward has run; its node holds the memory of what it saved."""
         call, token = self._calls.last, Token()
         call.tokens.append(weakref.ref(token))
-        # The node holds the hook, and that the token.
+        # The node holds the hook, which holds the token.
         node.register_prehook(lambda _gradients, _token=token: self._before(call))
 
     def _before(self, call: Call) -> None:

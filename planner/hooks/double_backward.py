@@ -66,7 +66,7 @@ class DoubleBackward(GraphHook):
 
             handles.append(node.register_hook(after))
         elif not autograd.graph_is_kept():
-            kept.clear()  # who keeps the loss does not keep the inputs with it
+            kept.clear()  # so that holding the loss does not hold the inputs
 
     def _after(
         self,

@@ -41,7 +41,7 @@ class DroppedOutputs(GraphHook):
     def _look(self, unused: Sequence[weakref.ref[torch.Tensor]]) -> None:
         if self._warned or all(reference() is None for reference in unused):
             return
-        gc.collect()  # what only garbage of the first capture holds is not held
+        gc.collect()  # reference cycles of the first capture do not count as holding
         alive = [tensor for tensor in (reference() for reference in unused) if tensor is not None]
         if not alive:
             return

@@ -90,7 +90,7 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
     gone = {gradients[i] for i in absent}
     reached = set(gradients)  # by any gradient
     for node in list(graph.nodes):
-        forget(node)  # what is left of a sum may be somebody else's
+        forget(node)  # the operand that is left of a sum may be read elsewhere
         if node.op != "call_function" or reached.isdisjoint(node.all_input_nodes):
             continue
         reached.add(node)

@@ -66,7 +66,7 @@ _NORMALISE = {
     F.batch_norm: "training",
     F.instance_norm: "use_input_stats",  # which is on unless it is said
 }
-"""Functions that update running statistics, if an argument of that name says so, and no version counts it."""
+"""Functions that update running statistics if the argument of that name is true; no version counts it."""
 
 
 @functools.cache

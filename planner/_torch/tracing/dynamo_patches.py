@@ -35,7 +35,8 @@ from planner._torch.tracing.named_functions import look_inside_wrappers
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _BOOKKEEPING = {"transformers.utils.output_capturing", "planner.blocks.decorators"}
-"""Modules that ask because of what Dynamo can follow, not to compute in another way: the answer is true."""
+"""Modules that ask for the sake of what Dynamo can follow, and compute the same either way: they get the true
+answer."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 
 
@@ -73,7 +74,8 @@ def _answer_questions() -> None:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for question in [q for q in handlers if getattr(q, "__name__", "") in _QUESTIONS]:
         handlers[question] = _answer(handlers[question])
-    # Asked next to these. Dynamo would put the call into the graph, which fails without CUDA, or break it.
+    # Libraries ask this together with the above. Dynamo would put the call into the graph, which fails
+    # without CUDA, or break it.
     for captured in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
         get_torch_obj_rule_map()[captured] = TorchInGraphFunctionVariable
         handlers[captured] = _not_captured
@@ -162,10 +164,10 @@ def _break_at_indices_that_are_data() -> None:
 
 @functools.cache
 def _break_at_masks_that_are_written_through() -> None:
-    """End a graph where something that needs a gradient is written to where a mask is, as of a mask's token.
+    """End a graph at a write through a boolean mask that needs a gradient, as ``x[mask] = token`` does.
 
-    How much is written the data decide: in the backward, where Dynamo notices it no sooner than AOTAutograd
-    refuses the graph.
+    Data decide how many elements are written. AOTAutograd refuses such a graph when it traces the backward;
+    Dynamo does not notice before.
     """
     write = TensorVariable.method___setitem__
 
@@ -200,7 +202,8 @@ def _example(variable: Any) -> torch.Tensor | None:
 
 
 def said_once() -> set[Callable[..., Any]]:
-    """What transformers logs with, once: no graph need end there, it was said when the step first ran."""
+    """The methods by which transformers logs a text once: it was logged when the step first ran, so that no graph
+    need end there."""
     named = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
     return {function for function in named if function is not None}
 
