@@ -84,7 +84,7 @@ EXACTNESS = [
         (
             Change(
                 "planner/hooks/undefined_gradients.py",
-                "        forget(node)  # what is left of a sum may be somebody else's\n",
+                "        forget(node)  # the operand that is left of a sum may be read elsewhere\n",
                 "",
             ),
         ),

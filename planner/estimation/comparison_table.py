@@ -9,6 +9,12 @@ from planner.report.columns import fitted_table
 from planner.report.text import as_text, printable
 
 
+_OVER = (
+    "extra time is over the step as PyTorch runs it; that of a plan by itself (show, sweep) is over the captured\n"
+    "step that recomputes nothing, which is a little faster"
+)
+
+
 def render_comparison(found: Comparison, *, width: int = 100) -> Group:
     """A row for each way: predicted and, where that was asked for, measured; those that fit are marked."""
     measured = any(way.measured_peak_bytes is not None for way in found.ways)
@@ -21,11 +27,12 @@ def render_comparison(found: Comparison, *, width: int = 100) -> Group:
         budget += f", {format_bytes(found.budget_bytes)}"
     parts: list[RenderableType] = [Text(printable(budget), style="bold"), table]
     parts += [Text(printable(f"{way.name}: {way.note}")) for way in found.ways if way.note]
+    parts.append(Text(_OVER))
     return Group(*parts)
 
 
 def comparison_text(found: Comparison) -> str:
-    """It as text."""
+    """The comparison as text."""
     return as_text(render_comparison(found, width=110), width=110)
 
 

@@ -202,8 +202,10 @@ def _example(variable: Any) -> torch.Tensor | None:
 
 
 def said_once() -> set[Callable[..., Any]]:
-    """The methods by which transformers logs a text once: it was logged when the step first ran, so that no graph
-    need end there."""
+    """The methods by which transformers logs a text once.
+
+    It was logged when the step first ran, so that no graph need end there.
+    """
     named = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
     return {function for function in named if function is not None}
 

@@ -28,7 +28,7 @@ class RunsAsItIs:
             return self._torchdynamo_orig_backend(*frame)
         except Exception as error:
             self._failed(error)
-        # What it calls runs as it is, too. The next call is captured again: the error may be of the user's own
-        # code, which raises it as it runs, and may not raise it the next time.
+        # What it calls runs as it is, too. The next call is captured again: the error may be of the user's
+        # own code, which raises it as it runs, and may not raise it the next time.
         skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
