@@ -10,9 +10,9 @@ DROPS_GRADIENTS = Change(
 )
 DETACHES_INPUTS = Change(
     "planner/runtime/install.py",
-    "        return program(self._model, args, kwargs)\n",
+    "        if program is run_forward:\n",
     "        args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)\n"
-    "        return program(self._model, args, kwargs)\n",
+    "        if program is run_forward:\n",
 )
 WRITES_GRADIENTS_ITSELF = Change(
     "planner/runtime/backend.py",

@@ -214,8 +214,8 @@ MODELS = [
             _reused_buffers("_HELD", "(i, value.shape, value.dtype)"),
             Change(
                 "planner/lowering/lowerings.py",
-                'Role = Literal["forward", "backward"]\n',
-                'Role = Literal["forward", "backward"]\n_HELD = {}\n',
+                "class Lowering(Protocol):\n",
+                "_HELD = {}\n\n\nclass Lowering(Protocol):\n",
             ),
         ),
         ("tests/test_loops.py::test_a_generator_and_a_discriminator",),

@@ -8,10 +8,9 @@ from planner.planfile.budget import format_bytes
 from planner.report.columns import fitted_table
 from planner.report.text import as_text, printable
 
-
 _OVER = (
-    "extra time is over the step as PyTorch runs it; that of a plan by itself (show, sweep) is over the captured\n"
-    "step that recomputes nothing, which is a little faster"
+    "extra time is over the step as PyTorch runs it; that of a plan by itself (show, sweep) is over the\n"
+    "captured step that recomputes nothing, which is a little faster"
 )
 
 
