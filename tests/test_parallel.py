@@ -9,6 +9,7 @@ import torch.nn as nn
 
 import planner
 from planner.capture.capture import record_eagerly
+from planner.cli.options import StepOptions
 from planner.costs.devices import find_device
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline
 from planner.costs.optimizer_step import optimizer_step
@@ -169,3 +170,10 @@ def test_a_plan_that_is_kept_in_a_file_is_taken_for_the_same_ranks(tmp_path: Pat
         with pytest.warns(planner.PlanWarning, match=f"the plan is for {parallel[-1]} ranks"):
             model(*args).backward()
         assert said in capsys.readouterr().err
+
+
+def test_the_command_line_says_it_alike() -> None:
+    said = StepOptions(regions=["layers.*"], parallel="fsdp2:8").keywords()
+    assert (said["regions"], said["parallel"]) == (["layers.*"], "fsdp2:8")
+    assert StepOptions(regions=["auto"]).keywords()["regions"] == "auto"
+    assert StepOptions().keywords()["regions"] is None

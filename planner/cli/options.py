@@ -156,9 +156,10 @@ Checkpoints = Annotated[
     list[str] | None,
     typer.Option("--checkpoint", metavar="NAME", help="Keep this module's result (for --solver manual)."),
 ]
-Region = Annotated[
+Regions = Annotated[
     list[str] | None,
     typer.Option(
+        "--region",
         metavar="NAME",
         help="Make this module graphs and an autograd node of its own (repeatable); auto: those that repeat.",
     ),
@@ -200,15 +201,14 @@ class StepOptions:
     inputs: InputsName = Inputs.unchanged
     effort: EffortName = Effort.fast
     encodings: EncodingsName = Encodings.auto
-    region: Region = None
+    regions: Regions = None
     parallel: ParallelName = None
 
     def keywords(self) -> "StepKeywords":
         """What to pass to :func:`planner.plan`, ``sweep`` or ``max_batch``."""
         given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         plain: Any = {name: x.value if isinstance(x, StrEnum) else x for name, x in given.items()}
-        region = plain.pop("region")
-        plain["regions"] = "auto" if region == ["auto"] else region or None
+        plain["regions"] = "auto" if self.regions == ["auto"] else self.regions or None
         if self.loss is not None:
             plain["loss"] = load_reference(self.loss)
         return plain  # type: ignore[no-any-return]
