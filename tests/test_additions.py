@@ -99,7 +99,7 @@ x = torch.randn(4, 8)
 step = planner.prepare(model, x, label="mine")
 
 plan = step.plan("100%", recompute=["aten.relu"])
-assert plan.notes[0] == "mine", plan.notes
+assert "mine" in plan.notes, plan.notes
 assert "--label" in CliRunner().invoke(app, ["plan", "--help"]).output.replace("\\n", " ")
 assert step.plan("100%", solver="every_second").solver.name == "every_second"
 assert find_device("Abacus").bandwidth == 1e9

@@ -26,7 +26,7 @@ from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing import graph_breaks
 from planner.blocks.running import blocks_run_as_written
-from planner.capture.captured_step import CapturedGraph, CapturedStep, CudaKernels
+from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels
 from planner.capture.external_accumulation import (
     ask_for_per_use_gradients,
     reordered_views,
@@ -176,6 +176,7 @@ class _Capture:
         self.copied, self.report, self._generators, self._cuda = copied, report, generators, cuda
         self._belongings = belongings
         self.notes: list[str] = []
+        self._no_loss = False
         self._own_generators = OwnGenerators(copied.module, copied.step.args, copied.step.kwargs)
         self._own_states = self._own_generators.states()
         self._eager_runs = False
@@ -257,7 +258,7 @@ class _Capture:
             ),
             with_data=self.copied.data,
             autocast=autocast,
-            notes=[*self.notes, *notes_on(runners)],
+            notes=[*self.notes, *notes_on(runners), *[NO_LOSS] * self._no_loss],
         )
 
     def _as_on_its_device(self, stack: contextlib.ExitStack) -> Any:
@@ -346,6 +347,7 @@ class _Capture:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
             kept = self.copied.step.run(marked)
+        self._no_loss = kept[1] is None
         del kept  # after the recording: users hold outputs beyond the step
         return recorder.recording, marked.events
 

@@ -10,6 +10,12 @@ from planner.graph.joint_graph import JointGraph
 from planner.graph.spec import GraphSpec
 from planner.training_step.recorder import Recording
 
+NO_LOSS = (
+    "the module returned no loss: all its outputs are differentiated, and the memory of a loss outside of it "
+    "does not count. Pass the targets with which it returns one (labels=), or loss= a function of its output"
+)
+"""A note on a step."""
+
 
 @dataclass
 class CapturedGraph:
