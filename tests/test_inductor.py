@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import planner
 from planner._torch.inductor import compiling
-from planner.errors import CompilerError, InfeasibleBudget, PlannerError, PlanWarning
+from planner.errors import CaptureError, CompilerError, InfeasibleBudget, PlannerError, PlanWarning
 from planner.lazy.cached import mismatch
 from planner.planning.options import OptionError
 from planner.training_step.step import Step
@@ -150,6 +150,19 @@ def test_a_device_that_is_not_here_is_refused() -> None:
     model, x = built()
     with pytest.raises(PlannerError, match="plans for the CPU of this machine"):
         planner.plan(model, x, budget="min", backend="inductor", device="A100-80GB", solver="sqrt_n")
+
+
+def test_a_recurrent_layer_is_refused_in_one_line() -> None:
+    model = nn.LSTM(4, 4)
+    with pytest.raises(CaptureError, match=r"^backend='inductor' cannot run aten.mkldnn_rnn_layer.*'eager'$"):
+        planner.plan(
+            model,
+            torch.ones(2, 1, 4),
+            budget="min",
+            backend="inductor",
+            solver="sqrt_n",
+            loss=lambda out: out[0].sum(),
+        )
 
 
 @pytest.mark.heavy

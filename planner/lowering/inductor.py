@@ -55,6 +55,7 @@ def for_inductor(module: GraphModule) -> InductorGraph:
     Raises:
         CaptureError: Its sizes are symbolic, or it runs what Inductor cannot.
     """
+    _refuse(module)
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in placeholders]
     if any(map(fake.is_size, values)) or any(
@@ -82,6 +83,24 @@ def for_inductor(module: GraphModule) -> InductorGraph:
     return InductorGraph(traced, inputs, mode, aliases, emitter.token is not None)
 
 
+def _refuse(module: GraphModule) -> None:
+    """See that a graph runs nothing that Inductor would run otherwise than planned.
+
+    Raises:
+        CaptureError: It does.
+    """
+    for node in (n for n in module.graph.nodes if n.op == "call_function"):
+        again = node.target is rng.run_from_state
+        reserves = node.target is rnn_reserve.with_reserve
+        target: Any = node.args[3] if again else node.args[0] if reserves else node.target
+        writes = isinstance(target, OnCopy) or (operators.may_draw(target) and operators.writes(target))
+        if reserves or writes:
+            raise CaptureError(
+                f"backend='inductor' cannot run {target}: it keeps a state, or draws in place; plan with "
+                "backend='eager'"
+            )
+
+
 def _without_outputs(module: GraphModule, gone: Any) -> GraphModule:
     graph = FxGraph()
     copied: dict[Node, Node] = {}
@@ -106,10 +125,8 @@ class _ForInductor(Interpreter):
             return state
         if target is rng.run_from_state:
             state, devices, index, operator, *rest = args
-            self._refuse(operator)
             again = random_operators.from_state(operator, rng.run_from_state, devices, index)
             return again(state, *rest, **kwargs)
-        self._refuse(target)
         if target is MASKED_PRODUCT:
             value, mask, keep = args
             return (mask.to(value.dtype) / keep) * value
@@ -120,10 +137,6 @@ class _ForInductor(Interpreter):
 
     def _token(self) -> Any:
         return random_operators.first_token() if self.token is None else self.token
-
-    def _refuse(self, target: Any) -> None:
-        if isinstance(target, OnCopy) or target is rnn_reserve.with_reserve:
-            raise CaptureError(f"backend='inductor' cannot run {target}; plan with backend='eager'")
 
 
 def with_aliases(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
