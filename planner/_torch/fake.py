@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""
@@ -15,6 +16,11 @@ DataDependentError = DataDependentOutputException
 def fake_mode() -> FakeTensorMode:
     """A mode under which tensors have shapes but no data; real tensors may be mixed in."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_with_sizes() -> FakeTensorMode:
+    """The same, knowing of symbolic sizes, without which Inductor does not use its cache."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -62,7 +62,7 @@ def for_inductor(module: GraphModule) -> InductorGraph:
         fake.is_size(size) for v in values if isinstance(v, torch.Tensor) for size in v.shape
     ):
         raise CaptureError("backend='inductor' compiles for shapes, not for symbolic sizes")
-    mode = fake.fake_mode()
+    mode = fake.fake_mode_with_sizes()
     inputs = [fake.same_shape_in(mode, v) if isinstance(v, torch.Tensor) else v for v in values]
     positions = {node: i for i, node in enumerate(placeholders)}
     results: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
