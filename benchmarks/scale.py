@@ -1,0 +1,160 @@
+"""What one rank of a cluster takes to train Llama-3, without the cluster: FSDP2 on 8 and 64 H100.
+
+    python benchmarks/scale.py [--cases 8B-8,70B-64] [--out FOLDER] [--render]
+
+Models are on the meta device, so that no weight is in memory; everything is predicted. Rows are written as
+JSON, one file each.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import planner
+from planner.batch.interpolate import SizedSteps
+from planner.estimation.estimate import prepared_step, with_checkpoints
+from planner.planning.options import StepKeywords
+from planner.planning.solve import plan_prepared
+
+BUDGET, SEQUENCE, UNIT = "80GB", 8192, 256
+BLOCKS = "model.layers.*"
+SHAPES: dict[str, dict[str, int]] = {
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8},
+}
+"""As in the models' own configurations; "tiny" is for trying this file."""
+MIXED = "param_dtype=bfloat16,reduce_dtype=float32"
+CASES = {
+    "8B-8": ("8B", f"fsdp2:8,{MIXED}", torch.float32),
+    "8B-64": ("8B", f"fsdp2:64,{MIXED}", torch.float32),
+    "70B-8-bf16": ("70B", "fsdp2:8,reduce_dtype=float32", torch.bfloat16),
+    "70B-64": ("70B", f"fsdp2:64,{MIXED}", torch.float32),
+    "tiny": ("tiny", f"fsdp2:8,{MIXED}", torch.float32),
+}
+"""Shape, ranks, and the dtype of the shards, which is that of Adam's moments."""
+
+
+def build(shape: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A model without weights."""
+    config = LlamaConfig(
+        **SHAPES[shape], vocab_size=128256, num_key_value_heads=8, rope_theta=500000.0, use_cache=False
+    )  # type: ignore[arg-type]
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(dtype).train()
+
+
+def words(length: int) -> dict[str, torch.Tensor]:
+    """One sequence."""
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def rows(case: str, path: Path) -> None:
+    """Write the figures of a case, in bytes, shares and tokens, as they are found."""
+    shape, parallel, dtype = CASES[case]
+    model, started = build(shape, dtype), time.process_time()
+    options: StepKeywords = {
+        "device": "H100", "optimizer": "adamw", "outputs": "dropped", "parallel": parallel,
+    }  # fmt: skip
+    found: dict[str, Any] = {"case": case, "parallel": parallel, "shards": str(dtype)}
+
+    def note(**figures: Any) -> None:
+        found.update(figures, process_seconds=round(time.process_time() - started))
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+    steps = SizedSteps(
+        lambda units: prepared_step("estimate", model, words(UNIT * units), None, None, options)
+    )
+    whole, half = SEQUENCE // UNIT, SEQUENCE // UNIT // 2
+    unplanned = steps.capture(whole).unplanned_bytes
+    prepared = steps.prepared[whole]
+    note(resident=prepared.resident.total, unplanned=unplanned)
+    _, checkpointed = with_checkpoints(prepared, [BLOCKS])
+    note(checkpointed=checkpointed.total_bytes, checkpointed_overhead=checkpointed.overhead)
+    for name, budget in (("planned", BUDGET), ("alike", checkpointed.total_bytes)):
+        try:
+            plan = plan_prepared(prepared, budget)
+            assert plan.whole_step is not None
+            note(**{name: plan.whole_step.total_bytes, f"{name}_overhead": plan.overhead})
+        except planner.InfeasibleBudget as error:
+            note(**{f"{name}_least": error.minimum_bytes})
+    shorter = steps.capture(half).unplanned_bytes
+    _, small = with_checkpoints(steps.prepared[half], [BLOCKS])
+    note(
+        longest_unplanned=_longest(unplanned, shorter),
+        longest_checkpointed=_longest(checkpointed.total_bytes, small.total_bytes),
+    )
+
+
+def _longest(whole: int, half: int) -> int:
+    """The longest sequence within the budget, on the line through two: with flash attention nothing grows
+    faster than the sequence."""
+    a_token = (whole - half) / (SEQUENCE // 2)
+    left = 80 * 10**9 - whole
+    return max(0, int((SEQUENCE + left / a_token) // UNIT * UNIT))
+
+
+def render(figures: list[dict[str, Any]]) -> str:
+    """The table, as Markdown."""
+
+    def gb(value: int | None) -> str:
+        return "" if value is None else f"{value / 1e9:.1f}"
+
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:+.1f}%"
+
+    lines = [
+        "| case | resident | unplanned | checkpoint per block | planned for 80 GB | at the checkpoints' "
+        "bytes | longest unplanned | longest with checkpoints |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for found in figures:
+        planned = f"{gb(found.get('planned'))} {share(found.get('planned_overhead'))}"
+        if "planned_least" in found:
+            planned = f"does not fit: the least is {gb(found['planned_least'])}"
+        lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed"))
+        tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
+        lines.append(
+            f"| {found['case']} | {gb(found['resident'])} | {gb(found['unplanned'])} | "
+            f"{gb(found.get('checkpointed'))} {share(found.get('checkpointed_overhead'))} | {planned} | "
+            f"{gb(found.get('alike'))} {share(found.get('alike_overhead'))} | {tokens} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Make rows, or the table of the rows that there are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cases", default=",".join(c for c in CASES if c != "tiny"))
+    parser.add_argument("--out", type=Path, default=Path("out/scale"))
+    parser.add_argument("--render", action="store_true", help="only print the table of the rows in --out")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if not given.render:
+        for case in given.cases.split(","):
+            rows(case, given.out / f"{case}.json")
+    there = [given.out / f"{case}.json" for case in CASES]
+    print(render([json.loads(path.read_text()) for path in there if path.exists()]))
+
+
+if __name__ == "__main__":
+    main()
