@@ -7,13 +7,16 @@ trainer.train()
 """
 
 import os
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 from transformers import TrainerCallback
 
 from planner.environment import tell
-from planner.lazy.auto_checkpoint import auto_checkpoint
+from planner.integrations.padding import Padded, checked_length
+from planner.lazy.auto_checkpoint import wanted_lazily
+from planner.lazy.first_call import install_lazily
 from planner.planning.options import PlanKeywords, shows_options
 from planner.runtime.install import remove
 from planner.runtime.shape_policy import OnNewShape
@@ -35,15 +38,23 @@ class PlannerCallback(TrainerCallback):
         *,
         on_new_shape: OnNewShape = "replan",
         cache: str | os.PathLike[str] | None = None,
+        max_length: int | None = None,
         **options: Unpack[PlanKeywords],
     ) -> None:
         """Take down what to plan with.
 
         Args:
             budget, on_new_shape, cache: See :func:`planner.auto_checkpoint`.
+            max_length: Tokens of the longest sequence that will come. The plan is made for a batch that is
+                padded to it, and shorter ones run by that; if it is left out, the plan is for the first
+                batch, and longer ones are planned for when they come.
             **options: See :class:`planner.planning.options.PlanOptions`.
+
+        Raises:
+            InputError: ``max_length`` is no number of tokens.
         """
         self._budget, self._on_new_shape, self._cache, self._options = budget, on_new_shape, cache, options
+        self._longest = None if max_length is None else Padded(checked_length(max_length))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Have the model planned at its first training call."""
@@ -56,9 +67,11 @@ class PlannerCallback(TrainerCallback):
         options.setdefault("accumulate", True if args.gradient_accumulation_steps > 1 else None)
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         options.setdefault("optimizer", inner if isinstance(inner, torch.optim.Optimizer) else None)
-        auto_checkpoint(
+        wanted = wanted_lazily(
             model, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
+        if wanted is not None:
+            install_lazily(model, replace(wanted, enlarge=self._longest))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the plan out."""

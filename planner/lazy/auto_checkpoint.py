@@ -69,22 +69,20 @@ def auto_checkpoint(
     Returns:
         The same module, training within the budget.
     """
-    lazily = args is None and kwargs is None
-    if lazily:
-        budget = budget_of_environment() or budget
-    if budget is None:
-        raise BudgetError(
-            'auto_checkpoint needs a budget, as in budget="8GiB"'
-            + (", or the environment variable PLANNER_BUDGET=8GiB" if lazily else "")
+    if args is None and kwargs is None:
+        to_plan = wanted_lazily(
+            model, budget=budget, on_new_shape=on_new_shape, cache=cache, progress=progress, **options
         )
-    policy = checked(on_new_shape or ("replan" if lazily else "reapply"))
+        if to_plan is not None:
+            install_lazily(model, to_plan)
+        return model
+    if budget is None:
+        raise BudgetError(_NO_BUDGET)
+    policy = checked(on_new_shape or "reapply")
     wanted = checked_wanted(Wanted(budget, policy, cache, options, progress))
     check_model(model)
     refuse_wrappers(model, "plan")
     if plans_are_off():
-        return model
-    if lazily:
-        install_lazily(model, wanted)
         return model
     if cache is None:
         plan = api.plan(model, args, kwargs, budget=budget, progress=progress, **options)
@@ -92,3 +90,29 @@ def auto_checkpoint(
     step = read_step(model, args, kwargs, wanted.options.loss, wanted.options.outputs, of="auto_checkpoint")
     made = planned_or_cached(model, step, wanted)
     return apply(made.plan, model, on_new_shape=policy)
+
+
+_NO_BUDGET = 'auto_checkpoint needs a budget, as in budget="8GiB"'
+
+
+def wanted_lazily(
+    model: torch.nn.Module,
+    *,
+    budget: int | str | None = None,
+    on_new_shape: OnNewShape | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[PlanKeywords],
+) -> Wanted | None:
+    """What to plan a module with at its first training call; None where plans are off.
+
+    Arguments and errors are those of :func:`auto_checkpoint`.
+    """
+    budget = budget_of_environment() or budget
+    if budget is None:
+        raise BudgetError(f"{_NO_BUDGET}, or the environment variable PLANNER_BUDGET=8GiB")
+    policy = checked(on_new_shape or "replan")
+    wanted = checked_wanted(Wanted(budget, policy, cache, options, progress))
+    check_model(model)
+    refuse_wrappers(model, "plan")
+    return None if plans_are_off() else wanted

@@ -64,6 +64,8 @@ class PlannedAtFirstCall(InstalledCall):
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Made, PlannedCall]:
         model, wanted = self._model, self.wanted
+        if wanted.enlarge is not None:
+            args, kwargs = wanted.enlarge(args, kwargs)
 
         def make() -> Made:
             step = read_step(

@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -31,6 +33,7 @@ class Wanted:
         cache: The file that keeps the plan, or None.
         given: Options of :func:`planner.plan`, by name.
         progress: See :func:`planner.plan`.
+        enlarge: Makes of the arguments of the first training call those that are planned; None: these.
     """
 
     budget: int | str
@@ -38,6 +41,7 @@ class Wanted:
     cache: str | os.PathLike[str] | None = None
     given: PlanKeywords = field(default_factory=PlanKeywords)
     progress: Progress | None = None
+    enlarge: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
 
     @property
     def options(self) -> PlanOptions:
