@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from planner._torch.tracing.data_free import DataFreeLog
+
 _MOST_KNOWN_ELEMENTS = 2**20
 NOT_FAKE = {"transformers.utils.import_utils": "is_fake_tensor"}
 """Functions of other libraries that ask whether a tensor has no data, by module."""
@@ -69,10 +71,28 @@ class ConstantTrackingFakeMode(FakeTensorMode):
 
     Models compute positions from ``torch.arange`` and let them decide what runs. With the values of such
     tensors known, as those of inputs are, that works without data too; see :func:`values_count`.
+
+    Attributes:
+        log: What depends on no data.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.log = DataFreeLog()
+        self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._depth += 1
+        try:
+            result = self._called(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:  # an operator that is made of others is noted once
+            self.log.record(func, args, kwargs, result)
+        return result
+
+    def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         devices = self._devices(func, args, kwargs)
         if devices is not None:
             found = self._computed(func, args, kwargs, devices)

@@ -34,16 +34,15 @@ from planner.capture.external_accumulation import (
 )
 from planner.capture.graph_runner import GraphRunner, collector, notes_on
 from planner.capture.marked_call import Marked
+from planner.capture.on_a_copy import NotWithoutDataError, RunOfACopy, on_a_copy
 from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
-from planner.graph.heap import older_objects_set_aside
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.lowering.lowerings import chosen_lowering
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
-from planner.training_step.copies import StepCopy, described, fake_copy, lacks_data, real_copy
-from planner.training_step.generators import GeneratorStates, OwnGenerators
-from planner.training_step.intact import Belongings
+from planner.training_step.copies import described
+from planner.training_step.generators import OwnGenerators
 from planner.training_step.python_state import remember
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.regions import RunningRegions
@@ -57,10 +56,6 @@ _OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
 """Names of kernels that only the CPU has contain one of these."""
 _MOST_PASSES = 4
 """How often the step may run until it takes the same path twice."""
-
-
-class _NotWithoutData(CaptureError):
-    """The step does not run on tensors without data; it may run on tensors with data."""
 
 
 def capture(
@@ -89,8 +84,7 @@ def capture(
         CaptureError: If the step cannot be run, or no graph came of it.
     """
     run = partial(_Capture.run, regions=regions)
-    with older_objects_set_aside():
-        return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
+    return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
 def record_eagerly(
@@ -132,32 +126,13 @@ def _on_a_copy(
     accumulate: bool | None,
     rank: Rank | None,
 ) -> _T:
-    """What ``use`` makes of a copy without data; of one with data where the step does not run without."""
     report = progress or (lambda text, fraction: None)
-    generators, belongings = GeneratorStates.now(), Belongings(module, step)
     added_to = gradients_there(module, accumulate)
 
-    def of(copied: StepCopy, kernels: CudaKernels | None) -> _Capture:
-        return _Capture(copied, belongings, generators, report, kernels, added_to, rank)
+    def capture_with(run: RunOfACopy) -> _T:
+        return use(_Capture(run, report, cuda if run.without_data else None, added_to, rank))
 
-    try:
-        report("copying the module without its data", 0.0)
-        try:
-            return use(of(fake_copy(module, step), cuda))
-        except _NotWithoutData as error:
-            missing = lacks_data(module, step)
-            if missing or cuda is not None:
-                why = "have none (they are on the meta device)" if missing else "are on another device"
-                raise CaptureError(
-                    f"{error}. What runs depends on data, and the model or its inputs {why}: plan it with "
-                    "real ones, on the device that will run it"
-                ) from error
-            logger.info("%s; capturing with data", error)
-        report("copying the module with its data: they decide what runs", 0.0)
-        return use(of(real_copy(module, step), None))
-    finally:
-        generators.restore()
-        belongings.put_back()
+    return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None)
 
 
 class _Capture:
@@ -165,16 +140,15 @@ class _Capture:
 
     def __init__(
         self,
-        copied: StepCopy,
-        belongings: Belongings,
-        generators: GeneratorStates,
+        run: RunOfACopy,
         report: Progress,
         cuda: CudaKernels | None,
         added_to: Sequence[bool],
         rank: Rank | None,
     ) -> None:
-        self.copied, self.report, self._generators, self._cuda = copied, report, generators, cuda
-        self._belongings = belongings
+        copied = run.copied
+        self.copied, self.report, self._cuda = copied, report, cuda
+        self._generators, self._belongings = run.generators, run.belongings
         self.notes: list[str] = []
         self._no_loss = False
         self._own_generators = OwnGenerators(copied.module, copied.step.args, copied.step.kwargs)
@@ -364,7 +338,7 @@ class _Capture:
         except CaptureError:
             raise
         except Exception as error:
-            kind = CaptureError if self.copied.data else _NotWithoutData
+            kind = CaptureError if self.copied.data else NotWithoutDataError
             text = described(doing, error)
             raise kind(f"{text}. {AROUND}" if self._eager_runs else text) from error
         finally:

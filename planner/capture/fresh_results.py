@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from planner._torch import fake
+from planner._torch.tracing.data_free import stand_ins
 
 
+@stand_ins()
 def fresh_results(values: Sequence[Any], input_values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Tensors without data like ``values``, aliasing each other and the arguments as those do."""
     bases: dict[int, torch.Tensor] = {}

@@ -27,6 +27,7 @@ class StepCopy:
         running: A context in which the step runs.
         reset: Puts back what a pass changed.
         data: Whether the copy has data.
+        value_of: A tensor of the step without data as one with data; None where it depends on data.
     """
 
     module: torch.nn.Module
@@ -34,6 +35,7 @@ class StepCopy:
     running: Callable[[], contextlib.AbstractContextManager[Any]]
     reset: Callable[[], None]
     data: bool
+    value_of: Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
@@ -70,7 +72,7 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
     loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
-    return StepCopy(copied, copied_step, running, reset, data=False)
+    return StepCopy(copied, copied_step, running, reset, data=False, value_of=mode.log.value)
 
 
 def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
@@ -95,7 +97,9 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     versions = {id(mine): writes(mine) for _, mine in pairs}
     loss = _on_copies(step.loss, pairs)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
-    return StepCopy(copied, copied_step, contextlib.nullcontext, reset, data=True)
+    return StepCopy(
+        copied, copied_step, contextlib.nullcontext, reset, data=True, value_of=lambda tensor: tensor
+    )
 
 
 def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:

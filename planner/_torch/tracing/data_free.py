@@ -1,0 +1,137 @@
+"""Private PyTorch APIs: what a step without data computes from nothing but numbers, computed again with data.
+
+Tables of positions and masks depend on neither parameters nor inputs nor random numbers. Where a step leaves
+such a tensor in a cache of the user's, it is needed with its values after planning. Seen to work with
+torch 2.13.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_MARK = "_planner_origin"
+_standing_in = False
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """Within this, tensors are made in the place of others: nothing is known of their values."""
+    global _standing_in
+    before, _standing_in = _standing_in, True
+    try:
+        yield
+    finally:
+        _standing_in = before
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A tensor and its storage, by number: the tensors themselves are freed as the step frees them."""
+
+    tensor: int
+    storage: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator, with the origins of tensors in their places."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    reads: frozenset[int]
+    writes: frozenset[int]
+    results: tuple[_Origin | None, ...]
+
+
+class DataFreeLog:
+    """The calls whose results depend on no data, in their order."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._storages: set[int] = set()
+        self._next = 0
+
+    def record(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call that has just been made on tensors without data."""
+        if _standing_in or not isinstance(function, torch._ops.OpOverload):
+            return
+        given = list(_tensors((args, kwargs)))
+        tensors = [t for t in given if isinstance(t, FakeTensor)]  # the others have their values
+        origins = [self._origin(t) for t in tensors]
+        drawn = torch.Tag.nondeterministic_seeded in function.tags
+        if drawn or None in origins or _has_symbols(args, kwargs):
+            if function._schema.is_mutable:
+                self._storages -= {o.storage for o in origins if o is not None}
+            return
+        made = [t for t in tree_leaves(result) if isinstance(t, FakeTensor)]
+        if not made or (function._schema.is_mutable and len(given) > len(tensors)):
+            return
+        known = [(t, o) for t, o in zip(tensors, origins, strict=True) if o is not None]
+        storages = {t.untyped_storage()._cdata: o.storage for t, o in known}
+        results: list[_Origin | None] = []
+        for tensor in made:
+            if any(tensor is t for t in tensors):
+                results.append(getattr(tensor, _MARK))
+                continue
+            at = tensor.untyped_storage()._cdata
+            if at not in storages:
+                storages[at] = self._number()
+                self._storages.add(storages[at])
+            results.append(_Origin(self._number(), storages[at]))
+            setattr(tensor, _MARK, results[-1])
+        read = frozenset(o.storage for _, o in known)
+        written = frozenset(o.storage for o in results if o is not None)
+        if function._schema.is_mutable:
+            written |= read
+        held, named = tree_map_only(FakeTensor, lambda t: getattr(t, _MARK), (args, kwargs))
+        self._calls.append(_Call(function, held, named, read, written, tuple(results)))
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor with the values that this one would have; None where they depend on data."""
+        origin = self._origin(tensor)
+        if origin is None or not isinstance(tensor, FakeTensor):
+            return None
+        needed, calls = {origin.storage}, []
+        for call in reversed(self._calls):
+            if call.writes & needed:
+                needed |= call.reads
+                calls.append(call)
+        made: dict[int, torch.Tensor] = {}
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            for call in reversed(calls):
+                args, kwargs = tree_map_only(_Origin, lambda o: made[o.tensor], (call.args, call.kwargs))
+                found = [
+                    t for t in tree_leaves(call.function(*args, **kwargs)) if isinstance(t, torch.Tensor)
+                ]
+                for result, value in zip(call.results, found, strict=True):
+                    assert result is not None
+                    made[result.tensor] = value
+        return made[origin.tensor].requires_grad_(tensor.requires_grad)
+
+    def _origin(self, tensor: torch.Tensor) -> _Origin | None:
+        origin = getattr(tensor, _MARK, None)
+        return origin if isinstance(origin, _Origin) and origin.storage in self._storages else None
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+
+def _tensors(nest: Any) -> Iterator[torch.Tensor]:
+    for leaf in nest.values() if isinstance(nest, dict) else nest:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, list | tuple | dict):
+            yield from _tensors(leaf)
+
+
+def _has_symbols(args: Any, kwargs: Any) -> bool:
+    return any(
+        isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in tree_leaves((args, kwargs))
+    )

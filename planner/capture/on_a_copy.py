@@ -1,0 +1,95 @@
+"""Running a step on a copy of the module, so that nothing of the user's is changed."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from planner._torch.tracing.imports import imports_without_modes
+from planner.errors import CaptureError
+from planner.graph.heap import older_objects_set_aside
+from planner.progress import Progress
+from planner.training_step.copies import StepCopy, fake_copy, lacks_data, real_copy
+from planner.training_step.generators import GeneratorStates
+from planner.training_step.intact import Belongings
+from planner.training_step.left_behind import LeftBehind, left_behind, put_right
+from planner.training_step.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class NotWithoutDataError(CaptureError):
+    """The step does not run on tensors without data; it may run on tensors with data."""
+
+
+@dataclass(frozen=True)
+class RunOfACopy:
+    """A copy, and what is put back when its steps have run.
+
+    Attributes:
+        copied: The copy.
+        belongings: What the original consists of, or can reach.
+        generators: Random states.
+    """
+
+    copied: StepCopy
+    belongings: Belongings
+    generators: GeneratorStates
+
+    @property
+    def without_data(self) -> bool:
+        return not self.copied.data
+
+
+_T = TypeVar("_T")
+
+
+def on_a_copy(
+    module: torch.nn.Module,
+    step: Step,
+    use: Callable[[RunOfACopy], _T],
+    report: Progress,
+    *,
+    may_have_data: bool = True,
+) -> _T:
+    """What ``use`` makes of a copy without data; of one with data where the step does not run without.
+
+    Raises:
+        CaptureError: If the step runs neither way.
+    """
+    generators, belongings = GeneratorStates.now(), Belongings(module, step)
+
+    def run(copy: Callable[[torch.nn.Module, Step], StepCopy]) -> _T:
+        left = LeftBehind()
+        copied, result = None, None
+        try:
+            with older_objects_set_aside() as newer, imports_without_modes():
+                try:
+                    copied = copy(module, step)
+                    result = use(RunOfACopy(copied, belongings, generators))
+                    return result
+                finally:
+                    generators.restore()
+                    belongings.put_back()
+                    if copied is not None and not copied.data:
+                        left = left_behind(newer, result, copied.module.modules())
+        finally:
+            if copied is not None:
+                put_right(left, copied.value_of)
+
+    try:
+        report("copying the module without its data", 0.0)
+        return run(fake_copy)
+    except NotWithoutDataError as error:
+        missing = lacks_data(module, step)
+        if missing or not may_have_data:
+            why = "have none (they are on the meta device)" if missing else "are on another device"
+            raise CaptureError(
+                f"{error}. What runs depends on data, and the model or its inputs {why}: plan it with "
+                "real ones, on the device that will run it"
+            ) from error
+        logger.info("%s; capturing with data", error)
+    report("copying the module with its data: they decide what runs", 0.0)
+    return run(real_copy)

@@ -1,0 +1,199 @@
+"""Tensors without data that a step, while it was planned, left in objects that outlive planning.
+
+Models fill caches: a table of positions in a dictionary of some library, the results of a function under
+``functools.lru_cache``. What the step puts there while it runs without data has no data either, and would
+fail in the first real step. Each such tensor gets the values that the step itself would have computed, where
+they depend on no data; else it is taken out, and that is said.
+
+The garbage collector knows who holds what. Only objects made since :func:`planner.graph.heap` set the older
+ones aside are looked at: a tensor, or a container of tensors, that one of the older objects holds has more
+references than the new objects explain.
+"""
+
+import functools
+import gc
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+from planner._torch import fake
+from planner.errors import warn
+
+_CACHE = type(functools.lru_cache(lambda: None))
+_NOTHING = object()
+
+
+@dataclass
+class LeftBehind:
+    """What may have been left in older objects.
+
+    Attributes:
+        tensors: Tensors without data.
+        held: For each of them what has more references than new objects explain: itself, or what holds it.
+        new: The ids of the new objects.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    held: list[list[object]] = field(default_factory=list)
+    new: set[int] = field(default_factory=set)
+
+
+def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterable[object]) -> LeftBehind:
+    """Look for tensors without data, made since older objects were set aside, that older objects may hold.
+
+    Args:
+        newer: Lists the objects made since then.
+        result: What planning keeps: tensors that only it holds are no others' business.
+        ours: Objects at which no search goes on, as a copy of the module.
+    """
+    gc.collect()
+    young = newer()
+    place = {id(o): n for n, o in enumerate(young)}
+    holders: list[list[int]] = [[] for _ in young]
+    for n in range(len(young)):
+        for referent in gc.get_referents(young[n]):
+            if (at := place.get(id(referent))) is not None:
+                holders[at].append(n)
+    own = {id(result), *(id(o) for o in ours)}
+    skip = {n for n in range(len(young)) if id(young[n]) in own or _is_internal(young[n])}
+    found = []
+    for n in range(len(young)):
+        if n in skip or not _without_data(young[n]):
+            continue
+        seen, pending, held = {n}, [n], []
+        while pending:
+            at = pending.pop()
+            # Two references more: the list of all, and the argument.
+            if sys.getrefcount(young[at]) > len(holders[at]) + 2 + _of_cpp(young[at]):
+                held.append(at)
+            more = [m for m in holders[at] if m not in seen and m not in skip]
+            seen.update(more)
+            pending += more
+        if held:
+            found.append((n, held))
+    left = LeftBehind(
+        [t for n, _ in found if isinstance(t := young[n], torch.Tensor)],
+        [[young[at] for at in held] for _, held in found],
+        set(place),
+    )
+    young.clear()
+    return left
+
+
+def put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Replace tensors without data where older objects hold them; nothing may be set aside any more.
+
+    Args:
+        left: The tensors.
+        value_of: The tensor with data, or None if that is not known.
+    """
+    own: list[object] = [left.tensors, *left.held]
+    while left.tensors:
+        tensor, held = left.tensors.pop(), left.held.pop()
+        older = ((h, o) for o in held for h in gc.get_referrers(o) if _is_older(h, left, own))
+        holder, member = next(older, (None, None))
+        if holder is None:
+            continue
+        value = value_of(tensor)
+        if value is None:
+            warn(
+                "planning ran the step without data, and the step keeps a tensor that depends on data in "
+                f"{_called(holder, member)}: it was taken out"
+            )
+        _replace(tensor, _NOTHING if value is None else value, own)
+
+
+def _is_older(holder: object, left: LeftBehind, own: list[object]) -> bool:
+    return id(holder) not in left.new and not any(holder is o for o in own) and not _is_internal(holder)
+
+
+def _replace(old: Any, new: Any, own: list[object]) -> None:
+    """Put another object in the place of one, wherever that is held."""
+    holders = gc.get_referrers(old)
+    own = [*own, holders]
+    for holder in holders:
+        if any(holder is o for o in own) or _is_internal(holder):
+            continue
+        if isinstance(holder, tuple):
+            _replace(holder, _NOTHING if new is _NOTHING else _like(holder, old, new), own)
+        elif isinstance(holder, _CACHE):
+            holder.cache_clear()
+        elif isinstance(holder, CellType):
+            holder.cell_contents = None if new is _NOTHING else new
+        else:
+            _replace_in(holder, old, new)
+
+
+def _replace_in(holder: Any, old: Any, new: Any) -> None:
+    space = holder if isinstance(holder, dict | list | deque | set) else getattr(holder, "__dict__", None)
+    if isinstance(space, dict):
+        names = space is not holder or "__name__" in space or _owner(space) is not None
+        for key in [k for k, v in space.items() if v is old]:
+            if new is _NOTHING and not names:
+                del space[key]
+            else:  # attributes, and variables of files, stay there
+                space[key] = None if new is _NOTHING else new
+    elif isinstance(space, list | deque):
+        for n in [n for n, v in enumerate(space) if v is old][::-1]:
+            if new is _NOTHING:
+                del space[n]
+            else:
+                space[n] = new
+    elif isinstance(space, set):
+        space.discard(old)
+        if new is not _NOTHING:
+            space.add(new)
+
+
+def _owner(space: dict[Any, Any]) -> object | None:
+    """The object whose attributes a dictionary is."""
+    return next((o for o in gc.get_referrers(space) if getattr(o, "__dict__", None) is space), None)
+
+
+def _called(holder: Any, member: Any) -> str:
+    """A holder of something in words: a variable of a file, or the kind of object."""
+    if isinstance(holder, dict):
+        if "__name__" in holder:
+            return next((f"{holder['__name__']}.{name}" for name, v in holder.items() if v is member), "")
+        key = next((key for key, value in holder.items() if value is member), "")
+        for owner in gc.get_referrers(holder):
+            if isinstance(owner, dict) and "__name__" in owner:
+                return f"{_called(owner, holder)}[{key!r}]"
+        if (instance := _owner(holder)) is not None:
+            return f"{type(instance).__module__}.{type(instance).__qualname__}.{key}"
+    names = [name for name, value in getattr(holder, "__dict__", {}).items() if value is member]
+    return ".".join([type(holder).__module__, type(holder).__qualname__, *names[:1]])
+
+
+def _like(holder: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
+    members = [new if member is old else member for member in holder]
+    return type(holder)._make(members) if hasattr(holder, "_make") else type(holder)(members)
+
+
+def _of_cpp(value: Any) -> int:
+    """References that stand for PyTorch's own: one, where a tensor is held there as well."""
+    return int(_without_data(value) and value._use_count() > 1)
+
+
+def _without_data(value: object) -> bool:
+    # Not isinstance: it asks objects for their class, and stand-ins for others may fail then.
+    return issubclass(type(value), torch.Tensor) and fake.is_fake(value)
+
+
+def _is_internal(value: Any) -> bool:
+    """Whether an object is PyTorch's, ours or the interpreter's. Of PyTorch, ``torch.nn`` is what users make
+    objects of."""
+    if _without_data(value):
+        return False
+    if issubclass(type(value), FrameType | TracebackType):
+        return True
+    if issubclass(type(value), FunctionType):
+        name = value.__module__
+    else:
+        name = value.__name__ if issubclass(type(value), ModuleType) else type(value).__module__
+    return str(name).partition(".")[0] in ("torch", "planner") and not str(name).startswith("torch.nn.")

@@ -1,0 +1,160 @@
+"""What a step leaves in objects of others while it is planned has data afterwards, or is taken out."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+
+LIBRARY = """
+import functools
+import torch
+
+CACHE = {}
+LAST = None
+
+class Tables:
+    held = None
+    def get(self, n):
+        if self.held is None:
+            self.held = torch.arange(float(n))
+        return self.held
+
+TABLES = Tables()
+
+@functools.lru_cache
+def recent(n):
+    return torch.arange(float(n)) + 1
+
+@functools.cache
+def pair(n):
+    return torch.zeros(n), {"ones": torch.ones(n)}
+
+def in_dictionary(n):
+    if n not in CACHE:
+        CACHE[n] = torch.arange(float(n))
+    return CACHE[n]
+
+def positions(n):
+    if "positions" not in CACHE:
+        table = torch.zeros(n)
+        table[0::2] = torch.sin(torch.arange(0.0, n, 2))
+        table[1::2] = torch.cos(torch.arange(0.0, n, 2))
+        CACHE["positions"] = (table, "sinusoidal")
+    return CACHE["positions"][0]
+"""
+NUMBERS = count()
+KEPT = []  # Dynamo has code by its address
+WANTED = {
+    "recent": torch.arange(8.0) + 1,
+    "in_dictionary": torch.arange(8.0),
+    "positions": torch.stack(
+        [torch.sin(torch.arange(0.0, 8, 2)), torch.cos(torch.arange(0.0, 8, 2))], 1
+    ).flatten(),
+}
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    name = f"tables_of_others_{next(NUMBERS)}"  # Dynamo remembers modules by name
+    (tmp_path / f"{name}.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module(name)
+    del sys.modules[name]
+
+
+class Adding(nn.Module):
+    """Adds what a function makes."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.first, self.second, self.make = nn.Linear(8, 8), nn.Linear(8, 8), [make]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)) + self.make[0](8))
+
+
+def planned_as_unplanned(model: nn.Module) -> None:
+    """Plan, run a step with the plan and one in eval mode, and compare with a step without."""
+    x = torch.randn(16, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, x, budget="100%", solver="sqrt_n")
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    plan.apply(model)(x).sum().backward()
+    assert expected
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    model.eval()(x)
+
+
+@pytest.mark.parametrize("name", sorted(WANTED))
+def test_caches_of_other_files_hold_tensors_with_data(library: ModuleType, name: str) -> None:
+    make = getattr(library, name)
+    planned_as_unplanned(Adding(make))
+    assert type(make(8)) is torch.Tensor
+    assert torch.equal(make(8), WANTED[name])
+
+
+def test_an_object_and_a_nested_result_hold_tensors_with_data(library: ModuleType) -> None:
+    planned_as_unplanned(Adding(lambda n: library.TABLES.get(n) + library.pair(n)[1]["ones"]))
+    assert torch.equal(library.TABLES.get(8), torch.arange(8.0))
+    zeros, more = library.pair(8)
+    assert torch.equal(zeros, torch.zeros(8))
+    assert torch.equal(more["ones"], torch.ones(8))
+
+
+def test_a_cache_that_is_filled_before_a_step_fails_holds_data(library: ModuleType) -> None:
+    def failing(n: int) -> torch.Tensor:
+        library.in_dictionary(n)
+        raise ValueError("no")
+
+    with pytest.raises(planner.PlannerError, match="ValueError: no"):
+        planner.plan(Adding(failing), torch.randn(16, 8), budget="100%")
+    assert torch.equal(library.CACHE[8], torch.arange(8.0))
+
+
+def test_what_depends_on_data_is_taken_out_and_said(library: ModuleType) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            library.CACHE["hidden"] = library.TABLES.held = hidden
+            return self.second(torch.relu(hidden))
+
+    with pytest.warns(planner.PlanWarning) as said:
+        planner.plan(Keeping(), torch.randn(16, 8), budget="100%", solver="sqrt_n")
+    assert [w for w in said if f"data in {library.__name__}." in str(w.message)]
+    assert library.CACHE == {}
+    assert library.TABLES.held is None
+
+
+@pytest.mark.parametrize("where", ["in the graph", "after a break", "in a part that is not captured"])
+def test_a_file_that_the_forward_imports_first_has_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    name = f"constants_of_others_{next(NUMBERS)}"
+    (tmp_path / f"{name}.py").write_text("import torch\nTABLE = torch.arange(8.0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    space = {"torch": torch}
+    before = "torch._dynamo.graph_break()" if where == "after a break" else "pass"
+    exec(f"def table(n):\n    {before}\n    import {name}\n    return {name}.TABLE", space)
+    table = space["table"]
+    KEPT.append(table)
+    planned_as_unplanned(Adding(torch._dynamo.disable(table) if "not captured" in where else table))
+    found = sys.modules.pop(name).TABLE
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, torch.arange(8.0))
