@@ -46,3 +46,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 def schema_of(operator: Any) -> Any:
     """Names and types of an operator's arguments and results."""
     return operator._schema
+
+
+def held_by_pytorch(tensor: Any) -> bool:
+    """Whether PyTorch itself holds a tensor that Python holds: one more Python reference stands for that."""
+    return int(tensor._use_count()) > 1

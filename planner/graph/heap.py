@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import ReferenceType
 
 
 @contextmanager
@@ -17,8 +18,10 @@ def older_objects_set_aside() -> Iterator[Callable[[], list[object]]]:
         What lists the objects that were made since.
     """
     if gc.get_freeze_count():
-        older = gc.get_objects()
-        ids = {id(o) for o in older}  # of objects that live as long, so that no other gets one of them
+        # Held, so that no other object gets the id of one of them; but for weak references, whose owners
+        # trust in their end.
+        older = [o for o in gc.get_objects() if not issubclass(type(o), ReferenceType)]
+        ids = {id(o) for o in older}
         yield lambda: [o for o in gc.get_objects() if id(o) not in ids and o is not older]
         older.clear()
         return

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from planner._torch import fake
+from planner._torch import fake, tensors
 from planner.errors import warn
 
 _CACHE = type(functools.lru_cache(lambda: None))
@@ -69,7 +69,7 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
         while pending:
             at = pending.pop()
             # Two references more: the list of all, and the argument.
-            if sys.getrefcount(young[at]) > len(holders[at]) + 2 + _of_cpp(young[at]):
+            if sys.getrefcount(young[at]) > len(holders[at]) + 2 + _references_of_pytorch(young[at]):
                 held.append(at)
             more = [m for m in holders[at] if m not in seen and m not in skip]
             seen.update(more)
@@ -175,9 +175,8 @@ def _like(holder: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
     return type(holder)._make(members) if hasattr(holder, "_make") else type(holder)(members)
 
 
-def _of_cpp(value: Any) -> int:
-    """References that stand for PyTorch's own: one, where a tensor is held there as well."""
-    return int(_without_data(value) and value._use_count() > 1)
+def _references_of_pytorch(value: object) -> int:
+    return int(issubclass(type(value), torch.Tensor) and tensors.held_by_pytorch(value))
 
 
 def _without_data(value: object) -> bool:

@@ -23,6 +23,7 @@ from torch.library import Library
 from torch.utils import _pytree as pytree
 
 from planner._torch.autocast_state import autocast_state, set_autocast_state, under_autocast
+from planner._torch.compat import version
 from planner.errors import CaptureError, PlanWarning
 
 aten = torch.ops.aten
@@ -57,6 +58,8 @@ TO_SINGLE = _names("""
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
     upsample_nearest3d upsample_trilinear3d
 """)
+if version() >= (2, 14):
+    TO_SINGLE |= {"linalg_matrix_sqrth"}
 RESULT_SINGLE = _names("""
     cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int prod
     prod.dim_int softmax.int sum sum.dim_IntList
