@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test test-all lint format schema picture docs zoo mutations bench clean
+.PHONY: help venv packages demo test compat test-all lint format schema picture docs zoo mutations bench clean
 
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -54,6 +54,9 @@ demo: venv  ## Plan a BERT for 60 % of its memory, train with the plan, compare 
 
 test: venv  ## Run the tests that take seconds.
 	$(PYTEST) -m "not heavy" -n 2
+
+compat:  ## Run the tests that take seconds with another PyTorch (some gigabytes): make compat TORCH=2.15.0
+	$(MAKE) test VENV=$(VENV)-$(TORCH:torch==%=%) TORCH=torch==$(TORCH:torch==%=%)
 
 test-all: venv  ## Run all tests.
 	$(PYTEST) -n 2 --dist worksteal

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import planner
 from planner._torch import compat
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +82,16 @@ def test_every_private_name_that_not_all_versions_have_is_there_as_the_table_say
         if row.argument is not None:
             there = compat.takes_argument(row.name, row.argument)
         assert there == (version >= row.since), row
+
+
+def test_a_pytorch_that_nobody_tested_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    plan = planner.plan(model, x, budget="100%", solver="none")
+    monkeypatch.setattr(compat, "version", lambda: (2, compat.NEWEST[1] + 1))
+    with pytest.raises(planner.PlannerError, match="newest that this planner was tested with"):
+        planner.plan(model, x, budget="100%")
+    with pytest.raises(planner.PlannerError, match="newest that this planner was tested with"):
+        plan.apply(model)
 
 
 @pytest.mark.parametrize("package", ["planner", "solvers"])

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from planner.errors import PlannerError
+
 
 @dataclass(frozen=True)
 class Private:
@@ -55,10 +57,28 @@ TABLE = (
 )
 
 
+NEWEST = (2, 15)
+"""The newest version that was tested; see ``docs/results/versions.md``."""
+
+
 def version() -> tuple[int, int]:
     """Major and minor version of the PyTorch that is installed."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def check_version() -> None:
+    """Refuse a PyTorch that is newer than what the planner was tested with.
+
+    Raises:
+        PlannerError: If it is.
+    """
+    if version() > NEWEST:
+        newest = ".".join(map(str, NEWEST))
+        raise PlannerError(
+            f"PyTorch {torch.__version__} is newer than {newest}, the newest that this planner was tested "
+            "with: install an older PyTorch, or a newer planner"
+        )
 
 
 def private(name: str) -> Any:

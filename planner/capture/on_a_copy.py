@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from planner._torch.compat import check_version
 from planner._torch.tracing.imports import imports_without_modes
 from planner.errors import CaptureError
 from planner.graph.heap import older_objects_set_aside
@@ -58,7 +59,9 @@ def on_a_copy(
 
     Raises:
         CaptureError: If the step runs neither way.
+        PlannerError: If this PyTorch is newer than what was tested.
     """
+    check_version()
     generators, belongings = GeneratorStates.now(), Belongings(module, step)
 
     def run(copy: Callable[[torch.nn.Module, Step], StepCopy]) -> _T:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from planner._torch import dynamo, modules
+from planner._torch.compat import check_version
 from planner._torch.tracing import torchscript
 from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.inside_compile import holds_dtensors, not_compiled
@@ -69,7 +70,9 @@ def check_fits(plan: PlanRecord, model: torch.nn.Module) -> None:
 
     Raises:
         PlanMismatch: It is not.
+        PlannerError: This PyTorch is newer than what was tested.
     """
+    check_version()
     if not isinstance(model, torch.nn.Module):
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
     refuse_wrappers(model, "apply the plan to")
