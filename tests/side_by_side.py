@@ -65,17 +65,22 @@ def counting_runs() -> Iterator[Runs]:
     """Count the executions of planned graphs that are compiled from now on."""
     runs, original = Runs(), backend.chosen_lowering
 
-    def counted(module: GraphModule, role: Role) -> BoxedFunction:
-        function = original()(module, role)
-        runs.captures += role == "forward"
+    def chosen(*backend_and_options: Any) -> Lowering:
+        lower = original(*backend_and_options)
 
-        def run(args: list[Any]) -> Any:
-            setattr(runs, role, getattr(runs, role) + 1)
-            return function(args)
+        def counted(module: GraphModule, role: Role) -> BoxedFunction:
+            function = lower(module, role)
+            runs.captures += role == "forward"
 
-        return run
+            def run(args: list[Any]) -> Any:
+                setattr(runs, role, getattr(runs, role) + 1)
+                return function(args)
 
-    backend.chosen_lowering = lambda: counted
+            return run
+
+        return counted
+
+    backend.chosen_lowering = chosen
     try:
         yield runs
     finally:

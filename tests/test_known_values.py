@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from planner._torch.fake_values import ConstantTrackingFakeMode, known_values, values_count
+from planner._torch.without_data.fake_values import ConstantTrackingFakeMode, known_values, values_count
 
 
 @pytest.fixture(params=["cpu", "cuda:0"])

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from planner._torch.fake_values import ConstantTrackingFakeMode, fake_with_values, known_values
 from planner._torch.joint.aot import run_without_data
+from planner._torch.without_data.fake_values import ConstantTrackingFakeMode, fake_with_values, known_values
 from planner.errors import CaptureError
 from tests.side_by_side import (
     Layers,

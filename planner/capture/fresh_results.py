@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from planner._torch import fake
-from planner._torch.tracing.data_free import stand_ins
+from planner._torch.without_data.data_free import stand_ins
 
 
 @stand_ins()

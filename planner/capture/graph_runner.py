@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner._torch import dynamo, fake, fake_values
+from planner._torch import dynamo, fake
 from planner._torch.autocast_state import autocast_state, under_autocast
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
+from planner._torch.without_data import fake_values
 from planner.capture.fresh_results import fresh_results
 from planner.graph.accumulation import is_sum
 from planner.graph.dynamo_graph import structure_of

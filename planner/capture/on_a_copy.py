@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from planner._torch.compat import check_version
-from planner._torch.tracing.imports import imports_without_modes
+from planner._torch.without_data.imports import imports_without_modes
 from planner.errors import CaptureError
 from planner.graph.heap import older_objects_set_aside
 from planner.progress import Progress

@@ -9,9 +9,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake as fake_
-from planner._torch import fake_values, modules
+from planner._torch import modules
 from planner._torch.tensors import writes
 from planner._torch.tracing import meta_patches
+from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
 from planner.training_step.step import Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of

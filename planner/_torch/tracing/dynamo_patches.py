@@ -25,13 +25,13 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from planner._torch.compat import private
-from planner._torch.fake_values import NOT_FAKE
 from planner._torch.tracing.break_patches import break_at_checkpoints_with_effects, pass_over_marks
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.long_loops import look_at_what_is_left_later
 from planner._torch.tracing.memory_swaps import break_at_swaps
 from planner._torch.tracing.named_functions import look_inside_wrappers
+from planner._torch.without_data.fake_values import NOT_FAKE
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _BOOKKEEPING = {"transformers.utils.output_capturing", "planner.blocks.decorators"}

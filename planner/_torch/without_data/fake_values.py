@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from planner._torch.tracing.data_free import DataFreeLog
+from planner._torch.without_data.data_free import DataFreeLog
 
 _MOST_KNOWN_ELEMENTS = 2**20
 NOT_FAKE = {"transformers.utils.import_utils": "is_fake_tensor"}

@@ -1,1 +1,0 @@
-"""Values that are known although tensors have no data, where these decide what runs."""
