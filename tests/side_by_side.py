@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import planner
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import PlanWarning
-from planner.lowering.lowerings import Role
+from planner.lowering.lowerings import Lowering, Role
 from planner.runtime import backend
 from planner.user_plan import Plan
 
