@@ -22,6 +22,7 @@ OTHER: dict[str, Any] = {
     "other_programs": [Program(backward=GRAPH.backward)],
     "packed": [0],
     "executions": [0, 0],
+    "emitted": ["forward", "backward"],
     "ops": [op.model_copy(update={"name": "aten.relu.default"}) for op in GRAPH.ops],
 }
 """By field of a graph's record, another value for it."""
