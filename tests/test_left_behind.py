@@ -30,6 +30,32 @@ class Tables:
 
 TABLES = Tables()
 
+class Slotted:
+    __slots__ = ("table",)
+
+SLOTTED = Slotted()
+SLOTTED.table = None
+
+class OfTheClass:
+    table = None
+
+RECENT = [None]
+
+def in_a_slot(n):
+    if SLOTTED.table is None:
+        SLOTTED.table = torch.full((n,), 2.0)
+    return SLOTTED.table
+
+def in_a_class(n):
+    if OfTheClass.table is None:
+        OfTheClass.table = torch.full((n,), 3.0)
+    return OfTheClass.table
+
+def in_a_list(n):
+    if RECENT[0] is None:
+        RECENT[0] = torch.full((n,), 4.0)
+    return RECENT[0]
+
 @functools.lru_cache
 def recent(n):
     return torch.arange(float(n)) + 1
@@ -56,6 +82,9 @@ KEPT = []  # Dynamo has code by its address
 WANTED = {
     "recent": torch.arange(8.0) + 1,
     "in_dictionary": torch.arange(8.0),
+    "in_a_slot": torch.full((8,), 2.0),
+    "in_a_class": torch.full((8,), 3.0),
+    "in_a_list": torch.full((8,), 4.0),
     "positions": torch.stack(
         [torch.sin(torch.arange(0.0, 8, 2)), torch.cos(torch.arange(0.0, 8, 2))], 1
     ).flatten(),

@@ -105,54 +105,90 @@ def put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor 
                 "planning ran the step without data, and the step keeps a tensor that depends on data in "
                 f"{_called(holder, member)}: it was taken out"
             )
-        _replace(tensor, _NOTHING if value is None else value, own)
+        if not _replace(tensor, _NOTHING if value is None else value, own):
+            warn(
+                "planning ran the step without data, and a tensor without data is left in "
+                f"{_called(holder, member)}, where it cannot be taken out: build that anew before training"
+            )
 
 
 def _is_older(holder: object, left: LeftBehind, own: list[object]) -> bool:
     return id(holder) not in left.new and not any(holder is o for o in own) and not _is_internal(holder)
 
 
-def _replace(old: Any, new: Any, own: list[object]) -> None:
-    """Put another object in the place of one, wherever that is held."""
+def _replace(old: Any, new: Any, own: list[object]) -> int:
+    """Put another object in the place of one, wherever that is held; returns in how many places."""
     holders = gc.get_referrers(old)
     own = [*own, holders]
+    places = 0
     for holder in holders:
         if any(holder is o for o in own) or _is_internal(holder):
             continue
         if isinstance(holder, tuple):
-            _replace(holder, _NOTHING if new is _NOTHING else _like(holder, old, new), own)
+            places += _replace(holder, _NOTHING if new is _NOTHING else _like(holder, old, new), own)
         elif isinstance(holder, _CACHE):
             holder.cache_clear()
+            places += 1
         elif isinstance(holder, CellType):
             holder.cell_contents = None if new is _NOTHING else new
+            places += 1
         else:
-            _replace_in(holder, old, new)
+            places += _replace_in(holder, old, new)
+    return places
 
 
-def _replace_in(holder: Any, old: Any, new: Any) -> None:
-    space = holder if isinstance(holder, dict | list | deque | set) else getattr(holder, "__dict__", None)
-    if isinstance(space, dict):
-        names = space is not holder or "__name__" in space or _owner(space) is not None
-        for key in [k for k, v in space.items() if v is old]:
-            if new is _NOTHING and not names:
-                del space[key]
-            else:  # attributes, and variables of files, stay there
-                space[key] = None if new is _NOTHING else new
-    elif isinstance(space, list | deque):
-        for n in [n for n, v in enumerate(space) if v is old][::-1]:
+def _replace_in(holder: Any, old: Any, new: Any) -> int:
+    value = None if new is _NOTHING else new
+    at: list[Any]
+    if isinstance(holder, list | deque):
+        at = [n for n, member in enumerate(holder) if member is old][::-1]
+        for n in at:
             if new is _NOTHING:
-                del space[n]
+                del holder[n]
             else:
-                space[n] = new
-    elif isinstance(space, set):
-        space.discard(old)
-        if new is not _NOTHING:
-            space.add(new)
+                holder[n] = new
+    elif isinstance(holder, set):
+        at = [0] * (old in holder)
+        holder.discard(old)
+        holder |= set() if new is _NOTHING else {new}
+    elif isinstance(holder, dict):
+        at = [key for key, member in holder.items() if member is old]
+        owner = _owner(holder)
+        for key in at:
+            if isinstance(owner, type):
+                setattr(owner, key, value)
+            elif new is _NOTHING and owner is None and "__name__" not in holder:
+                del holder[key]
+            else:  # attributes, and variables of files, stay there
+                holder[key] = value
+    else:
+        at = [name for name in _names(holder) if getattr(holder, name, None) is old]
+        for name in at:
+            setattr(holder, name, value)
+    return len(at)
 
 
-def _owner(space: dict[Any, Any]) -> object | None:
-    """The object whose attributes a dictionary is."""
-    return next((o for o in gc.get_referrers(space) if getattr(o, "__dict__", None) is space), None)
+def _names(value: object) -> list[str]:
+    """The names of an object's own attributes."""
+    slots = [slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ())]
+    return [*(_attributes(value) or {}), *slots]
+
+
+def _attributes(value: object) -> Any:
+    try:
+        return value.__dict__
+    except Exception:  # it has none, or stands in for another object
+        return None
+
+
+def _owner(space: dict[Any, Any]) -> Any:
+    """The object, or the class, whose attributes a dictionary is."""
+    for holder in gc.get_referrers(space):
+        if _attributes(holder) is space:
+            return holder
+        if isinstance(holder, type) and any(held is space for held in gc.get_referents(holder)):
+            return holder
+    return None
 
 
 def _called(holder: Any, member: Any) -> str:
@@ -164,9 +200,10 @@ def _called(holder: Any, member: Any) -> str:
         for owner in gc.get_referrers(holder):
             if isinstance(owner, dict) and "__name__" in owner:
                 return f"{_called(owner, holder)}[{key!r}]"
-        if (instance := _owner(holder)) is not None:
-            return f"{type(instance).__module__}.{type(instance).__qualname__}.{key}"
-    names = [name for name, value in getattr(holder, "__dict__", {}).items() if value is member]
+        if (owner := _owner(holder)) is not None:
+            kind = owner if isinstance(owner, type) else type(owner)
+            return f"{kind.__module__}.{kind.__qualname__}.{key}"
+    names = [name for name in _names(holder) if getattr(holder, name, None) is member]
     return ".".join([type(holder).__module__, type(holder).__qualname__, *names[:1]])
 
 
