@@ -84,4 +84,30 @@ BELONGINGS = [
         ),
         ("tests/test_overwritten.py::test_tensors_that_are_given_other_memory_are_no_change",),
     ),
+    Mutation(
+        "caches-of-others",
+        "What a step without data leaves in caches of other files is replaced by tensors with data.",
+        "It stays there.",
+        (
+            Change(
+                "planner/capture/on_a_copy.py",
+                "                put_right(left, copied.value_of)\n",
+                "                pass\n",
+            ),
+        ),
+        ("tests/test_left_behind.py::test_caches_of_other_files_hold_tensors_with_data[in_dictionary]",),
+    ),
+    Mutation(
+        "imports-while-tracing",
+        "Files that a forward imports first are run without the modes that trace.",
+        "They are run with them.",
+        (
+            Change(
+                "planner/_torch/without_data/imports.py",
+                "        with without_modes():\n",
+                "        with contextlib.nullcontext():\n",
+            ),
+        ),
+        ("tests/test_left_behind.py::test_a_file_that_the_forward_imports_first_has_data[after a break]",),
+    ),
 ]
