@@ -223,7 +223,8 @@ def _least(
 def _least_exactly(search: Search, settings: PortfolioSettings) -> None:
     """Offer the least peak of a small graph."""
     if search.least is not None and exact_ilp.count_slots(search.graph) <= settings.exact_slots:
-        exact_ilp.least_peak(search, exact_ilp.find_slots(search.graph), search.least.peak_bytes)
+        seconds, slots = search.wall(settings.exact_seconds), exact_ilp.find_slots(search.graph)
+        exact_ilp.least_peak(search, slots, search.least.peak_bytes, seconds=seconds)
 
 
 def _least_within(
@@ -308,7 +309,8 @@ def _attempt(
     if not _done(search, bound, settings) and _distance(search, bound) > settings.far:
         lower_sets.improve(search, budget, everything.peak_bytes)
     if not _done(search, bound, settings) and exact_ilp.count_slots(graph) <= settings.exact_slots:
-        exact_ilp.answer(search, exact_ilp.find_slots(graph), budget)
+        seconds = search.wall(settings.exact_seconds)
+        exact_ilp.answer(search, exact_ilp.find_slots(graph), budget, seconds=seconds)
     for _ in range(settings.polishing_rounds):
         if search.fastest is None or search.out_of_time() or _done(search, bound, settings):
             break

@@ -29,13 +29,13 @@ def lengths(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(scope="module")
 def found() -> MaxBatch:
     return planner.max_batch(
-        small_gpt()[0], batches, "8MiB", optimizer="AdamW", max_overhead=0.25, solver="sqrt_n"
+        small_gpt(layers=1)[0], batches, "8MiB", optimizer="AdamW", max_overhead=0.25, solver="sqrt_n"
     )
 
 
 @pytest.mark.heavy
 def test_the_largest_batch_fits_and_the_next_does_not(found: MaxBatch) -> None:
-    model = small_gpt()[0]
+    model = small_gpt(layers=1)[0]
     options: dict[str, Any] = {"optimizer": "AdamW", "solver": "sqrt_n", "encodings": "none"}
     plan = planner.plan(model, batches(found.batch), budget="8MiB", **options)
     assert plan.whole_step is not None
@@ -53,7 +53,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(found: MaxBatch) -> None:
 
 @pytest.mark.heavy
 def test_the_measured_step_of_the_largest_batch_is_within_the_budget(found: MaxBatch) -> None:
-    report = planner.verify(small_gpt()[0], batches(found.batch), plan=found.plan, repeats=0)
+    report = planner.verify(small_gpt(layers=1)[0], batches(found.batch), plan=found.plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == found.plan.predicted.dynamic_peak_bytes
 
@@ -63,7 +63,7 @@ def test_the_largest_unplanned_batch_is_the_one_that_just_fits(found: MaxBatch) 
     assert found.unplanned is not None
     totals = []
     for batch in (found.unplanned.batch, found.unplanned.batch + 1):
-        plan = planner.plan(small_gpt()[0], batches(batch), budget="100GiB", optimizer="AdamW", solver="none")
+        plan = planner.plan(small_gpt(layers=1)[0], batches(batch), budget="100GiB", optimizer="AdamW", solver="none")
         assert plan.baseline_whole_step is not None
         totals.append(plan.baseline_whole_step.total_bytes)
     assert totals[0] <= 8 * MIB < totals[1]
@@ -83,7 +83,7 @@ def test_largest_and_fastest_are_both_reported(found: MaxBatch) -> None:
 
 @pytest.mark.heavy
 def test_a_length_whose_bytes_grow_with_its_square() -> None:
-    model = small_gpt()[0]
+    model = small_gpt(layers=1)[0]
     model.positions = torch.nn.Embedding(2048, 32)
     found = planner.max_batch(model, lengths, "16MiB", solver="checkpoint_all", max_overhead=0.5)
     assert found.plan.predicted.peak_bytes <= 16 * MIB
@@ -95,7 +95,7 @@ def test_a_length_whose_bytes_grow_with_its_square() -> None:
 def test_a_budget_for_a_gpu_is_for_all_that_the_step_takes_of_it() -> None:
     gpu = replace(find_device("V100-32GB"), context_bytes=2 * MIB, library_bytes=MIB)
     found = planner.max_batch(
-        small_gpt()[0],
+        small_gpt(layers=1)[0],
         batches,
         "64MiB",
         device=gpu,
@@ -116,16 +116,16 @@ def test_a_budget_for_a_gpu_is_for_all_that_the_step_takes_of_it() -> None:
 @pytest.mark.heavy
 def test_where_not_one_sample_fits_the_least_is_reported() -> None:
     with pytest.raises(planner.InfeasibleBudget, match="one sample needs") as caught:
-        planner.max_batch(small_gpt()[0], batches, "200kB", solver="sqrt_n")
+        planner.max_batch(small_gpt(layers=1)[0], batches, "200kB", solver="sqrt_n")
     assert caught.value.minimum_bytes > 200_000
 
 
 @pytest.mark.parametrize("budget", ["60%", "min"])
 def test_a_budget_that_depends_on_the_batch_is_refused(budget: str) -> None:
     with pytest.raises(BudgetError, match="depends on the batch"):
-        planner.max_batch(small_gpt()[0], batches, budget)
+        planner.max_batch(small_gpt(layers=1)[0], batches, budget)
 
 
 def test_arguments_that_are_none_are_refused() -> None:
     with pytest.raises(InputError, match=r"make_args\(4\)"):
-        planner.max_batch(small_gpt()[0], lambda batch: batch, "8MiB")
+        planner.max_batch(small_gpt(layers=1)[0], lambda batch: batch, "8MiB")

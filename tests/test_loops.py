@@ -776,7 +776,7 @@ def test_an_average_of_weights_kept_in_a_copy() -> None:
 def test_generating_between_training_steps() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    shape = {"vocab_size": 60, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 2}
+    shape = {"vocab_size": 60, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).train()
     words = torch.randint(0, 60, (8, 32))
     kwargs = {"input_ids": words, "labels": words, "use_cache": False}

@@ -114,14 +114,14 @@ def test_a_changed_file_is_a_plan_or_refused(
 
 
 @pytest.mark.heavy
-@settings(_SETTINGS, max_examples=3000)
+@settings(_SETTINGS, max_examples=1000)
 @given(data=st.data())
 def test_thousands_of_changed_structures_are_plans_or_refused(data: st.DataObject) -> None:
     _change_structure(data)
 
 
 @pytest.mark.heavy
-@settings(_SETTINGS, max_examples=7000)
+@settings(_SETTINGS, max_examples=2500)
 @given(data=st.data())
 def test_thousands_of_changed_bytes_are_plans_or_refused(data: st.DataObject) -> None:
     _change_bytes(data)
@@ -227,7 +227,7 @@ def _apply_a_changed_plan(data: st.DataObject) -> None:
 
 
 @pytest.mark.heavy
-@settings(_STEPS, max_examples=20)
+@settings(_STEPS, max_examples=8)
 @given(data=st.data())
 def test_many_changed_schedules_train_as_eager_or_are_refused(data: st.DataObject) -> None:
     _apply_a_changed_plan(data)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from solvers.least import floor_bytes
 from solvers.local.polish import prune
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
@@ -69,12 +70,14 @@ def solve(search: Search) -> Solution | None:
     return replace(solution, bound_seconds=bound, status=Status.OPTIMAL if met else Status.FEASIBLE)
 
 
-def least_peak(search: Search, slots: "list[Slot]", high: int) -> Solution:
-    """Bisect for the least budget that has an answer."""
-    low = 0
-    while high - low > max(1, high // 200) and not search.out_of_time():
+def least_peak(
+    search: Search, slots: "list[Slot]", high: int, *, seconds: float = float("inf")
+) -> Solution:
+    """Bisect for the least budget that has an answer, for so many wall seconds at most."""
+    low, end = floor_bytes(search.graph) - 1, search.elapsed + seconds
+    while high - low > max(1, high // 200) and not search.out_of_time() and search.elapsed < end:
         middle = (low + high) // 2
-        answer(search, slots, middle)
+        answer(search, slots, middle, seconds=end - search.elapsed)
         assert search.least is not None
         high = min(high, search.least.peak_bytes)
         if high > middle:
@@ -114,8 +117,11 @@ def _again(graph: Graph) -> list[int]:
     ]
 
 
-def answer(search: Search, slots: list[Slot], budget: int) -> float | None:
-    """Solve the program for one budget and offer its schedule; the proven bound in seconds."""
+def answer(
+    search: Search, slots: list[Slot], budget: int, *, seconds: float = float("inf")
+) -> float | None:
+    """Solve the program for one budget, for so many wall seconds at most, and offer its schedule; the proven
+    bound in seconds."""
     graph = search.graph
     program = Program()
     scale = SECONDS / max(graph.base_seconds, 1e-30)
@@ -148,8 +154,8 @@ def answer(search: Search, slots: list[Slot], budget: int) -> float | None:
             )
     for terms in memory:
         program.row(terms, high=budget / unit)
-    left = None if search.time_limit is None else max(0.1, search.time_limit - search.elapsed)
-    result = program.solve(time_limit=left, gap=1e-6)
+    left = seconds if search.time_limit is None else min(seconds, search.time_limit - search.elapsed)
+    result = program.solve(time_limit=None if np.isinf(left) else max(0.1, left), gap=1e-6)
     if result.values is None:
         return None
     steps = [s.row for j, s in enumerate(slots) if result.values[run[j]] > 0.5]
