@@ -102,7 +102,7 @@ class BatchSearch:
         if len(self.steps.captured) < 2:
             self._capture_two(start)
         self.tell("looking for the largest batch", 0.4)
-        unplanned = self._largest_unplanned()
+        unplanned = self._confirmed_unplanned()
         if unplanned is not None and self.steps.at(unplanned).eager_seconds > 0:
             self._reference = self.steps.at(unplanned).eager_seconds / unplanned
         answer = self._grow_and_bisect(unplanned or 0)
@@ -139,6 +139,16 @@ class BatchSearch:
             second = start // 2 if start > 1 else start + 1
         self.tell(f"batch {second}: capturing", 0.2)
         self.steps.capture(second)
+
+    def _confirmed_unplanned(self) -> int | None:
+        """The largest batch that fits unplanned, captured: between captures bytes may grow faster than the
+        estimate, with the square of a length, say."""
+        while True:
+            found = self._largest_unplanned()
+            if found is None or found in self.steps.captured or len(self.steps.captured) >= MOST_CAPTURES:
+                return found
+            self.tell(f"batch {found}: capturing", 0.4)
+            self.steps.capture(found)
 
     def _largest_unplanned(self) -> int | None:
         def fits(size: int) -> bool:
