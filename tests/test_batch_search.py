@@ -63,7 +63,8 @@ def test_the_largest_unplanned_batch_is_the_one_that_just_fits(found: MaxBatch) 
     assert found.unplanned is not None
     totals = []
     for batch in (found.unplanned.batch, found.unplanned.batch + 1):
-        plan = planner.plan(small_gpt(layers=1)[0], batches(batch), budget="100GiB", optimizer="AdamW", solver="none")
+        model = small_gpt(layers=1)[0]
+        plan = planner.plan(model, batches(batch), budget="100GiB", optimizer="AdamW", solver="none")
         assert plan.baseline_whole_step is not None
         totals.append(plan.baseline_whole_step.total_bytes)
     assert totals[0] <= 8 * MIB < totals[1]

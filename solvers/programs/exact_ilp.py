@@ -70,9 +70,7 @@ def solve(search: Search) -> Solution | None:
     return replace(solution, bound_seconds=bound, status=Status.OPTIMAL if met else Status.FEASIBLE)
 
 
-def least_peak(
-    search: Search, slots: "list[Slot]", high: int, *, seconds: float = float("inf")
-) -> Solution:
+def least_peak(search: Search, slots: "list[Slot]", high: int, *, seconds: float = float("inf")) -> Solution:
     """Bisect for the least budget that has an answer, for so many wall seconds at most."""
     low, end = floor_bytes(search.graph) - 1, search.elapsed + seconds
     while high - low > max(1, high // 200) and not search.out_of_time() and search.elapsed < end:
@@ -117,9 +115,7 @@ def _again(graph: Graph) -> list[int]:
     ]
 
 
-def answer(
-    search: Search, slots: list[Slot], budget: int, *, seconds: float = float("inf")
-) -> float | None:
+def answer(search: Search, slots: list[Slot], budget: int, *, seconds: float = float("inf")) -> float | None:
     """Solve the program for one budget, for so many wall seconds at most, and offer its schedule; the proven
     bound in seconds."""
     graph = search.graph
