@@ -19,7 +19,7 @@ from planner.verification.verify import Report
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("model", "precision"), [("sd-unet", "bf16")])
+@pytest.mark.parametrize(("model", "precision"), [("gpt2", "bf16")])
 def test_predicted_is_measured(model: str, precision: str, tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "80%", "--out", str(tmp_path)]
     found = gpu.main([*arguments, "--models", model, "--precisions", precision])
