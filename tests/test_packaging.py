@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from planner._torch import compat
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -86,7 +88,9 @@ def test_the_package_names_addresses_and_the_readme_how_to_install() -> None:
     assert "## Installation" in readme
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in readme
     torch = next(name for name in project["dependencies"] if name.startswith("torch>="))
-    assert f"PyTorch {re.split('[=,]', torch)[1]} or newer" in readme
+    oldest, newest = re.findall(r"[=<](\d+\.\d+)", torch)
+    assert newest == f"2.{compat.NEWEST[1] + 1}"
+    assert f"PyTorch {oldest} to 2.{compat.NEWEST[1]} " in readme
     extras = set(re.findall(r"\.\[([a-z]+)\]", readme))
     assert {"plot", "dev"} <= extras <= set(project["optional-dependencies"])
 
