@@ -2,8 +2,8 @@
 
 import copy
 import os
-import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import planner
 from planner.runtime import ddp
 from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.heavy
 
@@ -136,7 +137,7 @@ def _first_call(folder: Path) -> None:
     assert raised.value.minimum_bytes > 1024
 
 
-def _process(rank: int, port: int, folder: Path, wanted: frozenset[str]) -> None:
+def _process(wanted: frozenset[str], rank: int, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -166,18 +167,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     wanted = frozenset(item.callspec.params["name"] for item in tests if hasattr(item, "callspec"))
     folder = tmp_path_factory.mktemp("ranks")
     plan_of(layers(Normalised)[0], (torch.randn(64, 32),), loss=sum).save(folder / "plan.json")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_process, args=(rank, port, folder, wanted), daemon=True) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(240)
-        process.kill()
+    run_two_ranks(partial(_process, wanted), folder)
     return folder
 
 

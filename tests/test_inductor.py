@@ -109,6 +109,8 @@ def test_a_plan_file_says_what_runs_it(again: tuple[Net, torch.Tensor, planner.P
     without = plan.model_dump(mode="json")
     del without["target"]["backend"], without["target"]["backend_options"]
     assert planner.Plan.model_validate(without).target.backend == "eager"
+    with pytest.raises(PlannerError, match="one that Inductor runs"):
+        again[2].explain("blocks.0")
 
 
 def test_a_budget_below_what_the_programs_reach_is_infeasible() -> None:

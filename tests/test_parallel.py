@@ -13,6 +13,7 @@ from planner.cli.options import StepOptions
 from planner.costs.devices import find_device
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline
 from planner.costs.optimizer_step import optimizer_step
+from planner.errors import PlannerError, PlanWarning
 from planner.parallel.rank import Rank
 from planner.parallel.recorded import parallel_of
 from planner.parallel.shards import shard_elements, shard_shape
@@ -177,3 +178,15 @@ def test_the_command_line_says_it_alike() -> None:
     assert (said["regions"], said["parallel"]) == (["layers.*"], "fsdp2:8")
     assert StepOptions(regions=["auto"]).keywords()["regions"] == "auto"
     assert StepOptions().keywords()["regions"] is None
+
+
+def test_verify_and_compare_know_that_a_budget_is_one_ranks() -> None:
+    model, args, _ = layers(lambda: Layers(2))
+    made = _plan("fsdp2:8")
+    plan = made.model_copy(update={"target": made.target.model_copy(update={"budget_bytes": 1000})})
+    with pytest.warns(PlanWarning, match="its parameters are whole"):
+        report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_peak_bytes > 1000
+    with pytest.raises(PlannerError, match="leave out device, accumulate and parallel"):
+        planner.compare(model, args, budget="60%", measure=True, parallel="ddp:2")

@@ -3,7 +3,6 @@
 import copy
 import importlib
 import os
-import socket
 import sys
 import traceback
 import warnings
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from planner.verification.measure import measure_peak
+from tests.two_ranks import run_two_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -159,16 +159,7 @@ def _process(rank: int, port: int, folder: Path) -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each rank says of each case; all in one pair of processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_process, args=(rank, port, folder), daemon=True) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(500)
-        process.kill()
+    run_two_ranks(_process, folder)
     return folder
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from solvers import Graph, check, portfolio, simulate
 from solvers.model.incumbent import Search
-from solvers.programs import milp
+from solvers.programs import exact_ilp, milp
 from solvers.registry import SOLVERS
 from tests.graphs import graphs, random_dag, transformer
 
@@ -99,3 +99,17 @@ def test_what_is_found_fast_is_hardly_worse(share: float | None) -> None:
     assert best.feasible
     assert fast.peak_bytes <= (best.peak_bytes if budget is None else budget)
     assert best.seconds <= fast.seconds <= best.seconds + 0.005 * graph.base_seconds
+
+
+def test_the_exact_program_gets_a_second_where_answers_are_to_be_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(Search, "wall", lambda _, seconds: seconds)
+    monkeypatch.setattr(exact_ilp, "answer", lambda search, slots, budget, *, seconds: given.append(seconds))
+    graph = transformer(1)
+    for effort, most in (("fast", 1.0), ("best", float("inf"))):
+        given.clear()
+        portfolio.solve(graph, None, effort=effort)
+        assert given
+        assert max(given) == pytest.approx(most, abs=0.1)

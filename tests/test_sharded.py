@@ -2,7 +2,6 @@
 
 import os
 import runpy
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import planner
 from tests.side_by_side import counting_runs
+from tests.two_ranks import run_two_ranks
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,16 +56,7 @@ def _other_plans() -> str:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each rank says of each case; all in one pair of processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_process, args=(rank, port, folder), daemon=True) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(500)
-        process.kill()
+    run_two_ranks(_process, folder)
     return folder
 
 

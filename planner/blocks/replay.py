@@ -21,7 +21,7 @@ from planner._torch.tensors import writes
 from planner.blocks.running import switched, switched_off
 from planner.errors import InputsChanged, PlannerError
 from planner.training_step.generators import GeneratorStates, OwnGenerators
-from planner.training_step.python_state import remember
+from planner.training_step.python_state import is_set, remember
 
 
 class RecomputeError(PlannerError, RuntimeError):
@@ -233,7 +233,7 @@ def from_around(function: Any) -> Iterator[Any]:
         elif isinstance(found, types.MethodType):
             pending += [found.__func__, found.__self__]
         elif isinstance(found, types.FunctionType):
-            pending += [cell.cell_contents for cell in found.__closure__ or () if _is_set(cell)]
+            pending += [cell.cell_contents for cell in found.__closure__ or () if is_set(cell)]
             pending += [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
             names = found.__code__.co_names
             held = [found.__globals__[name] for name in names if name in found.__globals__]
@@ -244,11 +244,3 @@ def from_around(function: Any) -> Iterator[Any]:
             pending += found
         elif type(found) is dict:
             pending += found.values()
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

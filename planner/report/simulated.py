@@ -86,6 +86,11 @@ def simulated(plan: PlanRecord) -> SimulatedPlan:
         PlanFileError: The plan does not say what its operations read, or does not hold what it says.
     """
     step = plan.step
+    if step is None and plan.target.backend == "inductor":
+        raise PlanFileError(
+            "the plan is one that Inductor runs: what its programs read and make, operation by operation, is "
+            "not in the file; plan with backend='eager' to see it"
+        )
     if step is None:
         raise PlanFileError(
             "the plan does not say what its operations read and make: an earlier release wrote it; plan again"

@@ -48,12 +48,13 @@ def remember(module: nn.Module) -> Callable[[], None]:
 
 def _held_by(hook: Any) -> list[Any]:
     """What a hook can change: its variables from around it, and attributes of the object that it is of."""
-    held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if _is_set(cell)]
+    held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if is_set(cell)]
     held += [vars(o) for o in (*held, getattr(hook, "__self__", None), hook) if _is_plain_object(o)]
     return held
 
 
-def _is_set(cell: Any) -> bool:
+def is_set(cell: Any) -> bool:
+    """Whether a variable of a closure has a value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
