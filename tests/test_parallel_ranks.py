@@ -85,13 +85,15 @@ def _distributed(model: nn.Module, pattern: str, parallel: planner.FSDP2 | plann
 
 
 def _trained(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
-    """The peak of the third step over what was there, and the weights after it.
+    """The least peak over what was there of the steps after the second, and the weights after them.
 
-    DistributedDataParallel makes its buckets anew in the second.
+    DistributedDataParallel makes its buckets anew in the second. A thread of gloo lets go of what it sent
+    some time after it said that it had: a step in which it is late takes up to what was sent more. It is not
+    late in every one of six steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())
-    peak = 0
+    peaks = []
 
     def step() -> object:
         output = model(**inputs)
@@ -99,15 +101,15 @@ def _trained(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, di
         loss.backward()
         return output
 
-    for number in range(3):
+    for number in range(8):
         optimizer.zero_grad()
-        if number == 2:
-            peak = measure_peak(step, "cpu").peak_bytes
+        if number >= 2:
+            peaks.append(measure_peak(step, "cpu").peak_bytes)
         else:
             step()
         optimizer.step()
     state = model.state_dict()
-    return peak, {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+    return min(peaks), {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
 
 
 def _compared(name: str) -> str:
@@ -135,7 +137,7 @@ def _compared(name: str) -> str:
         ("planned", measured, plan.predicted.dynamic_peak_bytes),
     ):
         over = (there + whole) / (predicted + whole) - 1
-        if not -0.005 <= over <= 0.02:
+        if abs(over) > 0.005:
             problems.append(f"{what} measured {there}, predicted {predicted}")
     if plan.predicted.dynamic_peak_bytes > 0.9 * plan.baseline.dynamic_peak_bytes:
         problems.append("nothing is gained")
