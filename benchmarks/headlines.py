@@ -229,7 +229,7 @@ def lstm_1000() -> Result:
 def vgg_16() -> Result:
     """MONeT: VGG-16 from 14.12 to 5.51 GB at 9 % extra time."""
     model = classifier(lambda: VGG(VGG_16))
-    steps = SizedSteps(lambda n: prepared(model, images(n, 224)))
+    steps = SizedSteps(lambda n, like: prepared(model, images(n, 224), like=like))
     steps.capture(16)
     steps.capture(64)
 

@@ -82,7 +82,7 @@ def rows(case: str, path: Path) -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 
     steps = SizedSteps(
-        lambda units: prepared_step("estimate", model, words(UNIT * units), None, None, options)
+        lambda units, _: prepared_step("estimate", model, words(UNIT * units), None, None, options)
     )
     whole, half = SEQUENCE // UNIT, SEQUENCE // UNIT // 2
     unplanned = steps.capture(whole).unplanned_bytes

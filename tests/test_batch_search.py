@@ -7,11 +7,18 @@ import pytest
 import torch
 
 import planner
+import planner.planning.prepare as planning_prepare
+from planner.batch.interpolate import SizedSteps
 from planner.batch.points import MaxBatch
 from planner.costs.devices import find_device
+from planner.costs.optimizer_step import OptimizerStep, optimizer_step
 from planner.errors import BudgetError
+from planner.planning.options import StepKeywords, read_options
+from planner.planning.prepare import Prepared
 from planner.training_step.inputs import InputError
+from planner.training_step.step import Step
 from tests.small import small_gpt
+from tests.zoo import WithLoss
 
 MIB = 2**20
 
@@ -131,3 +138,26 @@ def test_a_budget_that_depends_on_the_batch_is_refused(budget: str) -> None:
 def test_arguments_that_are_none_are_refused() -> None:
     with pytest.raises(InputError, match=r"make_args\(4\)"):
         planner.max_batch(small_gpt(layers=1)[0], lambda batch: batch, "8MiB")
+
+
+def test_what_does_not_depend_on_the_batch_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(*args: Any) -> OptimizerStep:
+        asked.append(args[0])
+        return optimizer_step(*args)
+
+    monkeypatch.setattr(planning_prepare, "optimizer_step", counted)
+    model = WithLoss(torch.nn.Linear(8, 4))
+    options = read_options("max_batch", StepKeywords, {"optimizer": "Adam"})
+
+    def capture(size: int, like: Prepared | None) -> Prepared:
+        step = Step((torch.randn(size, 8), torch.zeros(size, dtype=torch.long)))
+        return planning_prepare.prepare(model, step, options, like=like)
+
+    steps = SizedSteps(capture)
+    first, second = steps.capture(2), steps.capture(5)
+    assert asked == ["Adam"]
+    assert first.footprint.optimizer.state_bytes >= 2 * 4 * (8 * 4 + 4)
+    assert first.footprint.optimizer == second.footprint.optimizer
+    assert second.footprint.resident.input_bytes > first.footprint.resident.input_bytes

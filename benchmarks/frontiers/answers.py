@@ -37,16 +37,23 @@ OVERHEADS = (0.15, 0.29)
 Result = dict[str, Any]
 
 
-def prepared(model: nn.Module, args: Any, optimizer: Any = None, *, device: Any = DEVICE) -> Prepared:
-    """A captured step."""
+def prepared(
+    model: nn.Module,
+    args: Any,
+    optimizer: Any = None,
+    *,
+    device: Any = DEVICE,
+    like: Prepared | None = None,
+) -> Prepared:
+    """A captured step, and if there is one, that of another size."""
     kwargs = args if isinstance(args, dict) else {}
     step = Step(() if isinstance(args, dict) else tuple(args), kwargs)
-    return prepare(model, step, PlanOptions(optimizer=optimizer, device=device))
+    return prepare(model, step, PlanOptions(optimizer=optimizer, device=device), like=like)
 
 
 def search(model: nn.Module, make_args: Callable[[int], Any], optimizer: Any) -> BatchSearch:
     """A search for the largest batch on the whole of the device."""
-    steps = SizedSteps(lambda size: prepared(model, make_args(size), optimizer))
+    steps = SizedSteps(lambda size, like: prepared(model, make_args(size), optimizer, like=like))
     return BatchSearch(
         steps,
         BUDGET,
@@ -132,7 +139,7 @@ def fitting_length(
     published: Result,
 ) -> Result:
     """What `batch` sequences of `length` tokens take, and the length at which they would just fit."""
-    steps = SizedSteps(lambda tokens: prepared(model, make_args(tokens), optimizer))
+    steps = SizedSteps(lambda tokens, like: prepared(model, make_args(tokens), optimizer, like=like))
     full = steps.capture(length)
     steps.capture(length // 2)
     for _ in range(3):  # attention's bytes grow with the square: each capture is nearer

@@ -117,10 +117,10 @@ class SizedSteps:
         captured: The captured steps, by size.
     """
 
-    def __init__(self, capture: Callable[[int], Prepared]) -> None:
+    def __init__(self, capture: Callable[[int, Prepared | None], Prepared]) -> None:
         """
         Args:
-            capture: Captures the step at a size.
+            capture: Captures the step at a size, given one of another size where there is one.
         """
         self._capture = capture
         self.prepared: dict[int, Prepared] = {}
@@ -129,7 +129,7 @@ class SizedSteps:
     def capture(self, size: int) -> Sized:
         """The step at a size, captured if it was not yet."""
         if size not in self.captured:
-            prepared = self._capture(size)
+            prepared = self._capture(size, next(iter(self.prepared.values()), None))
             self.prepared[size] = prepared
             self.captured[size] = Sized.captured(size, prepared)
         return self.captured[size]

@@ -81,12 +81,13 @@ def max_batch(
         raise BudgetError(f'budget {wanted.text!r} depends on the batch: give bytes, as "32GiB"')
     find_solver(solver)
 
-    def capture(size: int) -> Prepared:
+    def capture(size: int, like: Prepared | None) -> Prepared:
         return prepare(
             model,
             replace(step(model, make_args, size, given.loss, given.outputs), training=given.training),
             given,
             progress=lambda text, _: search.tell(f"batch {size}: {text}"),
+            like=like,
         )
 
     search = BatchSearch(

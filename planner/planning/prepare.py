@@ -119,6 +119,7 @@ def prepare(
     options: PlanOptions,
     *,
     progress: Progress = no_report,
+    like: Prepared | None = None,
 ) -> Prepared:
     """Capture a step and build its problem.
 
@@ -127,6 +128,7 @@ def prepare(
         step: Its step; its loss, outputs and mode count, not those of ``options``.
         options: All else that decides what the step takes.
         progress: Called with what is being done, and how much of it is done.
+        like: The same model's step of another size, by the same options: the optimizer's step is as there.
 
     Raises:
         PlannerError: As :func:`planner.plan` does.
@@ -182,8 +184,11 @@ def prepare(
     packings = find_packings(captured, problem, target, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
-    shape_of = None if rank is None else rank.shape_of
-    update = optimizer_step(options.optimizer, model, target, meter, source, shape_of)
+    if like is not None:
+        update = like.footprint.optimizer
+    else:
+        shape_of = None if rank is None else rank.shape_of
+        update = optimizer_step(options.optimizer, model, target, meter, source, shape_of)
     if isinstance(source, MeasuredCosts):
         source.save()
     if meter is not None and meter.unmeasured:

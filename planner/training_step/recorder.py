@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from planner._torch import autograd, fake, operators, pytree
-from planner._torch.tensors import SPARSE_PARTS, schema_of, storage_number
+from planner._torch import autograd, fake, operators
+from planner._torch.tensors import schema_of, storage_number
 from planner.training_step.call import Call
+from planner.training_step.examples import SPARSE, Examples
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
 _NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
@@ -88,7 +89,7 @@ class StepRecorder(autograd.InfrastructureMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
-        self._mode, self._foreign = mode, foreign
+        self._examples, self._foreign = Examples(mode), foreign
         self._known: dict[int, int] = {}
         self._signatures: dict[Any, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -214,13 +215,11 @@ class StepRecorder(autograd.InfrastructureMode):
         number = self._signatures.get(signature)
         if number is None:
             number = self._signatures[signature] = len(self.recording.calls)
-            with self.pause(), self._mode:
-                self.recording.calls.append(Call(func, self._shapes(args), self._shapes(kwargs)))
-                self.recording.outputs.append(self._shapes(out))
+            with self.pause():
+                args, kwargs, out = self._examples.of_call(args, kwargs, out)
+            self.recording.calls.append(Call(func, args, kwargs))
+            self.recording.outputs.append(out)
         return number
-
-    def _shapes(self, tree: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, shape_only, tree)
 
 
 class _Pause:
@@ -235,15 +234,6 @@ class _Pause:
         self._recorder._paused = self._before
 
 
-def shape_only(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, strides, dtype and device with a storage (and no data) of its own."""
-    if tensor.layout in _SPARSE:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
-    span = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
-    base = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
-    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
@@ -253,19 +243,9 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-_SPARSE = {
-    torch.sparse_coo: SPARSE_PARTS,
-    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
-    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
-    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
-    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
-}
-"""Sparse tensors that have no storage of their own, but those of the tensors that they are made of."""
-
-
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose storages a tensor uses."""
-    parts = _SPARSE.get(tensor.layout)
+    parts = SPARSE.get(tensor.layout)
     if parts is None:
         return [tensor]
     if autograd.running_node() is not None:
@@ -275,7 +255,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _signature(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.layout in _SPARSE:
+        if value.layout in SPARSE:
             return (tuple(value.shape), value.layout, value.dtype, value.device)
         storage = value.untyped_storage().nbytes()
         return (tuple(value.shape), value.stride(), value.dtype, value.device, storage)

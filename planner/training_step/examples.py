@@ -1,0 +1,67 @@
+"""Tensors without data that stand for those of the calls that were recorded."""
+
+from typing import Any
+
+import torch
+
+from planner._torch import pytree
+from planner._torch.tensors import SPARSE_PARTS
+
+_COMPRESSED_ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
+_COMPRESSED_COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
+SPARSE = {
+    torch.sparse_coo: SPARSE_PARTS,
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+"""Sparse tensors that have no storage of their own, but those of the tensors that they are made of."""
+
+
+class Examples:
+    """Tensors like others, with storages of their own and no data.
+
+    Lists of all parameters come with every call of an optimizer, and a tensor without data takes as long to
+    make as an operation to run: those of one call are never the same, but calls share them.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        """
+        Args:
+            mode: The fake mode that they are made under.
+        """
+        self._mode = mode
+        self._made: dict[object, list[torch.Tensor]] = {}
+
+    def of_call(self, *trees: Any) -> list[Any]:
+        """The arguments and results of one call, with examples in the place of tensors."""
+        used: dict[object, int] = {}
+
+        def example(tensor: torch.Tensor) -> torch.Tensor:
+            kind = _kind(tensor)
+            number = used.get(kind, 0)
+            used[kind] = number + 1
+            made = self._made.setdefault(kind, [])
+            if number == len(made):
+                made.append(shape_only(tensor))
+            return made[number]
+
+        with self._mode:
+            return [pytree.tree_map_only(torch.Tensor, example, tree) for tree in trees]
+
+
+def _kind(tensor: torch.Tensor) -> object:
+    kind = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
+    if tensor.layout in SPARSE:
+        return kind
+    return (*kind, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
+
+
+def shape_only(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides, dtype and device with a storage (and no data) of its own."""
+    if tensor.layout in SPARSE:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
+    span = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
+    base = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
+    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,42 @@
+"""Tensors that stand for those of recorded calls."""
+
+import torch
+
+from planner._torch import fake
+from planner.training_step.recorder import Recording, StepRecorder
+
+
+def recorded(*parameters: torch.Tensor) -> Recording:
+    recorder = StepRecorder(fake.fake_mode(), parameters)
+    with recorder:
+        torch._foreach_add_(list(parameters), 1.0)
+        torch._foreach_mul(list(parameters), 2.0)
+        parameters[0] + parameters[0]
+    return recorder.recording
+
+
+def test_those_of_one_call_differ_and_calls_share_them() -> None:
+    added, doubled, summed = recorded(*(torch.zeros(3) for _ in range(4))).calls
+    lists = [added.args[0], doubled.args[0]]
+    assert [len({id(t) for t in tensors}) for tensors in lists] == [4, 4]
+    assert len({t.untyped_storage()._cdata for t in lists[0]}) == 4
+    assert {id(t) for t in lists[0]} == {id(t) for t in lists[1]}
+    assert summed.args[0] is not summed.args[1]
+
+
+def test_results_are_no_arguments() -> None:
+    recording = recorded(torch.zeros(3), torch.zeros(3))
+    arguments = {id(t) for t in recording.calls[1].args[0]}
+    assert not arguments & {id(t) for t in recording.outputs[1]}
+
+
+def test_layouts_are_told_apart() -> None:
+    wide = torch.zeros(2, 6)
+    there = [torch.zeros(2, 3), torch.zeros(3, 2).t(), wide[:, :3], wide[:, 3:], torch.zeros(2, 3).double()]
+    examples = recorded(*there).calls[1].args[0]
+    for made, like in zip(examples, there, strict=True):
+        assert made.shape == like.shape
+        assert made.stride() == like.stride()
+        assert made.storage_offset() == like.storage_offset()
+        assert made.dtype == like.dtype
+        assert made.untyped_storage().nbytes() == like.untyped_storage().nbytes()
