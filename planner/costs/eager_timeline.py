@@ -9,7 +9,7 @@ from planner.allocator.training_loop import Allocations, step_allocations
 from planner.costs.devices import Device, round_bytes
 from planner.costs.host_tensors import made_on_host
 from planner.costs.roofline import Costs, roofline
-from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event, Recording
 from solvers.model.schedule import Timeline
@@ -29,7 +29,7 @@ class EagerTimeline(Timeline):
 def eager_timeline(
     recording: Recording,
     device: Device,
-    meter: WorkspaceMeter | None,
+    meter: Workspaces | None,
     costs: Costs | None = None,
     kind: str | None = None,
 ) -> EagerTimeline:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,6 +62,13 @@ class OpMemory:
 
 
 NOT_RUN = OpMemory(0, ())
+
+
+class Workspaces(Protocol):
+    """What knows the memory of calls."""
+
+    def measure(self, calls: Iterable[Call]) -> list[OpMemory]:
+        """The memory of each call, in order."""
 
 
 @dataclass(frozen=True, slots=True)

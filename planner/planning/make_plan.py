@@ -30,6 +30,7 @@ from planner.planfile.plan import (
     TensorRecord,
     Timeline,
 )
+from planner.planning.cudnn_note import cudnn_note
 from planner.planning.encodings import Solved
 from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
 from planner.planning.step_record import step_record
@@ -92,6 +93,9 @@ def make_plan(
         )
 
     notes = [*reached, *captured.notes]
+    of_cudnn = None if emitted else cudnn_note(prepared, graph, solution.schedule, timeline.step_bytes)
+    if of_cudnn is not None:
+        notes.append(of_cudnn)
     if meter is not None and meter.failures:
         notes.append(failed(meter.failures))
     if meter is not None and meter.unmeasured:

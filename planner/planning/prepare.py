@@ -11,6 +11,7 @@ import torch
 from planner._torch.tracing.inside_compile import holds_dtensors
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
+from planner.costs.cudnn_workspace import cudnn_workspaces
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.optimizer_step import OptimizerStep, optimizer_step
@@ -180,7 +181,8 @@ def prepare(
             roofline(target),
             progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
         )
-    problem = build_problem(captured, target, meter, source, copying=options.inputs == "overwritten")
+    workspaces = meter or cudnn_workspaces(target)
+    problem = build_problem(captured, target, workspaces, source, copying=options.inputs == "overwritten")
     packings = find_packings(captured, problem, target, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)

@@ -16,7 +16,7 @@ from planner.capture.graph_runner import GraphCall
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline, real_sizes
 from planner.costs.roofline import Costs, roofline
-from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
+from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.graph.dying_operands import writing
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
@@ -84,7 +84,7 @@ class Problem:
 def build_problem(
     captured: CapturedStep,
     device: Device,
-    meter: WorkspaceMeter | None,
+    meter: Workspaces | None,
     costs: Costs | None = None,
     *,
     copying: bool = False,
@@ -164,7 +164,7 @@ class _Builder:
                 if storage in self._value_of:
                     self._hold(self._value_of[storage], self._let_go_after(storage), index)
 
-    def graph(self, device: Device, meter: WorkspaceMeter | None, costs: Costs) -> Graph:
+    def graph(self, device: Device, meter: Workspaces | None, costs: Costs) -> Graph:
         """The solvers' graph, with seconds and bytes for a device."""
         memories, replayed = self._measure(meter)
         values, ops = list(self.values), list[Op]()
@@ -206,7 +206,7 @@ class _Builder:
         """Bytes of what nothing freed within the step."""
         return sum(graph.values[value].bytes for value, event in self._held.items() if event is None)
 
-    def _measure(self, meter: WorkspaceMeter | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:
+    def _measure(self, meter: Workspaces | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:
         if meter is None:
             return [NOT_RUN] * len(self.rows), {}
         first = {i: r.call for i, r in enumerate(self.rows) if r.call is not None}

@@ -1,0 +1,63 @@
+"""The workspace of cuDNN's convolutions on a GPU that is not here.
+
+Which algorithm a convolution runs, and with how much workspace, cuDNN says on the device. PyTorch goes
+through what it names (``torch.backends.cudnn.benchmark`` off: in the order of cuDNN's heuristics; on: by
+measured time) and takes the first whose workspace can be allocated: see Conv_v8.cpp in PyTorch's
+``aten/src/ATen/native/cudnn``. So there is no bound but what is left of the device, unless the environment
+has one: ``CUDNN_CONV_WSCAP_DBG``, in MiB, is the most that cuDNN asks for (since 8.0.5). Depthwise
+convolutions of 32 or 64 bits in contiguous tensors are PyTorch's own kernels, which ask for none.
+"""
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from planner._torch.operators import OpOverload
+from planner.costs.devices import Device
+from planner.costs.workspace import NOT_RUN, OpMemory
+from planner.training_step.call import Call
+
+CAP = "CUDNN_CONV_WSCAP_DBG"
+_IMAGE = {
+    torch.ops.aten.convolution: 0,
+    torch.ops.aten._convolution: 0,
+    torch.ops.aten.convolution_backward: 1,
+}
+"""Where the image is among the arguments; the weight is the next, the groups are eight behind it."""
+
+
+class CappedWorkspaces:
+    """Every convolution of cuDNN with the most that the environment lets it ask for."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self._memory = OpMemory(cap_bytes, ())
+
+    def measure(self, calls: Iterable[Call]) -> list[OpMemory]:
+        """The memory of each call, in order."""
+        return [self._memory if runs_in_cudnn(call) else NOT_RUN for call in calls]
+
+
+def workspace_cap() -> int | None:
+    """Bytes that the environment allows a convolution's workspace; None where it says nothing."""
+    text = os.environ.get(CAP, "").strip()
+    return int(text) << 20 if text.isdecimal() else None
+
+
+def runs_in_cudnn(call: Call) -> bool:
+    """Whether a call is a convolution that PyTorch may leave to cuDNN."""
+    position = _IMAGE.get(call.func.overloadpacket) if isinstance(call.func, OpOverload) else None
+    if position is None:
+        return False
+    image, weight = call.args[position : position + 2]
+    transposed, groups = call.args[position + 6], call.args[position + 8]
+    depthwise = not transposed and 1 < groups == image.shape[1]
+    small = max(image.numel(), weight.numel()) < 2**31
+    wide = image.dtype in (torch.float32, torch.float64)
+    return not (depthwise and small and wide and image.is_contiguous() and weight.is_contiguous())
+
+
+def cudnn_workspaces(device: Device) -> CappedWorkspaces | None:
+    """What cuDNN's convolutions ask for on a device that is not here; None where nothing bounds it."""
+    cap = workspace_cap()
+    return CappedWorkspaces(cap) if cap is not None and device.kind == "cuda" and device.cudnn else None

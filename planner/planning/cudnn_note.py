@@ -1,0 +1,42 @@
+"""What a plan says of the workspace of cuDNN's convolutions, which is not known without the device."""
+
+import numpy as np
+
+from planner.costs.cudnn_workspace import CAP, runs_in_cudnn, workspace_cap
+from planner.planfile.budget import format_bytes
+from planner.planning.prepare import Prepared
+from solvers.model.arrays import PerStep, Schedule
+from solvers.model.graph import Graph
+
+
+def cudnn_note(prepared: Prepared, graph: Graph, schedule: Schedule, step_bytes: PerStep) -> str | None:
+    """What is counted for convolutions, and what they can take at most; None where there is nothing to say.
+
+    Args:
+        prepared: The captured step.
+        graph, schedule: What runs, in order.
+        step_bytes: Live bytes over the step at each operation of the schedule.
+    """
+    device, captured = prepared.device, prepared.captured
+    if prepared.meter is not None or device.kind != "cuda" or not device.cudnn:
+        return None
+    calls = captured.eager.calls
+    count = sum(e.call is not None and runs_in_cudnn(calls[e.call]) for e in captured.eager.events)
+    if not count:
+        return None
+    which = f"{count} convolutions are left" if count > 1 else "1 convolution is left"
+    which += " to cuDNN (forward and backward), which is not here to ask for its workspace"
+    cap = workspace_cap()
+    if cap is not None:
+        return f"{which}: each counts with the most that {CAP} allows, {format_bytes(cap)}"
+    names = [graph.ops[row].name for row in schedule.tolist()]
+    least = min(
+        (int(b) for name, b in zip(names, np.asarray(step_bytes), strict=True) if ".convolution" in name),
+        default=0,
+    )
+    room = device.memory_bytes - prepared.footprint.around(prepared.resident.total + least)
+    return (
+        f"{which}, and it is not counted: PyTorch takes the first algorithm whose workspace fits what is "
+        f"left of the device, which is at most {format_bytes(max(room, 0))} while one of them runs. With "
+        f"{CAP}=256 in the environment of planning and training it is at most 256 MiB, and counted"
+    )
