@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ FROM_ZOO = 40
 """How many models of the zoo are planned."""
 
 
-def plans_of(checkout: Path, wanted: list[str]) -> None:
+def plans_of(checkout: Path, wanted: list[str], solvers: list[str]) -> None:
     """Print what comes of planning every model with the code of a checkout, each as a line of JSON."""
     sys.path.insert(0, str(checkout))
     import torch
@@ -39,7 +41,7 @@ def plans_of(checkout: Path, wanted: list[str]) -> None:
     names = [("frontier", n) for n in models.MODELS] + [("zoo", n) for n in list(zoo.everything())[:FROM_ZOO]]
     assert Path(planner.__file__).is_relative_to(checkout)
     warnings.simplefilter("ignore")
-    for solver, (family, name) in itertools.product(SOLVERS, names):
+    for solver, (family, name) in itertools.product(solvers, names):
         if wanted and name not in wanted:
             continue
         try:
@@ -63,34 +65,38 @@ def _described(plan: Any) -> dict[str, Any]:
     }
 
 
-def compare(against: str, wanted: list[str], seconds: float) -> int:
-    """Plan in both checkouts at once, print what differs, and return how many plans do."""
+@contextmanager
+def checkout_of(revision: str) -> Iterator[Path]:
+    """The files of a git revision, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        other = Path(folder) / "other"
-        subprocess.run(
-            ["git", "worktree", "add", "--detach", str(other), against],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-        )
+        place = Path(folder) / "other"
+        add = ["git", "worktree", "add", "--detach", str(place), revision]
+        subprocess.run(add, cwd=ROOT, check=True, capture_output=True)
         try:
-            files = [Path(folder) / "mine.jsonl", Path(folder) / "theirs.jsonl"]
-            sides = [_planned(c, file, wanted) for c, file in zip((ROOT, other), files, strict=True)]
-            end = time.monotonic() + seconds
-            for process in sides:
-                try:
-                    process.wait(max(end - time.monotonic(), 0))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-            mine, theirs = map(_read, files)
+            yield place
         finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(other)], cwd=ROOT, check=True)
+            subprocess.run(["git", "worktree", "remove", "--force", str(place)], cwd=ROOT, check=True)
+
+
+def compare(against: str, wanted: list[str], solvers: list[str], seconds: float) -> int:
+    """Plan in both checkouts at once, print what differs, and return how many plans do."""
+    with checkout_of(against) as other, tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / "mine.jsonl", Path(folder) / "theirs.jsonl"]
+        sides = [_planned(c, file, wanted, solvers) for c, file in zip((ROOT, other), files, strict=True)]
+        end = time.monotonic() + seconds
+        for process in sides:
+            try:
+                process.wait(max(end - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        mine, theirs = map(_read, files)
     return _differences(mine, theirs)
 
 
-def _planned(checkout: Path, file: Path, wanted: list[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "--checkout", str(checkout), "--models", ",".join(wanted)]
+def _planned(checkout: Path, file: Path, wanted: list[str], solvers: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "--checkout", str(checkout)]
+    command += ["--models", ",".join(wanted), "--solvers", ",".join(solvers)]
     with open(file, "wb") as output:
         return subprocess.Popen(command, cwd=checkout, stdout=output)
 
@@ -124,16 +130,18 @@ def main() -> None:
     )
     parser.add_argument("--against", help="a git revision")
     parser.add_argument("--models", default="", help="names, separated by commas; all if left out")
+    parser.add_argument("--solvers", default=",".join(SOLVERS), help="of these, separated by commas")
     parser.add_argument("--seconds", type=float, default=900, help="how long to plan at most")
     parser.add_argument("--checkout", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     wanted = [name for name in options.models.split(",") if name]
+    solvers = [name for name in options.solvers.split(",") if name]
     if options.checkout is not None:
-        plans_of(options.checkout, wanted)
+        plans_of(options.checkout, wanted, solvers)
         return
     if options.against is None:
         parser.error("--against names the revision to compare with")
-    sys.exit(1 if compare(options.against, wanted, options.seconds) else 0)
+    sys.exit(1 if compare(options.against, wanted, solvers, options.seconds) else 0)
 
 
 if __name__ == "__main__":

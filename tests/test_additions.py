@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HOOK = '''"""Counts the forwards of planned graphs."""
 
-from planner.hooks.protocol import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook, HookContext
 
 forwards = 0
 

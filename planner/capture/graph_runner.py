@@ -31,7 +31,7 @@ from planner.graph.spec import GraphSpec
 from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
-from planner.hooks.protocol import CompiledGraph
+from planner.compiled.graph_hook import CompiledGraph
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Partition, no_recomputation, partition

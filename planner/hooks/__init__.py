@@ -8,7 +8,7 @@ compiled or captured, and are named there.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from planner.hooks.protocol import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook, HookContext
 
 _FOUND = [
     getattr(import_module(found.name), "hook", None) for found in iter_modules(__path__, f"{__name__}.")

@@ -23,7 +23,7 @@ from planner._torch import autograd, fake
 from planner._torch.joint import aot_metadata
 from planner.graph.accumulation import is_sum
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook, HookContext
 
 aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from planner._torch import autograd
-from planner.hooks.calls import Call, Calls, Token
-from planner.hooks.protocol import GraphHook, HookContext
+from planner.compiled.calls import Call, Calls, Token
+from planner.compiled.graph_hook import GraphHook, HookContext
 
 
 class Awaiting(GraphHook):

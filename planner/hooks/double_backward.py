@@ -18,7 +18,7 @@ from planner._torch.operators import may_draw
 from planner._torch.tensors import writes
 from planner.errors import PlanMismatch
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook, HookContext
 
 
 class DoubleBackward(GraphHook):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from planner.hooks.protocol import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.training_step.step import unique_storages

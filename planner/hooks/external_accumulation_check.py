@@ -20,7 +20,7 @@ from planner._torch.joint import aot, aot_metadata
 from planner._torch.tensors import has_hooks
 from planner.graph.accumulation import is_sum
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook, HookContext
 
 
 class ExternalAccumulationCheck(GraphHook):

@@ -8,7 +8,7 @@ import torch
 from planner._torch.joint import aot_metadata
 from planner.graph.tangent_layouts import has_steps, memory_steps
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook, HookContext
+from planner.compiled.graph_hook import GraphHook, HookContext
 
 
 class TangentLayoutCheck(GraphHook):

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from planner._torch.joint import aot, aot_metadata
 from planner.graph.dying_operands import forget
 from planner.graph.trace import TracedGraph
-from planner.hooks.protocol import GraphHook
+from planner.compiled.graph_hook import GraphHook
 
 aten = torch.ops.aten
 

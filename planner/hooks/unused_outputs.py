@@ -9,7 +9,7 @@ import torch
 from planner._torch.tensors import is_view
 from planner._torch.versions import set_version, version_of
 from planner.errors import PlanMismatch
-from planner.hooks.protocol import GraphHook
+from planner.compiled.graph_hook import GraphHook
 
 
 class UnusedOutputs(GraphHook):

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from planner.errors import CaptureError
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias, copied
-from planner.graph.packed import PACKED, read_sizes
+from planner.graph.replay.packed import PACKED, read_sizes
 from planner.graph.replay_rule import ReplayRule
 
 _USER_OUTPUTS = "user_outputs"

@@ -19,7 +19,7 @@ from planner.capture.captured_step import CapturedStep
 from planner.costs.devices import Device, round_bytes
 from planner.costs.roofline import Costs
 from planner.costs.workspace import NOT_RUN, WorkspaceMeter
-from planner.graph.packed import bits_of, is_packable
+from planner.graph.replay.packed import bits_of, is_packable
 from planner.problem.build import Problem, Source
 from planner.training_step.call import Call
 from solvers.model.arrays import Schedule

@@ -23,8 +23,8 @@ from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks import hooks_for
-from planner.hooks.calls import Calls
-from planner.hooks.protocol import CompiledGraph, GraphHook, HookContext
+from planner.compiled.calls import Calls
+from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering, chosen_lowering

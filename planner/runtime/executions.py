@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.hooks.calls import Calls
+from planner.compiled.calls import Calls
 
 
 class Executions:

@@ -21,7 +21,7 @@ from planner.capture.capture import run_forward
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
-from planner.hooks.calls import Calls
+from planner.compiled.calls import Calls
 from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord

@@ -11,7 +11,7 @@ from planner._torch.joint import aot_metadata
 from planner.errors import InputsChanged
 from planner.graph.joint_graph import JointGraph
 from planner.graph.overwritten import to_copy
-from planner.hooks.protocol import GraphHook
+from planner.compiled.graph_hook import GraphHook
 from planner.lowering.partition import Partition, partition
 from planner.planfile.plan import PlanRecord
 

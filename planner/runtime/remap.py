@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from planner._torch import fake
 from planner.graph.joint_graph import JointGraph, JointOp
-from planner.graph.packed import is_mask
+from planner.graph.replay.packed import is_mask
 from planner.graph.spec import GraphSpec
 from planner.planfile.plan import GraphRecord
 

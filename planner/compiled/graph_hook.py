@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from planner._torch.joint import aot
 from planner.graph.trace import TracedGraph
-from planner.hooks.calls import Calls
+from planner.compiled.calls import Calls
 from planner.planfile.plan import PlanRecord
 
 

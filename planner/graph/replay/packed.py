@@ -1,7 +1,8 @@
-"""Masks that the forward leaves as bits: an operation that runs again by unpacking its result.
+"""Masks that are kept as bits: an operation that runs again by unpacking its result.
 
 The first run makes a boolean value, and right after it these are packed, eight to a byte. What stands for a
 second run unpacks them; it reads nothing else, so that neither the operation nor its inputs are needed again.
+No operation matches this rule: a schedule says which masks are packed.
 """
 
 from collections.abc import Collection, Sequence

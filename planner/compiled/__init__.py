@@ -1,0 +1,1 @@
+"""A compiled graph with the interface of its hooks, and the calls of a planned module."""
