@@ -8,7 +8,8 @@ from torch import nn
 
 from planner.planfile.atomic_file import write_atomically
 from planner.planfile.plan import PlanRecord
-from planner.report.explanation import Explanation, explain
+from planner.report.explanation import explain
+from planner.report.explanation_text import Explanation
 from planner.report.figure import draw
 from planner.report.page.html import page
 from planner.report.small_timeline import small_timeline

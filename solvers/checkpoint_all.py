@@ -13,8 +13,8 @@ import re
 
 import numpy as np
 
-from solvers.chains.cut_points import find_cuts, forward_uses, pinned_values
 from solvers.model.arrays import ValueMask
+from solvers.model.cut_points import find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
 from solvers.model.solver import solver

@@ -13,13 +13,12 @@ from time import perf_counter
 
 import numpy as np
 
-from solvers.chains.cut_points import forward_uses
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import Constraints
+from solvers.model.cut_points import forward_uses, last_forward_use
 from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
 from solvers.model.solution import Progress, Solution, Status
-from solvers.programs.single_recompute import last_forward_use
 
 NEAR = 0.002
 """The bisection ends when what is known to be too little is this near to what is enough, relative to it."""

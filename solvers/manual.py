@@ -9,7 +9,7 @@ Kept is what the constraints say is to be kept, and what is computed after the l
 
 import numpy as np
 
-from solvers.chains.cut_points import forward_uses, pinned_values
+from solvers.model.cut_points import forward_uses, pinned_values
 from solvers.model.incumbent import Search
 from solvers.model.solver import solver
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from solvers.chains import lower_sets, rotor, sqrt_n
+from solvers import sqrt_n
+from solvers.chains import lower_sets, rotor
 from solvers.effort import EFFORTS, Effort, PortfolioSettings
 from solvers.least import bisect, floor_bytes
 from solvers.local.exchange import exchange

@@ -19,6 +19,7 @@ from planner.errors import PlanWarning
 from planner.lowering.lowerings import Lowering, Role
 from planner.runtime import backend
 from planner.user_plan import Plan
+from planner.verification.measure import measure_peak
 
 Loop = Callable[[Any], Any]
 
@@ -173,3 +174,40 @@ def assert_trains_alike(
     )
     assert_same(ours, left_by(twin, loop))
     return plan
+
+
+def steps(args: Sequence[Any], count: int = 2, lr: float = 0.1) -> Loop:
+    """A plain loop of SGD with momentum."""
+
+    def loop(model: nn.Module) -> list[torch.Tensor]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr, momentum=0.9), []
+        for _ in range(count):
+            optimizer.zero_grad()
+            losses.append(model(*args))
+            losses[-1].backward()
+            optimizer.step()
+        return losses
+
+    return loop
+
+
+def step_of(model: nn.Module, args: Sequence[Any]) -> torch.Tensor:
+    loss: torch.Tensor = model(*args)
+    loss.backward()
+    return loss
+
+
+def trains_alike(build: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Plan]:
+    model, args, _ = layers(build)
+    runs = options.pop("expected_runs", 2)
+    return model, assert_trains_alike(model, args, steps(args), expected_runs=runs, **options)
+
+
+def peak_of(model: nn.Module, args: Sequence[Any]) -> int:
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(*args)
+        loss.backward()
+        return loss
+
+    model.zero_grad(set_to_none=True)
+    return measure_peak(step, "cpu").peak_bytes

@@ -9,8 +9,7 @@ import torch.nn as nn
 
 from planner._torch.joint import effects
 from planner.errors import CaptureError
-from tests.side_by_side import assert_trains_alike, counting_runs, no_plan_warnings, plan_of
-from tests.test_loops import steps
+from tests.side_by_side import assert_trains_alike, counting_runs, no_plan_warnings, plan_of, steps
 
 
 class Factors(nn.Module):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from solvers import Graph, check, portfolio, simulate
-from solvers.chains import sqrt_n
+from solvers import Graph, check, portfolio, simulate, sqrt_n
 from solvers.programs import ilp
 from solvers.programs.lower_bound import lower_bound
 from tests.graphs import chain, random_dag, transformer, unet

@@ -2,20 +2,15 @@
 
 import copy
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
 from planner.errors import PlanWarning
-from planner.user_plan import Plan
-from planner.verification.measure import measure_peak
 from tests.side_by_side import (
     Layers,
     assert_same,
@@ -24,116 +19,11 @@ from tests.side_by_side import (
     layers,
     left_by,
     no_plan_warnings,
+    peak_of,
     plan_of,
+    steps,
+    trains_alike,
 )
-from tests.test_loops import steps
-
-
-def _trains(build: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Plan]:
-    model, args, _ = layers(build)
-    runs = options.pop("expected_runs", 2)
-    return model, assert_trains_alike(model, args, steps(args), expected_runs=runs, **options)
-
-
-def _peak(model: nn.Module, args: Sequence[Any]) -> int:
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = model(*args)
-        loss.backward()
-        return loss
-
-    model.zero_grad(set_to_none=True)
-    return measure_peak(step, "cpu").peak_bytes
-
-
-# ---- the user's own checkpoints ---------------------------------------------------------------------
-
-
-class Checkpointed(Layers):
-    reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        for layer in self.layers[1:]:
-            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x.square().mean()
-
-
-class CheckpointedReentrant(Checkpointed):
-    reentrant = True
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "build", [Checkpointed, pytest.param(CheckpointedReentrant, marks=pytest.mark.heavy)]
-)
-def test_checkpoints_of_the_user_are_seen_through(build: type[Layers]) -> None:
-    model, plan = _trains(build)
-    (note,) = [n for n in plan.notes if "checkpoint" in n]
-    assert "captured like any code" in note
-    assert _peak(model, layers()[1]) == plan.predicted.dynamic_peak_bytes
-    # The plan may also keep what the user recomputes.
-    free = plan_of(layers(build)[0], layers()[1], budget="500%", solver="none")
-    assert not free.graphs[0].recomputed
-    assert free.predicted.seconds < plan.predicted.seconds
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("build", [Checkpointed, CheckpointedReentrant])
-def test_the_unplanned_step_with_checkpoints_of_the_user_is_predicted(build: type[Layers]) -> None:
-    model, args, _ = layers(build)
-    plan = plan_of(model, args)
-    # The states of the generator that each checkpoint saves count as well, and nothing outlives its use.
-    assert _peak(model, args) == plan.baseline.dynamic_peak_bytes
-
-
-@pytest.mark.heavy
-def test_checkpointed_sequences_that_cannot_be_seen_through_stay() -> None:
-    class Sequence(Layers):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint_sequential(list(self.layers), 2, x, use_reentrant=False).square().mean()
-
-    model, args, _ = layers(Sequence)
-    twin = copy.deepcopy(model)
-    plan = plan_of(model, args)
-    plan.apply(model)
-    assert_same(left_by(model, steps(args)), left_by(twin, steps(args)))
-    assert _peak(model, args) <= 1.05 * plan.predicted.dynamic_peak_bytes
-
-
-@pytest.mark.heavy
-def test_gradient_checkpointing_of_hugging_face_is_seen_through() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    shape = {"vocab_size": 60, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).train()
-    model.gradient_checkpointing_enable()
-    words = torch.randint(0, 60, (8, 32))
-    kwargs = {"input_ids": words, "labels": words, "use_cache": False}
-
-    def loop(model: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(**kwargs).loss
-        loss.backward()
-        return loss
-
-    graphs = len(plan_of(copy.deepcopy(model), (), kwargs=kwargs).graphs)
-    plan = assert_trains_alike(model, (), loop, expected_runs=graphs, kwargs=kwargs)
-    assert any("4 calls of torch.utils.checkpoint" in note for note in plan.notes)
-
-
-@pytest.mark.heavy
-def test_a_planned_module_inside_a_checkpoint_of_the_user() -> None:
-    model, args, _ = layers()
-    before = nn.Linear(32, 32)
-
-    def loop(model: nn.Module) -> list[Any]:
-        before.zero_grad()
-        loss = checkpoint(model, before(*args), use_reentrant=False)
-        loss.backward()
-        return [loss, before.weight.grad]
-
-    x = args[0].requires_grad_()
-    assert_trains_alike(model, (x,), loop, expected_runs=1)
-
 
 # ---- hooks ------------------------------------------------------------------------------------------
 
@@ -147,7 +37,7 @@ def test_forward_hooks_on_submodules_change_what_is_computed() -> None:
             layer.register_forward_hook(lambda _module, _args, output: output * 1.5)
         return model
 
-    _trains(hooked)
+    trains_alike(hooked)
 
 
 @pytest.mark.heavy
@@ -164,7 +54,7 @@ def test_backward_hooks_on_submodules_change_gradients(kind: str) -> None:
 
     model, args, _ = layers(hooked)
     plan = assert_trains_alike(model, args, steps(args), expected_runs=None)
-    assert _peak(model, args) <= 1.1 * plan.predicted.dynamic_peak_bytes
+    assert peak_of(model, args) <= 1.1 * plan.predicted.dynamic_peak_bytes
 
 
 @pytest.mark.heavy
@@ -176,7 +66,7 @@ def test_hooks_on_tensors_inside_the_forward_change_gradients() -> None:
                 x.register_hook(lambda gradient: gradient * 2)
             return x
 
-    _trains(Hooked)
+    trains_alike(Hooked)
 
 
 @pytest.mark.heavy
@@ -211,7 +101,7 @@ def test_operations_in_place() -> None:
                 x = F.relu(y, inplace=True)
             return x
 
-    _trains(InPlace)
+    trains_alike(InPlace)
 
 
 @pytest.mark.heavy
@@ -251,7 +141,7 @@ def test_a_buffer_that_the_forward_changes() -> None:
                 x = x + self.average.clone()
             return x
 
-    model, _ = _trains(Averaging)
+    model, _ = trains_alike(Averaging)
     assert model.average.any()  # type: ignore[operator, union-attr]
 
 
@@ -311,7 +201,7 @@ def test_numbers_that_the_forward_draws_are_drawn_anew() -> None:
                 x = x + layer(x) * random.uniform(0.5, 1.0)
             return x
 
-    _trains(Scaled)
+    trains_alike(Scaled)
 
 
 @pytest.mark.heavy
@@ -382,7 +272,7 @@ def test_a_cache_that_the_first_forward_fills() -> None:
         ours = left_by(model, steps(args))
     assert_same(ours, left_by(twin, steps(args)))
     # From the second step on it is what was planned.
-    assert _peak(model, args) == plan.predicted.dynamic_peak_bytes
+    assert peak_of(model, args) == plan.predicted.dynamic_peak_bytes
 
 
 @pytest.mark.heavy

@@ -6,13 +6,12 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 import planner
 from planner import PlanWarning
 from planner.runtime.install import PlannedCall, installed_plan
-from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
+from tests.installed import apply_plan, assert_equal, gradients_of
 from tests.side_by_side import layers
 from tests.small import (
     both_loss,
@@ -22,25 +21,6 @@ from tests.small import (
     logits_loss,
     small_gpt,
 )
-
-
-def _planned(builder=small_gpt, budget="min", **options) -> tuple[nn.Module, tuple, Plan]:  # type: ignore[no-untyped-def]
-    model, args, kwargs = builder()
-    plan = planner.plan(model, args, kwargs, budget=budget, solver="sqrt_n", **options)
-    return plan.apply(model), args, plan
-
-
-def _gradients(model: nn.Module, args: tuple, seed: int = 1) -> list[torch.Tensor | None]:  # type: ignore[type-arg]
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    model(*args).backward()
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def _assert_equal(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> None:
-    for a, b in zip(left, right, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or b is None or torch.equal(a, b)
 
 
 @pytest.mark.heavy
@@ -58,15 +38,15 @@ def test_it_is_the_same_object_with_the_same_state() -> None:
 @pytest.mark.heavy
 def test_the_plan_is_really_run() -> None:
     model, args, kwargs = small_gpt()
-    expected = _gradients(model, args)
+    expected = gradients_of(model, args)
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
     assert plan.graphs[0].recomputed
     plan.apply(model)
-    _gradients(model, args)
+    gradients_of(model, args)
     model.zero_grad(set_to_none=True)
     peak = measure_peak(lambda: _gradients_only(model, args), "cpu").peak_bytes
     assert peak == plan.predicted.dynamic_peak_bytes < plan.no_recompute.dynamic_peak_bytes
-    _assert_equal(_gradients(model, args), expected)
+    assert_equal(gradients_of(model, args), expected)
 
 
 def _gradients_only(model: nn.Module, args: tuple) -> torch.Tensor:  # type: ignore[type-arg]
@@ -77,7 +57,7 @@ def _gradients_only(model: nn.Module, args: tuple) -> torch.Tensor:  # type: ign
 
 @pytest.mark.heavy
 def test_remove_undoes_apply() -> None:
-    model, _, _ = _planned()
+    model, _, _ = apply_plan()
     assert planner.remove(model) is model
     assert installed_plan(model) is None
     assert model._compiled_call_impl is None
@@ -98,7 +78,7 @@ def test_a_compiled_call_of_the_users_comes_back() -> None:
 
 @pytest.mark.heavy
 def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args, _ = _planned()
+    model, args, _ = apply_plan()
     compiled: list[int] = []
     monkeypatch.setattr(model._compiled_call_impl, "_forward", lambda *_: compiled.append(1))
     with torch.no_grad():
@@ -115,8 +95,8 @@ def test_eval_no_grad_and_inference_mode_run_the_original(monkeypatch: pytest.Mo
 
 @pytest.mark.heavy
 def test_copies_and_pickles_train_by_the_plan() -> None:
-    model, args, plan = _planned(layers)
-    expected = _gradients(model, args)
+    model, args, plan = apply_plan(layers)
+    expected = gradients_of(model, args)
     stored = io.BytesIO()
     torch.save(model, stored)
     stored.seek(0)
@@ -127,7 +107,7 @@ def test_copies_and_pickles_train_by_the_plan() -> None:
         copy.deepcopy(copy.deepcopy(nn.Sequential(model)))[0],
     ):
         assert installed_plan(other) == plan
-        _assert_equal(_gradients(other, args), expected)
+        assert_equal(gradients_of(other, args), expected)
         other.zero_grad(set_to_none=True)
         peak = measure_peak(lambda other=other: _gradients_only(other, args), "cpu").peak_bytes
         assert peak == plan.predicted.dynamic_peak_bytes
@@ -138,12 +118,12 @@ def test_copies_and_pickles_train_by_the_plan() -> None:
         assert installed_plan(other) is None
         assert vars(other).keys() == vars(planner.remove(copy.deepcopy(model))).keys()
     assert installed_plan(model) is plan
-    _assert_equal(_gradients(model, args), expected)
+    assert_equal(gradients_of(model, args), expected)
 
 
 @pytest.mark.heavy
 def test_copies_of_what_is_not_planned_are_not_either() -> None:
-    model, args, plan = _planned(layers)
+    model, args, plan = apply_plan(layers)
     shallow = copy.copy(model)
     assert installed_plan(shallow) is None
     assert installed_plan(copy.deepcopy(shallow)) is None
@@ -155,19 +135,19 @@ def test_copies_of_what_is_not_planned_are_not_either() -> None:
 
 @pytest.mark.heavy
 def test_a_model_is_unpickled_even_if_its_plan_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args, _ = _planned(layers)
-    expected = _gradients(model, args)
+    model, args, _ = apply_plan(layers)
+    expected = gradients_of(model, args)
     text = pickle.dumps(model)
     monkeypatch.setattr("planner.planfile.plan.SCHEMA_VERSION", 10**6)
     with pytest.warns(PlanWarning, match="schema_version"):
         other = pickle.loads(text)
     assert installed_plan(other) is None
-    _assert_equal(_gradients(other, args), expected)
+    assert_equal(gradients_of(other, args), expected)
 
 
 @pytest.mark.heavy
 def test_planning_what_is_planned_gives_the_same_plan() -> None:
-    model, args, plan = _planned(layers)
+    model, args, plan = apply_plan(layers)
     again = planner.plan(model, args, budget="min", solver="sqrt_n")
     assert again.graphs == plan.graphs
     assert again.baseline.dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
@@ -175,7 +155,7 @@ def test_planning_what_is_planned_gives_the_same_plan() -> None:
 
 @pytest.mark.heavy
 def test_hooks_on_the_outside_run() -> None:
-    model, args, _ = _planned()
+    model, args, _ = apply_plan()
     seen: list[str] = []
     model.register_forward_pre_hook(lambda *_: seen.append("before"))
     model.register_forward_hook(lambda *_: seen.append("after"))
@@ -185,19 +165,19 @@ def test_hooks_on_the_outside_run() -> None:
 
 @pytest.mark.heavy
 def test_another_batch_size_runs_the_same_plan() -> None:
-    model, args, plan = _planned()
+    model, args, plan = apply_plan()
     smaller, larger = small_gpt(2)[1], small_gpt(8)[1]
     reference, _, _ = small_gpt()
-    _assert_equal(_gradients(model, args), _gradients(reference, args))
+    assert_equal(gradients_of(model, args), gradients_of(reference, args))
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
-        _assert_equal(_gradients(model, smaller), _gradients(reference, smaller))
+        assert_equal(gradients_of(model, smaller), gradients_of(reference, smaller))
     model.zero_grad(set_to_none=True)
     few = measure_peak(lambda: _gradients_only(model, smaller), "cpu").peak_bytes
     assert few < plan.predicted.dynamic_peak_bytes
     with pytest.warns(PlanWarning, match="larger than those that were planned"):
-        _assert_equal(_gradients(model, larger), _gradients(reference, larger))
-    _assert_equal(_gradients(model, args), _gradients(reference, args))
+        assert_equal(gradients_of(model, larger), gradients_of(reference, larger))
+    assert_equal(gradients_of(model, args), gradients_of(reference, args))
 
 
 @pytest.mark.heavy
@@ -223,13 +203,13 @@ def test_another_model_is_refused_and_left_alone(other, words: str) -> None:  # 
 
 @pytest.mark.heavy
 def test_a_plan_applies_to_another_instance_and_from_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    model, args, plan = _planned()
+    model, args, plan = apply_plan()
     plan.save(tmp_path / "plan.json")
     loaded = planner.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     other, _, _ = small_gpt()
     loaded.apply(other)
-    _assert_equal(_gradients(other, args), _gradients(model, args))
+    assert_equal(gradients_of(other, args), gradients_of(model, args))
 
 
 @pytest.mark.heavy
@@ -288,17 +268,17 @@ def test_a_path_that_was_not_planned_is_right_and_said() -> None:
     torch.manual_seed(0)
     model, args = Switch(), (torch.randn(4, 8),)
     planner.auto_checkpoint(model, args, budget="min", solver="sqrt_n")
-    _gradients(model, args)
+    gradients_of(model, args)
     model.deep = False
     with pytest.warns(PlanWarning, match="has not seen"):
-        found = _gradients(model, args)
+        found = gradients_of(model, args)
     assert found[2] is None
-    _assert_equal(found, _gradients(planner.remove(model), args))
+    assert_equal(found, gradients_of(planner.remove(model), args))
 
 
 @pytest.mark.heavy
 def test_two_graphs_run_by_their_plans() -> None:
-    model, args, plan = _planned(graph_break_model)
+    model, args, plan = apply_plan(graph_break_model)
     assert plan.coverage == "several-graphs"
     report = planner.verify(model, args, repeats=0)
     assert report.ok, report.problems
@@ -339,138 +319,3 @@ def test_a_graph_without_anything_to_differentiate_is_no_surprise() -> None:
         warnings.simplefilter("error", PlanWarning)
         report = planner.verify(model, args, plan=plan, repeats=0)
     assert report.ok, report.problems
-
-
-@pytest.mark.heavy
-def test_a_module_called_twice_in_one_step() -> None:
-    model, args, kwargs = small_gpt()
-    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
-    twin = copy.deepcopy(model)
-    plan.apply(model)
-    other = small_gpt(4)[1][::-1]
-    for network in (model, twin):
-        torch.manual_seed(2)
-        (network(*args) + network(*other)).backward()
-    _assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-
-
-@pytest.mark.heavy
-def test_gradients_that_are_there_count_as_resident() -> None:
-    model, args, kwargs = small_gpt()
-    model(*args).backward()
-    plan = planner.plan(model, args, kwargs, budget="500%", solver="none")
-    assert plan.resident.gradient_bytes == sum(p.nbytes for p in model.parameters())
-
-
-def test_retain_graph_and_gradients_of_inputs() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.5), nn.Linear(32, 8))
-    x = torch.randn(4, 8, requires_grad=True)
-    torch.manual_seed(1)
-    model(x).square().sum().backward()
-    assert x.grad is not None
-    expected, x.grad = x.grad, None
-    planner.auto_checkpoint(model, (x,), budget="min", solver="sqrt_n", loss=lambda y: y.square().sum())
-    torch.manual_seed(1)
-    loss = model(x).square().sum()
-    loss.backward(retain_graph=True)
-    assert torch.equal(x.grad, expected)
-    loss.backward()
-    assert torch.equal(x.grad, 2 * expected)
-
-
-@pytest.mark.heavy
-def test_frozen_and_tied_parameters() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(30, 16)
-            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-            self.layers[0].requires_grad_(False)
-
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            x = self.words(words)
-            for layer in self.layers:
-                x = F.gelu(layer(x))
-            return F.cross_entropy((x @ self.words.weight.T).flatten(0, 1), words.flatten())
-
-    torch.manual_seed(0)
-    model, args = Tied(), (torch.randint(0, 30, (4, 8)),)
-    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
-    report = planner.verify(model, args, plan=plan, repeats=0)
-    assert report.ok, report.problems
-    assert model.layers[0].weight.grad is None
-
-
-@pytest.mark.heavy
-def test_autocast_is_honoured_in_recomputation() -> None:
-    model, args, kwargs = small_gpt()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
-        report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
-    assert plan.graphs[0].recomputed
-    assert report.ok, report.problems
-    assert plan.model.autocast == ["cpu:bfloat16"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("probability", [0.1, 0.039, 0.5])
-@pytest.mark.heavy
-def test_dropout_rounds_as_in_eager(probability: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(probability), nn.Tanh()) for _ in range(3)]
-    model, args = nn.Sequential(*layers).to(dtype), (torch.randn(32, 16, dtype=dtype),)
-    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
-    report = planner.verify(model, args, plan=plan, repeats=0)
-    assert report.ok, report.problems
-
-
-@pytest.mark.heavy
-def test_a_plan_that_was_tampered_with_cannot_change_results() -> None:
-    torch.manual_seed(0)
-    norm = torch.nn.utils.parametrizations.spectral_norm
-    model, args = nn.Sequential(norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4)), (torch.randn(8, 16),)
-    plan = planner.plan(model, args, budget="500%", solver="none")
-    graph = plan.graphs[0]
-    power_iteration = next(i for i, op in enumerate(graph.ops) if "mv" in op.name)
-    changed = graph.model_copy(update={"backward": [power_iteration, *graph.backward]})
-    tampered = plan.model_copy(update={"graphs": [changed]})
-    with pytest.warns(PlanWarning, match="without recomputation"):
-        report = planner.verify(model, args, plan=tampered, repeats=0)
-    assert report.ok, report.problems
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
-def test_interpolation_is_computed_as_in_eager(mode: str) -> None:
-    class Up(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-                up = F.interpolate(x, scale_factor=2, mode=mode)
-                x = F.avg_pool2d(up, 2) + x
-            return x
-
-    torch.manual_seed(0)
-    model, args = Up(), (torch.randn(2, 4, 12, 12),)
-    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
-    assert [op for op in plan.graphs[0].ops if "upsample" in op.name]
-    report = planner.verify(model, args, plan=plan, repeats=0)
-    assert report.ok, report.problems
-
-
-@pytest.mark.heavy
-def test_buffers_that_the_forward_updates_are_not_read_again() -> None:
-    torch.manual_seed(0)
-    norm = torch.nn.utils.parametrizations.spectral_norm
-    layers = [nn.Sequential(norm(nn.Linear(32, 32)), nn.Tanh()) for _ in range(4)]
-    model, args = nn.Sequential(*layers), (torch.randn(64, 32),)
-    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
-    report = planner.verify(model, args, plan=plan, repeats=0)
-    assert report.ok, report.problems
-    joint_reads = [op.name for op in plan.graphs[0].ops if "mv" in op.name]
-    assert joint_reads, "the power iteration was captured"

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 import planner
 from planner.errors import BudgetError, InfeasibleBudget
 from planner.planfile.budget import Budget, parse_budget
-from solvers import portfolio
-from solvers.chains import sqrt_n
+from solvers import portfolio, sqrt_n
 from solvers.least import floor_bytes, least
 from solvers.model.graph import Graph
 from solvers.model.schedule import check, simulate

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import Graph, portfolio, recompute, simulate
-from solvers.chains.cut_points import forward_uses
+from solvers.model.cut_points import forward_uses
 from solvers.programs.lower_bound import bound_at, holds_for_every_order, lower_bound
 from tests.graphs import Forward, chain, graphs, training_graph, transformer
 

@@ -5,7 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from solvers.programs.milp import Outcome, Program
+from solvers.milp import Outcome, Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

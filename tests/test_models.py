@@ -49,7 +49,7 @@ def test_sqrt_n_reaches_low_peaks_at_one_extra_forward(name: str, mebibytes: int
     from planner.costs.devices import find_device
     from planner.problem.build import build_problem
     from planner.training_step.step import Step
-    from solvers.chains import sqrt_n
+    from solvers import sqrt_n
 
     model, args, kwargs = build(name)
     graph = build_problem(capture(model, Step(args, kwargs)), find_device("cpu"), None).graph

@@ -9,8 +9,7 @@ import torch.nn as nn
 
 import planner
 from planner.user_plan import Plan
-from tests.side_by_side import assert_trains_alike, layers
-from tests.test_loops import steps
+from tests.side_by_side import assert_trains_alike, layers, steps
 
 Use = Callable[["Uses", torch.Tensor], torch.Tensor]
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 import planner
 from planner.user_plan import Plan
-from tests.side_by_side import Layers, assert_same, assert_trains_alike, layers, left_by, plan_of
-from tests.test_loops import steps
+from tests.side_by_side import Layers, assert_same, assert_trains_alike, layers, left_by, plan_of, steps
 
 
 def _trains(build: Callable[[], nn.Module]) -> tuple[nn.Module, Plan]:

@@ -20,8 +20,8 @@ from tests.side_by_side import (
     left_by,
     no_plan_warnings,
     plan_of,
+    steps,
 )
-from tests.test_loops import steps
 
 
 class Small(Layers):

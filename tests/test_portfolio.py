@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import Graph, check, portfolio, simulate
+from solvers import Graph, check, milp, portfolio, simulate
 from solvers.model.incumbent import Search
-from solvers.programs import exact_ilp, milp
+from solvers.programs import exact_ilp
 from solvers.registry import SOLVERS
 from tests.graphs import graphs, random_dag, transformer
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from solvers import Graph, simulate
-from solvers.chains.cut_points import forward_uses, pinned_values
+from solvers.milp import Outcome
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.cut_points import forward_uses, pinned_values
 from solvers.programs import exact_ilp
-from solvers.programs.milp import Outcome
 from solvers.programs.single_recompute import SECONDS, find_stages, write_program
 from solvers.reference.programs import exact_model, single_recompute_model
 from tests.graphs import random_dag, transformer

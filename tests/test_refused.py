@@ -24,8 +24,8 @@ from tests.side_by_side import (
     left_by,
     no_plan_warnings,
     plan_of,
+    steps,
 )
-from tests.test_loops import steps
 
 # ---- marks for the compiler ---------------------------------------------------------------------------
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from solvers import Graph, check, simulate
-from solvers.chains import lower_sets, sqrt_n
+from solvers import Graph, check, simulate, sqrt_n
+from solvers.chains import lower_sets
 from solvers.chains import rotor as chain_solver
 from solvers.chains.blocks import find_blocks
-from solvers.chains.cut_points import find_cuts, forward_uses, pinned_values
 from solvers.chains.rotor import choose_walls, distinct_slots, fill, judge, plan
-from solvers.chains.sqrt_n import families, weights
 from solvers.model.constraints import NO_CONSTRAINTS
+from solvers.model.cut_points import find_cuts, forward_uses, pinned_values
 from solvers.model.incumbent import Search
+from solvers.sqrt_n import families, weights
 from tests.graphs import chain, random_dag, transformer, unet
 
 LONG = chain(1000)

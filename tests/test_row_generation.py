@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from solvers import Constraints, Graph, check, portfolio, simulate
 from solvers.chains import rotor
-from solvers.chains.cut_points import forward_uses
+from solvers.model.cut_points import forward_uses
 from solvers.model.incumbent import Search
 from solvers.model.solution import Status
 from solvers.programs import exact_ilp, row_generation

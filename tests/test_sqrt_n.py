@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import Constraints, Graph, Status, check, simulate
-from solvers.chains.sqrt_n import one_extra_forward, solve, splits
 from solvers.least import least
+from solvers.sqrt_n import one_extra_forward, solve, splits
 from tests.graphs import chain, graphs, random_dag, transformer, unet
 
 

@@ -29,13 +29,13 @@ from planner.graph.joint_graph import JointGraph
 from planner.problem.build import Problem
 from solvers.chains import rotor as rotor_
 from solvers.chains.blocks import find_blocks
-from solvers.chains.cut_points import find_cuts, forward_uses, pinned_values
-from solvers.chains.sqrt_n import families, weights
 from solvers.model.constraints import NO_CONSTRAINTS
+from solvers.model.cut_points import find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph, GraphError
 from solvers.model.incumbent import Search
 from solvers.model.just_in_time import recompute
 from solvers.model.schedule import check, simulate
+from solvers.sqrt_n import families, weights
 
 KNAPSACKS = ("dp", "greedy", "ilp") if importlib.util.find_spec("scipy") else ("dp", "greedy")
 """Solvers of the partitioner; its ilp is SciPy's."""

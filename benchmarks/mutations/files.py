@@ -89,7 +89,7 @@ FILES = [
                 "",
             ),
         ),
-        ("tests/test_install.py::test_a_plan_that_was_tampered_with_cannot_change_results",),
+        ("tests/test_installed_steps.py::test_a_plan_that_was_tampered_with_cannot_change_results",),
     ),
     Mutation(
         "no-partial-apply",
@@ -155,7 +155,7 @@ FILES = [
         "That CBC does not run is an error.",
         (
             Change(
-                "solvers/programs/milp.py",
+                "solvers/milp.py",
                 "    except pulp.PulpSolverError as error:\n",
                 "    except FileNotFoundError as error:\n",
             ),
@@ -168,7 +168,7 @@ FILES = [
         "HiGHS does not get its time limit.",
         (
             Change(
-                "solvers/programs/milp.py",
+                "solvers/milp.py",
                 '        solver.setOptionValue("time_limit", max(0.01, time_limit))\n',
                 '        solver.setOptionValue("time_limit", 1e9)\n',
             ),

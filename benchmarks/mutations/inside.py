@@ -39,14 +39,14 @@ INSIDE = [
         "The user's own torch.utils.checkpoint calls are seen through.",
         "A graph ends at each call of torch.utils.checkpoint.",
         (CHECKPOINTS_END_GRAPHS,),
-        ("tests/test_inside.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
+        ("tests/test_user_checkpoints.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
     ),
     Mutation(
         "gradient-checkpointing-enable",
         "gradient_checkpointing_enable() of Hugging Face's models is seen through.",
         "A graph ends at each call of torch.utils.checkpoint.",
         (CHECKPOINTS_END_GRAPHS,),
-        ("tests/test_inside.py::test_gradient_checkpointing_of_hugging_face_is_seen_through",),
+        ("tests/test_user_checkpoints.py::test_gradient_checkpointing_of_hugging_face_is_seen_through",),
     ),
     Mutation(
         "checkpoints-are-said",
@@ -59,7 +59,7 @@ INSIDE = [
                 "    if calls:\n        return []\n",
             ),
         ),
-        ("tests/test_inside.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
+        ("tests/test_user_checkpoints.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),
     ),
     Mutation(
         "forward-hooks",

@@ -49,7 +49,7 @@ LOOPS = [
                 "            return modules.call_with_forward(model, self._forward, args, kwargs)\n",
             ),
         ),
-        ("tests/test_loops.py::test_autocast_with_a_gradient_scaler[dtype0]",),
+        ("tests/test_loops_autocast.py::test_autocast_with_a_gradient_scaler[dtype0]",),
     ),
     Mutation(
         "autocast-backward",
@@ -62,7 +62,7 @@ LOOPS = [
                 '        backward_pass_autocast="same_as_forward",\n',
             ),
         ),
-        ("tests/test_loops.py::test_backward_is_not_under_autocast_though_the_forward_is",),
+        ("tests/test_loops_autocast.py::test_backward_is_not_under_autocast_though_the_forward_is",),
     ),
     Mutation(
         "autocast-float16-scaler",
@@ -81,7 +81,7 @@ LOOPS = [
                 "            return self._tangents[original]\n",
             ),
         ),
-        ("tests/test_loops.py::test_autocast_with_a_gradient_scaler[dtype1]",),
+        ("tests/test_loops_autocast.py::test_autocast_with_a_gradient_scaler[dtype1]",),
     ),
     Mutation(
         "casts-are-shared",
@@ -94,7 +94,7 @@ LOOPS = [
                 "",
             ),
         ),
-        ("tests/test_loops.py::test_weights_that_are_used_twice_under_autocast",),
+        ("tests/test_loops_autocast.py::test_weights_that_are_used_twice_under_autocast",),
     ),
     Mutation(
         "calls-in-one-region",
@@ -117,7 +117,7 @@ LOOPS = [
         "Gradients are accumulated over several backwards; zero_grad(set_to_none=False) keeps its tensors.",
         "A planned call drops the gradients that are there when it begins.",
         (DROPS_GRADIENTS,),
-        ("tests/test_loops.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
+        ("tests/test_loops_autocast.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
     ),
     Mutation(
         "clipping",
@@ -141,7 +141,7 @@ LOOPS = [
                 "    return rounding\n",
             ),
         ),
-        ("tests/test_loops.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
+        ("tests/test_loops_autocast.py::test_accumulation_with_clipping_and_both_kinds_of_zero_grad",),
     ),
     Mutation(
         "zero-grad-to-none",
@@ -157,14 +157,16 @@ LOOPS = [
                 "        return modules.call_with_forward(model, self._forward, args, kwargs)\n",
             ),
         ),
-        ("tests/test_loops.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[logits_loss]",),
+        (
+            "tests/test_loops_losses.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[logits_loss]",
+        ),
     ),
     Mutation(
         "several-losses",
         "Several losses and outputs, each with a backward of its own.",
         "Outputs without a gradient count as outputs with a gradient of zeros.",
         (ABSENT_IS_ZERO,),
-        ("tests/test_loops.py::test_two_losses_with_a_backward_each",),
+        ("tests/test_loops_losses.py::test_two_losses_with_a_backward_each",),
     ),
     Mutation(
         "output-used-again",
@@ -177,7 +179,9 @@ LOOPS = [
                 'self._next_call.__dict__.get("absent", None)',
             ),
         ),
-        ("tests/test_loops.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[extra_loss]",),
+        (
+            "tests/test_loops_losses.py::test_an_output_that_the_loss_stops_using_leaves_no_gradient[extra_loss]",
+        ),
     ),
     Mutation(
         "unused-outputs",
@@ -197,21 +201,21 @@ LOOPS = [
         "Inputs that need gradients get them, and so does what comes before the module.",
         "The planned call detaches its inputs.",
         (DETACHES_INPUTS,),
-        ("tests/test_loops.py::test_inputs_that_need_gradients",),
+        ("tests/test_loops_losses.py::test_inputs_that_need_gradients",),
     ),
     Mutation(
         "autograd-grad",
         "torch.autograd.grad gives the gradients of some or all parameters, and writes to none.",
         "The planned backward writes to .grad by itself, past the autograd engine.",
         (WRITES_GRADIENTS_ITSELF,),
-        ("tests/test_loops.py::test_autograd_grad_of_some_and_of_all_parameters",),
+        ("tests/test_loops_losses.py::test_autograd_grad_of_some_and_of_all_parameters",),
     ),
     Mutation(
         "optimizer-in-backward",
         "Optimizers that step in hooks after a gradient is accumulated do so.",
         "The planned backward writes to .grad by itself, past the autograd engine.",
         (WRITES_GRADIENTS_ITSELF,),
-        ("tests/test_loops.py::test_an_optimizer_that_steps_inside_backward",),
+        ("tests/test_loops_parameters.py::test_an_optimizer_that_steps_inside_backward",),
     ),
     Mutation(
         "retain-graph",
@@ -224,7 +228,7 @@ LOOPS = [
                 "",
             ),
         ),
-        ("tests/test_loops.py::test_retain_graph",),
+        ("tests/test_loops_losses.py::test_retain_graph",),
     ),
     Mutation(
         "double-backward",
@@ -237,7 +241,7 @@ LOOPS = [
                 "def unused(context",
             ),
         ),
-        ("tests/test_loops.py::test_a_gradient_penalty_falls_back_to_the_original_and_says_so",),
+        ("tests/test_loops_losses.py::test_a_gradient_penalty_falls_back_to_the_original_and_says_so",),
     ),
     Mutation(
         "gradients-from-outside",

@@ -54,7 +54,7 @@ MODELS = [
         "Frozen layers are planned as frozen, and stay so.",
         "A module is captured with all of its parameters trainable.",
         (TRAINS_ALL,),
-        ("tests/test_loops.py::test_lora_in_a_frozen_transformer",),
+        ("tests/test_loops_parameters.py::test_lora_in_a_frozen_transformer",),
     ),
     Mutation(
         "lora",
@@ -67,7 +67,7 @@ MODELS = [
                 "    vars(model)[Companion.NAME] = Companion(model)\n    model.requires_grad_(True)\n",
             ),
         ),
-        ("tests/test_loops.py::test_lora_in_a_frozen_transformer",),
+        ("tests/test_loops_parameters.py::test_lora_in_a_frozen_transformer",),
     ),
     Mutation(
         "toggling-requires-grad",
@@ -80,7 +80,9 @@ MODELS = [
                 "            return no_recomputation(joint), ()\n        same = ",
             ),
         ),
-        ("tests/test_loops.py::test_layers_that_are_frozen_and_thawed_after_apply_follow_the_plan",),
+        (
+            "tests/test_loops_parameters.py::test_layers_that_are_frozen_and_thawed_after_apply_follow_the_plan",
+        ),
     ),
     Mutation(
         "tied-weights",
@@ -99,7 +101,7 @@ MODELS = [
                 "*[args[i].detach() for i in added])",
             ),
         ),
-        ("tests/test_loops.py::test_tied_weights",),
+        ("tests/test_loops_parameters.py::test_tied_weights",),
     ),
     Mutation(
         "tied-across-graphs",
@@ -125,7 +127,7 @@ MODELS = [
                 "[*part._parameters.values(), *part._buffers.values()]",
             ),
         ),
-        ("tests/test_loops.py::test_weight_norm_and_spectral_norm_by_hooks",),
+        ("tests/test_loops_parameters.py::test_weight_norm_and_spectral_norm_by_hooks",),
     ),
     Mutation(
         "spectral-norm",
@@ -138,7 +140,7 @@ MODELS = [
                 "        return True\n",
             ),
         ),
-        ("tests/test_loops.py::test_parametrizations_and_their_buffers",),
+        ("tests/test_loops_parameters.py::test_parametrizations_and_their_buffers",),
     ),
     Mutation(
         "ema",
@@ -226,7 +228,7 @@ MODELS = [
         "What a forward saves lies in buffers that its next call writes to.",
         (_reused_buffers("{}", "i"),),
         (
-            "tests/test_install.py::test_a_module_called_twice_in_one_step",
+            "tests/test_installed_steps.py::test_a_module_called_twice_in_one_step",
             "tests/test_loops.py::test_one_module_called_twice_in_a_step",
         ),
     ),

@@ -66,7 +66,7 @@ STEPS = [
                 "    finally:\n        del present\n",
             ),
         ),
-        ("tests/test_loops.py::test_retain_graph",),
+        ("tests/test_loops_losses.py::test_retain_graph",),
     ),
     Mutation(
         "batch-norm-again",

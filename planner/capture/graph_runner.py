@@ -21,6 +21,7 @@ from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
 from planner.capture.fresh_results import fresh_results
+from planner.compiled.graph_hook import CompiledGraph
 from planner.graph.accumulation import is_sum
 from planner.graph.dynamo_graph import structure_of
 from planner.graph.joint_graph import JointGraph
@@ -31,7 +32,6 @@ from planner.graph.spec import GraphSpec
 from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
-from planner.compiled.graph_hook import CompiledGraph
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Partition, no_recomputation, partition

@@ -11,8 +11,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from planner._torch.joint import aot
-from planner.graph.trace import TracedGraph
 from planner.compiled.calls import Calls
+from planner.graph.trace import TracedGraph
 from planner.planfile.plan import PlanRecord
 
 

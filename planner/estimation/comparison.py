@@ -1,12 +1,11 @@
 """The public function compare: solvers beside what PyTorch and Hugging Face offer, for one step."""
 
 import contextlib
-import dataclasses
 import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -14,13 +13,14 @@ import torch
 from planner._torch import partitioner
 from planner.blocks.running import blocks_run_as_written
 from planner.errors import InfeasibleBudget, PlannerError
+from planner.estimation.comparison_table import Comparison, Way
 from planner.estimation.estimate import (
     Change,
-    Checkpointed,
     enable_checkpointing,
     prepared_step,
     with_checkpoints,
 )
+from planner.estimation.table import Checkpointed
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import PlanRecord
 from planner.planning.options import StepKeywords, shows_options
@@ -38,55 +38,6 @@ RATIOS = (0.75, 0.5, 0.25)
 
 class ComparisonError(PlannerError, ValueError):
     """What is asked for cannot be compared."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run the step.
-
-    Attributes:
-        name: What it is.
-        peak_bytes: Predicted peak of forward and backward, what is resident included; None: not predicted.
-        overhead: Predicted extra time over the unplanned step: 0.05 is 5 %.
-        fits: Whether that is within the budget.
-        measured_peak_bytes: The same peak, measured; None where nothing was measured.
-        measured_seconds: Median seconds of the measured steps.
-        measured_overhead: Extra time over the unplanned step as measured.
-        note: Why there is no figure.
-    """
-
-    name: str
-    peak_bytes: int | None = None
-    overhead: float | None = None
-    fits: bool | None = None
-    measured_peak_bytes: int | None = None
-    measured_seconds: float | None = None
-    measured_overhead: float | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Ways to run one step, the unplanned one first.
-
-    Attributes:
-        budget: As it was written.
-        budget_bytes: What it allows; None for the least.
-        ways: One row each.
-    """
-
-    budget: str
-    budget_bytes: int | None
-    ways: list[Way]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        from planner.estimation.comparison_table import comparison_text
-
-        return comparison_text(self)
 
 
 @shows_options(StepKeywords)

@@ -1,9 +1,12 @@
-"""A comparison as a table."""
+"""A comparison: its records, and its table."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from planner.estimation.comparison import Comparison, Way
 from planner.planfile.budget import format_bytes
 from planner.report.columns import fitted_table
 from planner.report.text import as_text, printable
@@ -12,6 +15,53 @@ _OVER = (
     "extra time is over the step as PyTorch runs it; that of a plan by itself (show, sweep) is over the\n"
     "captured step that recomputes nothing, which is a little faster"
 )
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the step.
+
+    Attributes:
+        name: What it is.
+        peak_bytes: Predicted peak of forward and backward, what is resident included; None: not predicted.
+        overhead: Predicted extra time over the unplanned step: 0.05 is 5 %.
+        fits: Whether that is within the budget.
+        measured_peak_bytes: The same peak, measured; None where nothing was measured.
+        measured_seconds: Median seconds of the measured steps.
+        measured_overhead: Extra time over the unplanned step as measured.
+        note: Why there is no figure.
+    """
+
+    name: str
+    peak_bytes: int | None = None
+    overhead: float | None = None
+    fits: bool | None = None
+    measured_peak_bytes: int | None = None
+    measured_seconds: float | None = None
+    measured_overhead: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ways to run one step, the unplanned one first.
+
+    Attributes:
+        budget: As it was written.
+        budget_bytes: What it allows; None for the least.
+        ways: One row each.
+    """
+
+    budget: str
+    budget_bytes: int | None
+    ways: list[Way]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return comparison_text(self)
 
 
 def render_comparison(found: Comparison, *, width: int = 100) -> Group:

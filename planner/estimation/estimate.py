@@ -4,11 +4,10 @@ hand. Nothing is solved.
 Elsewhere: the checkpoints' estimate that Paddle's guide to recomputation asks for; torchinfo's table.
 """
 
-import dataclasses
 import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Unpack
@@ -20,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from planner.capture.capture import record_eagerly
 from planner.costs.eager_timeline import eager_timeline
 from planner.errors import PlannerError
-from planner.estimation.module_memory import ModuleMemory, module_memory
-from planner.planfile.schema import WholeStep
+from planner.estimation.module_memory import module_memory
+from planner.estimation.table import Checkpointed, Estimate
 from planner.planning.options import StepKeywords, check_options, read_options, shows_options
 from planner.planning.prepare import Prepared, prepare
 from planner.problem.selection import SelectionError
@@ -41,59 +40,6 @@ _CANDIDATES = 48
 
 class EstimateError(PlannerError, ValueError):
     """Nothing can be suggested, or an argument is out of range."""
-
-
-@dataclass(frozen=True)
-class Checkpointed:
-    """A step with ``torch.utils.checkpoint`` around some modules.
-
-    Attributes:
-        modules: Their paths.
-        peak_bytes: The most that is allocated at any time of forward and backward, what is resident
-            included.
-        dynamic_peak_bytes: The same without what is resident.
-        total_bytes: What the device must have for the whole step, the optimizer's included.
-        overhead: Extra time of forward and backward, as a share: 0.2 is 20 %.
-    """
-
-    modules: tuple[str, ...]
-    peak_bytes: int
-    dynamic_peak_bytes: int
-    total_bytes: int
-    overhead: float
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The memory of a training step without a plan.
-
-    Attributes:
-        whole_step: The step with the optimizer's own, as it is.
-        dynamic_peak_bytes: The peak of forward and backward over what is resident.
-        resident_bytes: Parameters, buffers, inputs, optimizer state, and gradients that are there before.
-        optimizer_bytes: The optimizer's state, a part of that.
-        modules: What each module takes, the model itself first.
-        checkpointed: With checkpoints around the modules that were named; None if none were.
-        gradient_checkpointing: With what ``model.gradient_checkpointing_enable()`` would checkpoint, of
-            Hugging Face's models; None for others.
-    """
-
-    whole_step: WholeStep
-    dynamic_peak_bytes: int
-    resident_bytes: int
-    optimizer_bytes: int
-    modules: list[ModuleMemory]
-    checkpointed: Checkpointed | None
-    gradient_checkpointing: Checkpointed | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {**dataclasses.asdict(self), "whole_step": self.whole_step.model_dump()}
-
-    def __str__(self) -> str:
-        from planner.estimation.table import estimate_text
-
-        return estimate_text(self)
 
 
 @shows_options(StepKeywords)

@@ -1,25 +1,76 @@
-"""An estimate as tables: what each module takes, and what checkpoints would make of it."""
+"""An estimate: its records, and tables of what each module takes and what checkpoints would make of it."""
 
+import dataclasses
 import io
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from planner.estimation.module_memory import ModuleMemory
 from planner.planfile.budget import format_bytes
+from planner.planfile.schema import WholeStep
 from planner.report.columns import fitted_table
-
-if TYPE_CHECKING:
-    from planner.estimation.estimate import Checkpointed, Estimate
-    from planner.estimation.module_memory import ModuleMemory
 
 _SHOWN = 0.01
 """Modules that hold less than this share of the activations and parameters are left out."""
 
 
-def render_estimate(estimate: "Estimate", *, width: int = 100) -> Group:
+@dataclass(frozen=True)
+class Checkpointed:
+    """A step with ``torch.utils.checkpoint`` around some modules.
+
+    Attributes:
+        modules: Their paths.
+        peak_bytes: The most that is allocated at any time of forward and backward, what is resident
+            included.
+        dynamic_peak_bytes: The same without what is resident.
+        total_bytes: What the device must have for the whole step, the optimizer's included.
+        overhead: Extra time of forward and backward, as a share: 0.2 is 20 %.
+    """
+
+    modules: tuple[str, ...]
+    peak_bytes: int
+    dynamic_peak_bytes: int
+    total_bytes: int
+    overhead: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of a training step without a plan.
+
+    Attributes:
+        whole_step: The step with the optimizer's own, as it is.
+        dynamic_peak_bytes: The peak of forward and backward over what is resident.
+        resident_bytes: Parameters, buffers, inputs, optimizer state, and gradients that are there before.
+        optimizer_bytes: The optimizer's state, a part of that.
+        modules: What each module takes, the model itself first.
+        checkpointed: With checkpoints around the modules that were named; None if none were.
+        gradient_checkpointing: With what ``model.gradient_checkpointing_enable()`` would checkpoint, of
+            Hugging Face's models; None for others.
+    """
+
+    whole_step: WholeStep
+    dynamic_peak_bytes: int
+    resident_bytes: int
+    optimizer_bytes: int
+    modules: list[ModuleMemory]
+    checkpointed: Checkpointed | None
+    gradient_checkpointing: Checkpointed | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {**dataclasses.asdict(self), "whole_step": self.whole_step.model_dump()}
+
+    def __str__(self) -> str:
+        return estimate_text(self)
+
+
+def render_estimate(estimate: Estimate, *, width: int = 100) -> Group:
     """The step as it is, module by module, layers that are alike as one line; then with checkpoints."""
     whole = estimate.modules[0]
     most = max(whole.activation_bytes, 1), max(whole.parameter_bytes, 1)
@@ -46,14 +97,14 @@ def render_estimate(estimate: "Estimate", *, width: int = 100) -> Group:
     return Group(Text(_summary(estimate)), Text(), table, Text(), *_ways(estimate, width))
 
 
-def estimate_text(estimate: "Estimate") -> str:
+def estimate_text(estimate: Estimate) -> str:
     """What :func:`render_estimate` shows, as text."""
     out = io.StringIO()
     Console(file=out, width=110, color_system=None).print(render_estimate(estimate, width=110))
     return out.getvalue()
 
 
-def _summary(estimate: "Estimate") -> str:
+def _summary(estimate: Estimate) -> str:
     whole = estimate.whole_step
     peak = estimate.resident_bytes + estimate.dynamic_peak_bytes
     text = (
@@ -65,7 +116,7 @@ def _summary(estimate: "Estimate") -> str:
     return text
 
 
-def _ways(estimate: "Estimate", width: int) -> list[Table]:
+def _ways(estimate: Estimate, width: int) -> list[Table]:
     ways: list[tuple[str, Checkpointed]] = []
     if estimate.checkpointed is not None:
         ways.append(("torch.utils.checkpoint on those modules", estimate.checkpointed))
@@ -89,7 +140,7 @@ def _ways(estimate: "Estimate", width: int) -> list[Table]:
     return [fitted_table(headers, rows, width=width, least=("modules",))]
 
 
-def _folded(modules: list["ModuleMemory"]) -> list[tuple[list[str], "ModuleMemory"]]:
+def _folded(modules: list[ModuleMemory]) -> list[tuple[list[str], ModuleMemory]]:
     """Modules that differ in the numbers of their paths alone, and take the same, as one row."""
     together: dict[object, tuple[list[str], ModuleMemory]] = {}
     for row in modules:

@@ -21,9 +21,9 @@ import torch
 
 from planner._torch import autograd, fake
 from planner._torch.joint import aot_metadata
+from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.accumulation import is_sum
 from planner.graph.trace import TracedGraph
-from planner.compiled.graph_hook import GraphHook, HookContext
 
 aten = torch.ops.aten
 

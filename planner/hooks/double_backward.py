@@ -16,9 +16,9 @@ from planner._torch import autograd
 from planner._torch.joint import aot_metadata
 from planner._torch.operators import may_draw
 from planner._torch.tensors import writes
+from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.errors import PlanMismatch
 from planner.graph.trace import TracedGraph
-from planner.compiled.graph_hook import GraphHook, HookContext
 
 
 class DoubleBackward(GraphHook):

@@ -18,9 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.tensors import has_hooks
+from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.accumulation import is_sum
 from planner.graph.trace import TracedGraph
-from planner.compiled.graph_hook import GraphHook, HookContext
 
 
 class ExternalAccumulationCheck(GraphHook):

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from planner._torch.joint import aot_metadata
+from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.tangent_layouts import has_steps, memory_steps
 from planner.graph.trace import TracedGraph
-from planner.compiled.graph_hook import GraphHook, HookContext
 
 
 class TangentLayoutCheck(GraphHook):

@@ -14,9 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch.joint import aot, aot_metadata
+from planner.compiled.graph_hook import GraphHook
 from planner.graph.dying_operands import forget
 from planner.graph.trace import TracedGraph
-from planner.compiled.graph_hook import GraphHook
 
 aten = torch.ops.aten
 

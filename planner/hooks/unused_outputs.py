@@ -8,8 +8,8 @@ import torch
 
 from planner._torch.tensors import is_view
 from planner._torch.versions import set_version, version_of
-from planner.errors import PlanMismatch
 from planner.compiled.graph_hook import GraphHook
+from planner.errors import PlanMismatch
 
 
 class UnusedOutputs(GraphHook):

@@ -1,4 +1,7 @@
-"""An explanation as text."""
+"""An explanation: its records, and its text."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -6,11 +9,112 @@ from rich.text import Text
 
 from planner.planfile.budget import format_bytes
 from planner.report.columns import Cell, fitted_table
-from planner.report.explanation import Explanation, Keeping, Moment, Rerun
-from planner.report.text import as_text, format_seconds, printable
+from planner.report.text import as_html, as_text, format_seconds, printable
 
 _MOST_RERUNS = 30
 _MOST_NAMES = 6
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step of the schedule."""
+
+    step: int
+    """Its position in the schedule, from 0."""
+    of: int
+    """How many steps the schedule has."""
+    operation: str
+    module: str
+    line: str
+    phase: str
+    """"forward", "backward" or "recomputation"."""
+    live_bytes: int
+    """What the step holds then over what was there at entry, workspace included."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A forward operation that the backward runs again."""
+
+    operation: str
+    module: str
+    line: str
+    bytes: int
+    """Bytes that it makes each time."""
+    seconds: float
+    """What all its re-runs take."""
+    steps: tuple[int, ...]
+    """The steps of the schedule at which it is run again."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The same schedule with fewer re-runs, as simulated."""
+
+    operations: int
+    """How many operations would not be re-run any more, those included that were re-run only for them."""
+    extra_bytes: int
+    """What is held more at the plan's own peak, the moment that binds."""
+    peak_bytes: int
+    """The dynamic peak."""
+    peak: Moment
+    """Where that is, in the schedule with fewer re-runs."""
+    saved_seconds: float
+    fits: bool | None
+    """Whether the plan's budget allows it; None where the budget was the least that can be reached."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan does with a module, why, and what something else would take.
+
+    `print` shows it, a notebook does, and `to_dict()` has it as plain data.
+    """
+
+    module: str
+    operations: int
+    """Operations of its forward, with those of modules inside it."""
+    kept_operations: int
+    kept_bytes: int
+    """Of results that live on from the forward into the backward."""
+    freed_operations: int
+    """Operations whose results neither live on nor are made again: nothing of the backward reads them."""
+    fixed_operations: int
+    """Operations that may not be re-run: their effects, or what they read, would not be the same."""
+    reruns: tuple[Rerun, ...]
+    rerun_seconds: float
+    plan_rerun_seconds: float
+    """What all re-runs of the plan take."""
+    step_seconds: float
+    """What the planned step takes."""
+    binding: Moment
+    """The plan's peak."""
+    binding_module_bytes: int
+    """Bytes of the module's results, forward and backward, that are alive then."""
+    room_bytes: int | None
+    """The dynamic peak that the budget allows; None where it was the least that can be reached."""
+    keeping: Keeping | None
+    """What keeping all of it would take; None where nothing of it is re-run."""
+    more: Keeping | None
+    """The most of it that could be kept with 10 % more budget, as far as tried; None if nothing."""
+    more_operations: tuple[str, ...]
+    """Modules or operations that `more` keeps."""
+    less_bytes: int | None
+    """By how much the plan is too large for 10 % less budget; None where the budget was the least."""
+    less_steps: int
+    """At how many steps of the schedule it is."""
+    less_module_bytes: int
+    """Kept bytes of the module that could be recomputed and that are alive at the largest of these steps."""
+
+    def __str__(self) -> str:
+        return explanation_text(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(render_explanation(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data: seconds, bytes, steps of the schedule."""
+        return asdict(self)
 
 
 def explanation_text(found: Explanation, *, width: int = 100) -> str:

@@ -14,6 +14,8 @@ from planner._torch.autocast_state import autocast_regions
 from planner._torch.joint import aot
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
+from planner.compiled.calls import Calls
+from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
 from planner.errors import CaptureError, warn
 from planner.graph.dynamo_graph import is_tensor_output, structure_of
 from planner.graph.heap import older_objects_set_aside
@@ -23,8 +25,6 @@ from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks import hooks_for
-from planner.compiled.calls import Calls
-from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering, chosen_lowering

@@ -18,10 +18,10 @@ from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.inside_compile import holds_dtensors, not_compiled
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.capture import run_forward
+from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
-from planner.compiled.calls import Calls
 from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord

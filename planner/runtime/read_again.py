@@ -8,10 +8,10 @@ from torch.fx import GraphModule
 
 from planner._torch import autograd, module_paths, versions
 from planner._torch.joint import aot_metadata
+from planner.compiled.graph_hook import GraphHook
 from planner.errors import InputsChanged
 from planner.graph.joint_graph import JointGraph
 from planner.graph.overwritten import to_copy
-from planner.compiled.graph_hook import GraphHook
 from planner.lowering.partition import Partition, partition
 from planner.planfile.plan import PlanRecord
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.chains.cut_points import Cuts, ForwardUses
 from solvers.model.arrays import Numbers, PerBlock, PerRow, PerValue, ValueMask
 from solvers.model.constraints import Constraints
+from solvers.model.cut_points import Cuts, ForwardUses
 from solvers.model.graph import Graph
 from solvers.model.just_in_time import recompute
 from solvers.model.schedule import lifetimes, simulate

@@ -17,12 +17,12 @@ slots; each boundary is kept whole.
 
 import numpy as np
 
-from solvers.chains.cut_points import Cuts, find_cuts, forward_uses, pinned_values
-from solvers.chains.sqrt_n import held_by_backward, keep_walls, one_extra_forward, weights
 from solvers.model.arrays import PerPosition, Positions
+from solvers.model.cut_points import Cuts, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
 from solvers.model.solver import solver
+from solvers.sqrt_n import held_by_backward, keep_walls, one_extra_forward, weights
 
 NAME = "lower_sets"
 MOST = 120

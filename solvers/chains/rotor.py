@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from solvers.chains.blocks import Blocks, find_blocks
-from solvers.chains.cut_points import Cuts, find_cuts, forward_uses, pinned_values
-from solvers.chains.sqrt_n import families, one_extra_forward, segment_walls, weights
 from solvers.local.polish import polish
 from solvers.model.arrays import Integers, Numbers, PerPosition, Positions, ValueMask
+from solvers.model.cut_points import Cuts, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.just_in_time import Forget
 from solvers.model.solver import solver
+from solvers.sqrt_n import families, one_extra_forward, segment_walls, weights
 
 NAME = "chain"
 SLOTS = 400

@@ -30,11 +30,11 @@ from itertools import pairwise
 import numpy as np
 
 from solvers.local.polish import instances_by_start, is_rerun, prune, reads
+from solvers.milp import Program
 from solvers.model.arrays import PerStep, Schedule
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.schedule import Lifetimes, lifetimes
-from solvers.programs.milp import Program
 
 MOST_STEPS = 1_500
 """Longer schedules are left alone: moves and rows are too many."""

@@ -29,12 +29,12 @@ import numpy as np
 
 from solvers.least import floor_bytes
 from solvers.local.polish import prune
+from solvers.milp import Outcome, Program
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
 from solvers.model.solution import Solution, Status
 from solvers.model.solver import solver
-from solvers.programs.milp import Outcome, Program
 
 NAME = "exact"
 MOST_BINARIES = 4_000

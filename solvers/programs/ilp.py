@@ -49,10 +49,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.chains import sqrt_n
-from solvers.chains.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
+from solvers import sqrt_n
 from solvers.model.arrays import PerMoment, RowIds, ValueMask
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.solver import solver

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.chains.cut_points import ForwardUses, forward_uses
+from solvers.milp import Outcome, Program
 from solvers.model.arrays import PerStep
+from solvers.model.cut_points import ForwardUses, forward_uses
 from solvers.model.graph import Graph
 from solvers.model.schedule import simulate
-from solvers.programs.milp import Outcome, Program
 
 SECONDS = 1000.0
 MOST_VARIABLES = 60_000

@@ -19,20 +19,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from solvers.chains.cut_points import ForwardUses, forward_uses, pinned_values
 from solvers.local.polish import polish
+from solvers.milp import Outcome, Program
 from solvers.model.arrays import Numbers, PerStep, PerValue, Schedule, ValueMask
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.cut_points import ForwardUses, forward_uses, last_forward_use, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.schedule import simulate
-from solvers.programs.milp import Outcome, Program
 from solvers.programs.single_recompute import (
     SECONDS,
     SingleRecompute,
     find_readers,
     fixed_bytes,
-    last_forward_use,
 )
 
 ROUNDS = 20

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.chains.cut_points import ForwardUses
+from solvers.milp import Program
 from solvers.model.arrays import Numbers, PerMoment, PerRow, PerValue, RowIds, ValueMask
 from solvers.model.constraints import Constraints
+from solvers.model.cut_points import ForwardUses, last_forward_use
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate
-from solvers.programs.milp import Program
 
 SECONDS = 1000.0
 """The objective's unit: the seconds of the step without recomputation are this many."""
@@ -104,14 +104,6 @@ def find_readers(graph: Graph, decided: ValueMask) -> list[list[int]]:
                 if decided[v] and graph.walk_table.recompute_region[v] == graph.ops[i].region:
                     readers[v].append(i)
     return readers
-
-
-def last_forward_use(graph: Graph) -> PerValue:
-    """For each value the last forward operation that reads it; its producer when none does."""
-    last = graph.producer.copy()
-    for i in range(graph.forward_length):
-        last[list(graph.walk_table.inputs[i])] = i
-    return last
 
 
 def thin(times: list[int], most: int) -> list[int]:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import pulp
 
-from solvers.chains.cut_points import ForwardUses
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.cut_points import ForwardUses, last_forward_use
 from solvers.model.graph import Graph
 from solvers.programs.exact_ilp import find_slots
-from solvers.programs.single_recompute import Stages, fixed_bytes, last_forward_use
+from solvers.programs.single_recompute import Stages, fixed_bytes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from planner._torch.cuda.attention import Attention, AttentionCall, choose_attention, obstacle
 from planner._torch.cuda.attention import attend as attend_by
-from planner._torch.joint.decompositions import kernels_of_eager
+from planner._torch.execution.decompositions import kernels_of_eager
 from planner.errors import CaptureError
 
 aten = torch.ops.aten

@@ -27,8 +27,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner._torch.cuda.batch_norm import cudnn_as_eager
+from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.fake import fake_mode, without_modes
-from planner._torch.joint.decompositions import kernels_of_eager
 from planner._torch.joint.effects import refuse_tokens, without_tokens
 from planner._torch.joint.in_place import results_in_place
 

@@ -76,6 +76,14 @@ def _forward_uses(graph: Graph) -> ForwardUses:
     return ForwardUses(last_forward, first_backward, last_backward, last_any, forward_count)
 
 
+def last_forward_use(graph: Graph) -> PerValue:
+    """For each value the last forward operation that reads it; its producer when none does."""
+    last = graph.producer.copy()
+    for i in range(graph.forward_length):
+        last[list(graph.walk_table.inputs[i])] = i
+    return last
+
+
 def pinned_values(graph: Graph, uses: ForwardUses) -> ValueMask:
     """Which values are kept whatever happens, bool."""
     forward = (graph.producer >= 0) & (graph.producer < graph.forward_length)

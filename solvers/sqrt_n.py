@@ -24,8 +24,8 @@ from bisect import bisect_left
 
 import numpy as np
 
-from solvers.chains.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
 from solvers.model.arrays import Numbers, PerPosition, Positions, ValueMask
+from solvers.model.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
 from solvers.model.just_in_time import Forget
