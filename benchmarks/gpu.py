@@ -6,9 +6,11 @@
 
 First the device is calibrated, in a process of its own; plans use its figures from then on. For every model
 and precision: the step as it is, plans for several budgets, and what PyTorch itself has to offer (a
-checkpoint around every block, and ``torch.compile`` with ``activation_memory_budget``). Plans are made with
+checkpoint around every block, and ``torch.compile`` with ``activation_memory_budget``); when all models are
+through, plans that Inductor runs, which take minutes to compile. Plans are made with
 measured costs, and each is compared bit for bit with the unplanned step, random states included (within the
-spread of unplanned steps, where kernels are not deterministic). Reserved bytes are predicted and measured for
+spread of unplanned steps, where kernels are not deterministic; a plan that Inductor runs with what Inductor
+makes of the step without one). Reserved bytes are predicted and measured for
 two steps, whose events are also recorded and run through the simulated allocator.
 
 The results are written after every row, so that a run that is killed leaves what it had. What runs out of
@@ -44,7 +46,8 @@ from planner.allocator.settings import AllocatorSettings
 from planner.calibration.calibrate import as_file, calibrate
 from planner.calibration.measurements import SMALL
 from planner.planfile.atomic_file import write_atomically
-from planner.planfile.schema import WholeStep
+from planner.planfile.schema import BackendName, WholeStep
+from planner.planning.options import PlanKeywords
 from planner.training_step.step import find_loss
 from planner.verification.measure import measure_peak, measure_seconds
 from planner.verification.verify import Report
@@ -55,6 +58,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("fp32", "tf32", "bf16")
 BUDGETS = ("80%", "60%", "40%")
+INDUCTOR = ("60%",)
 PEERS = ("checkpoint per block", "compile 0.5")
 SECONDS = 460.0
 
@@ -65,7 +69,6 @@ class Bench:
 
     Attributes:
         deadline: When to start nothing more, in seconds of :func:`time.monotonic`.
-        peers: What of PyTorch's own to measure, of :data:`PEERS`.
         changed: Called after every row, with what is running then.
     """
 
@@ -73,14 +76,14 @@ class Bench:
     small: bool
     repeats: int
     deadline: float
-    peers: Sequence[str] = PEERS
     changed: Callable[["Bench", str], None] = lambda bench, running: None
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def run(self, name: str, precision: str, budgets: Sequence[str]) -> None:
-        """All ways of one model in one precision."""
-        ways = ["unplanned", *(f"plan {budget}" for budget in budgets), *self.peers]
+    def run(self, name: str, precision: str, ways: Sequence[str]) -> None:
+        """Some ways of one model in one precision."""
+        if not ways:
+            return
         if time.monotonic() > self.deadline:
             self._leave_out(name, precision, ways)
             return
@@ -92,7 +95,7 @@ class Bench:
                     model, inputs = CASES[name].build(self.small)
                 case = _CaseRun(self, name, precision, model.train(), inputs)
             except Exception as error:
-                self.add(Row(name, precision, "unplanned", problem=_shortened(error)))
+                self.add(Row(name, precision, ways[0], problem=_shortened(error)))
             for i, way in enumerate(ways if case is not None else ()):
                 assert case is not None
                 if time.monotonic() > self.deadline:
@@ -135,13 +138,20 @@ class _CaseRun:
     inputs: Inputs
     unplanned: Row | None = None
 
+    def __post_init__(self) -> None:
+        for row in self.bench.rows:
+            if (row.model, row.precision, row.way) == (self.name, self.precision, "unplanned"):
+                self.unplanned = row
+
     def row(self, way: str) -> Row:
         """Measures one way to run the step; an error that is raised is its problem."""
         if way == "unplanned":
             self.unplanned = self._measured(way, self._step(self.model))
             return self.unplanned
         if way.startswith("plan "):
-            return self._planned(way, way.removeprefix("plan "))
+            return self._planned(way, way.removeprefix("plan "), "eager")
+        if way.startswith("inductor "):
+            return self._planned(way, way.removeprefix("inductor "), "inductor")
         if way == "checkpoint per block":
             with checkpointed(self.model, CASES[self.name].blocks):
                 return self._measured(way, self._step(self.model))
@@ -169,11 +179,12 @@ class _CaseRun:
 
         return step
 
-    def _planned(self, way: str, budget: str) -> Row:
+    def _planned(self, way: str, budget: str, backend: BackendName) -> Row:
         args, kwargs = self.inputs
-        limit = 5 if self.bench.small else 20
+        asked: PlanKeywords = {"costs": "measured", "backend": backend}
+        asked["time_limit"] = 5 if self.bench.small else 20
         with self._autocast():
-            plan = planner.plan(self.model, args, kwargs, budget=budget, costs="measured", time_limit=limit)
+            plan = planner.plan(self.model, args, kwargs, budget=budget, **asked)
         if self.unplanned is not None and self.unplanned.predicted_bytes is None:
             self.unplanned = replace(
                 self.unplanned,
@@ -217,7 +228,7 @@ class _CaseRun:
         except Exception as error:
             problems = [row.problem, f"not compared: {_shortened(error)}"]
             return replace(row, problem="; ".join(filter(None, problems)))
-        right = is_right(report)
+        right = report.ok if backend == "inductor" else is_right(report)
         found = "" if right else "; ".join(report.problems[:3])
         return replace(row, right=right, problem="; ".join(filter(None, [row.problem, found])))
 
@@ -319,6 +330,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="what of PyTorch's own (both)"
     )
     parser.add_argument(
+        "--inductor", nargs="*", default=list(INDUCTOR), help="budgets of plans that Inductor runs"
+    )
+    parser.add_argument(
         "--calibrate", action=argparse.BooleanOptionalAction, default=True, help="measure the device first"
     )
     parser.add_argument("--small", action="store_true", help="models of a few narrow layers")
@@ -359,10 +373,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         write_atomically(path.with_suffix(".md"), table(found))
 
     deadline = started + options.seconds
-    bench = Bench(device, options.small, options.repeats, deadline, options.peers, write)
-    for precision in options.precisions:
-        for model in options.models:
-            bench.run(model, precision, options.budgets)
+    bench = Bench(device, options.small, options.repeats, deadline, write)
+    ways = ["unplanned", *(f"plan {budget}" for budget in options.budgets), *options.peers]
+    for some in (ways, [f"inductor {budget}" for budget in options.inductor]):
+        for precision in options.precisions:
+            for model in options.models:
+                bench.run(model, precision, some)
     found = document(bench, "")
     write(bench, "")
     print(table(found))

@@ -21,7 +21,8 @@ from planner.verification.verify import Report
 @pytest.mark.heavy
 @pytest.mark.parametrize(("model", "precision"), [("gpt2", "bf16")])
 def test_predicted_is_measured(model: str, precision: str, tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "80%", "--out", str(tmp_path)]
+    arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "80%", "--inductor"]
+    arguments += ["--out", str(tmp_path)]
     found = gpu.main([*arguments, "--models", model, "--precisions", precision])
     ways = {row["way"]: Row(**row) for row in found["rows"]}
     assert set(ways) == {"unplanned", "plan 80%", "checkpoint per block", "compile 0.5"}
@@ -54,16 +55,17 @@ def run_patched(
     monkeypatch.setitem(CASES, "resnet-50", Case(build, ("Linear",)))
     for name, function in patched.items():
         monkeypatch.setattr(gpu, name, function)
-    return gpu.main([*SMALL, "--peers", "--out", str(tmp_path), *arguments])
+    return gpu.main([*SMALL, "--peers", "--inductor", "--out", str(tmp_path), *arguments])
 
 
 def quick_plan(model: torch.nn.Module, *args: Any, budget: str, **kwargs: Any) -> planner.Plan:
-    if budget not in _PLANS:
-        _PLANS[budget] = planner.api.plan(model, *args, **{**kwargs, "budget": budget, "costs": "roofline"})
-    return _PLANS[budget]
+    key = (budget, kwargs["backend"])
+    if key not in _PLANS:
+        _PLANS[key] = planner.api.plan(model, *args, **{**kwargs, "budget": budget, "costs": "roofline"})
+    return _PLANS[key]
 
 
-_PLANS: dict[str, planner.Plan] = {}
+_PLANS: dict[tuple[str, str], planner.Plan] = {}
 
 
 class Loss(torch.nn.Module):
@@ -79,7 +81,7 @@ class Loss(torch.nn.Module):
 
 def test_what_is_not_begun_in_time_is_left_out(tmp_path: Path) -> None:
     found = gpu.main(["--device", "cpu", "--small", "--seconds", "0", "--out", str(tmp_path)])
-    ways = 1 + len(gpu.BUDGETS) + len(gpu.PEERS)
+    ways = 1 + len(gpu.BUDGETS) + len(gpu.PEERS) + len(gpu.INDUCTOR)
     assert len(found["left_out"]) == len(CASES) * len(gpu.PRECISIONS) * ways
     assert "Left out" in next(tmp_path.glob("*.md")).read_text()
 
@@ -161,6 +163,17 @@ def test_a_comparison_that_runs_out_of_memory_says_so(
     assert row["measured_bytes"] > 0
     assert row["right"] is None
     assert row["problem"] == "not compared: OutOfMemoryError: CUDA out of memory"
+
+
+@pytest.mark.heavy
+def test_a_plan_that_inductor_runs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_patched(tmp_path, monkeypatch, "--budgets", "100%", "--inductor", "100%")
+    unplanned, _, fused = found["rows"]
+    assert [row["way"] for row in found["rows"]] == ["unplanned", "plan 100%", "inductor 100%"]
+    assert fused["right"]
+    assert not fused["problem"]
+    assert fused["measured_bytes"] > 0
+    assert fused["measured_overhead"] == pytest.approx(fused["seconds"] / unplanned["seconds"] - 1)
 
 
 @pytest.mark.heavy

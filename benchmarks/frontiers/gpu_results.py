@@ -11,7 +11,7 @@ class Row:
     """One way to run one model's step.
 
     Attributes:
-        way: "unplanned", "plan 60%", "checkpoint per block", "compile 0.5".
+        way: "unplanned", "plan 60%", "checkpoint per block", "compile 0.5", "inductor 60%".
         predicted_bytes, measured_bytes: Peak of allocated bytes over entry; no prediction for peers.
         reserved_bytes: What the caching allocator reserved in all for two steps; None on the CPU.
         predicted_reserved_bytes: What that was predicted to be.
