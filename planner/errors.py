@@ -46,7 +46,7 @@ def warn(text: str, *, cause: Exception | None = None) -> None:
     """Log a text, and warn the user with a :class:`PlanWarning` at the line of theirs that led to it.
 
     Args:
-        text: What runs otherwise than planned, and what to do.
+        text: What does not run as planned, and what to do.
         cause: An error that is behind it; its traceback goes to the log.
     """
     logger.warning(text, exc_info=cause)

@@ -206,7 +206,7 @@ def test_what_cannot_be_a_block_is_refused() -> None:
         total.add_(x.detach().sum())
         return x.exp()
 
-    with pytest.raises(RecomputeError, match="adds writes to tensor 0 from around it"):
+    with pytest.raises(RecomputeError, match="adds writes to tensor 0 of an enclosing scope"):
         adds(X.clone().requires_grad_())
     wrong: Any
     for wrong in (3, int, iter(())):

@@ -23,7 +23,7 @@ PYTHON_NUMBERS = 64
 """Bytes of the Python numbers that autograd saves, which no recording sees."""
 
 
-def test_the_modules_that_two_plans_treat_otherwise_are_listed() -> None:
+def test_the_modules_that_two_plans_treat_differently_are_listed() -> None:
     few, more = layered_plan(kept_layers=1), layered_plan(kept_layers=3)
     found = {row.module: row for row in different_modules(few, more)}
     assert set(found) == {

@@ -1,4 +1,4 @@
-"""LoRA by PEFT, injected before or after a model is told to plan at its first training call."""
+"""LoRA by PEFT, injected before or after a model is set to plan at its first training call."""
 
 import copy
 

@@ -119,7 +119,7 @@ def test_a_plan_file_says_for_whom_it_is() -> None:
     ("parallel", "found"),
     [("fsdp2:8", "its parameters are whole"), ("ddp:8", "it runs outside of DistributedDataParallel")],
 )
-def test_a_step_on_other_ranks_than_planned_is_told_of(parallel: str, found: str) -> None:
+def test_a_step_on_other_ranks_than_planned_warns(parallel: str, found: str) -> None:
     model, args, _ = layers(lambda: Layers(2))
     _plan(parallel).apply(model)
     with pytest.warns(planner.PlanWarning, match=rf"the plan is for 8 ranks.*{found}"):

@@ -127,8 +127,8 @@ def test_what_is_no_step_is_refused() -> None:
 
     wrong: Any
     for wrong, text in (
-        (closes, "closes uses a Sequential from around it"),
-        (closes_over_a_weight, "a tensor that requires a gradient from around it"),
+        (closes, "closes uses a Sequential from an enclosing scope"),
+        (closes_over_a_weight, "a tensor that requires a gradient from an enclosing scope"),
         (runs_backward, r"runs_backward calls backward\(\): return the loss"),
         (model, r"write planner\.auto_checkpoint\(model"),
         (3, "not a int"),

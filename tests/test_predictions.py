@@ -1,4 +1,4 @@
-"""What is predicted is what is measured, to the byte, where tensors without data could tell otherwise."""
+"""What is predicted is what is measured, to the byte, where tensors without data could mislead."""
 
 from typing import Any
 

@@ -198,7 +198,7 @@ INSIDE = [
     Mutation(
         "first-compiled-around-it",
         "A plan runs inside of compiled code also where nothing was captured in the process before.",
-        "Dynamo is told of plans when the first step is captured.",
+        "Dynamo learns of plans when the first step is captured.",
         (
             Change(
                 "planner/runtime/installed.py",

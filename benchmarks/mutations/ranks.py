@@ -51,7 +51,7 @@ RANKS = [
     ),
     Mutation(
         "ddp-plans-that-hand-out-gradients-otherwise",
-        "Ranks whose plans hand out gradients otherwise, or take other graphs next, count as different.",
+        "Ranks whose plans hand out other gradients, or take other graphs next, count as different.",
         "How graphs are to be traced is not compared.",
         (
             Change(

@@ -19,7 +19,7 @@ from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_groupe
 _DYNAMO_CONFIG: dict[str, Any] = {
     # A hook that is registered after the first step would otherwise never run.
     "skip_nnmodule_hook_guards": False,
-    # nn.LSTM and its kin are otherwise skipped silently.
+    # nn.LSTM and the like are otherwise skipped silently.
     "allow_rnn": True,
     # Past the limit Dynamo runs the original silently.
     "recompile_limit": 64,

@@ -51,3 +51,18 @@ def schema_of(operator: Any) -> Any:
 def held_by_pytorch(tensor: Any) -> bool:
     """Whether PyTorch itself holds a tensor that Python holds: one more Python reference stands for that."""
     return int(tensor._use_count()) > 1
+
+
+def call_tensors(nest: Any) -> list[torch.Tensor]:
+    """Tensors among an operator's arguments or results, in order.
+
+    For data of users there is :func:`planner.training_step.step.tensors_in`, which knows all containers and
+    is slower.
+    """
+    if isinstance(nest, torch.Tensor):
+        return [nest]
+    if isinstance(nest, dict):
+        nest = nest.values()
+    elif not isinstance(nest, list | tuple):
+        return []
+    return [tensor for item in nest for tensor in call_tensors(item)]

@@ -10,7 +10,7 @@ _Key = tuple[int, int, int, "Block"]
 
 
 class Block:
-    """A stretch of a segment; the stretches next to it are linked.
+    """A contiguous part of a segment, linked to the parts next to it.
 
     Attributes:
         address, size: Where it is, in bytes.

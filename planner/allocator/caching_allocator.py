@@ -231,7 +231,7 @@ class CachingAllocator:
 
     def _new(self, pool: Pool, stream: int, size: int) -> Block | None:
         segment = self.settings.segment_bytes(size)
-        # Of an expandable segment too, this is what is held against the share that is allowed.
+        # For expandable segments too, PyTorch checks the allowed share with this size.
         if self.allowed_bytes is not None and self.reserved_bytes + segment > self.allowed_bytes:
             return None
         if self.settings.expandable_segments:

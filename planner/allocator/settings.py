@@ -16,7 +16,7 @@ MIN_LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on a request gets a se
 LARGE_ROUNDING = 2 * MIB  # kRoundLarge: which is a multiple of this
 _INTERVALS = 16  # of roundup_power2_divisions: 1 MiB to 64 GiB
 
-# What PyTorch takes besides, which changes no size: settings of pinned memory, of locks and of graphs.
+# Other settings that PyTorch accepts, which change no size: of pinned memory, of locks and of graphs.
 _OTHER = re.compile(
     r"pinned_\w+|release_lock_on_(cuda|hip)?malloc|release_lock_on_device_malloc"
     r"|graph_capture_record_stream_reuse|per_process_memory_fraction|throw_on_cudamalloc_oom"
@@ -25,7 +25,7 @@ _ITEM = re.compile(r"\s*(?P<key>\w+)\s*:\s*(?P<value>\[[^\]]*\]|[^,\[\]]+)\s*(?:
 
 
 class SettingsError(PlannerError, ValueError):
-    """A setting of the allocator is unknown, or its value cannot be."""
+    """A setting of the allocator is unknown, or its value is not valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,10 @@ class AllocatorSettings:
     Attributes:
         expandable_segments: One segment for each pool that grows, instead of many of fixed sizes.
         max_split_bytes: Blocks of this size and more are not split; None: all may be.
-        max_non_split_rounding_bytes: By how much less than this a block that is not split may be too large.
+        max_non_split_rounding_bytes: A block that is not split may be too large by less than this.
         large_segment_bytes: A segment for requests of more than 1 and less than 10 MiB.
-        roundup_power2_divisions: For sizes from 1 MiB, 2 MiB, 4 MiB, ... on, into how many parts the way to
-            the next power of 2 is divided, to a multiple of which they are rounded; 0: they are not.
+        roundup_power2_divisions: For sizes from 1 MiB, 2 MiB, 4 MiB, ... on: into how many parts the range up
+            to the next power of 2 is divided. Sizes are rounded up to a multiple of a part; 0: not rounded.
         garbage_collection_threshold: Share of the allowed memory above which unused segments are given back
             before new ones are made; 0: never. As in PyTorch it counts only where the process's share
             of the memory is set (``torch.cuda.set_per_process_memory_fraction``).
@@ -161,4 +161,4 @@ def _whole(key: str, text: str, least: int) -> int:
 
 
 def _refused(key: str, value: str, expected: str) -> SettingsError:
-    return SettingsError(f"allocator setting {key}:{value} cannot be: expected {expected}")
+    return SettingsError(f"allocator setting {key}:{value} is not valid: expected {expected}")

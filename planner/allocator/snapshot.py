@@ -21,7 +21,7 @@ class RecordedLoop:
     Attributes:
         allocator: As it was at the end.
         trace: Its events.
-        moments: What each event is of.
+        moments: What each event belongs to.
         seconds: When each event is, from the beginning of the first step.
         allocated_bytes, reserved_bytes: After each event.
     """

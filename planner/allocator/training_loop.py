@@ -26,9 +26,9 @@ class Allocations:
     Attributes:
         bytes: Of each block that it allocates, in the order of allocation.
         start, end: During which operation each is allocated, and after which it is freed; an `end` of at
-            least the number of operations: not by them.
+            least the number of operations: it stays.
         workspace: For each operation what its kernel allocates and frees inside.
-        names: For each block what made it, for people; may be empty.
+        names: For each block what made it, to be shown; may be empty.
         backward_from: The first operation of the backward.
         seconds, operations: How long each operation takes, and what it is; may be empty.
     """
@@ -115,7 +115,7 @@ def reservation(loop: TrainingLoop, settings: AllocatorSettings | None = None) -
 
 
 class Moment(NamedTuple):
-    """Before an event of the allocator.
+    """What the next event of the allocator belongs to.
 
     Attributes:
         phase: "resident", "libraries", "forward", "backward", "optimizer" or "zero_grad".
@@ -136,7 +136,7 @@ def run(loop: TrainingLoop, allocator: CachingAllocator) -> Iterator[Moment]:
     """Run a loop through an allocator.
 
     Yields:
-        Before every event of the allocator what it is of.
+        Before every event of the allocator what it belongs to.
 
     Raises:
         SimulatedOutOfMemory: The allocator's memory is not enough.
@@ -161,7 +161,7 @@ def run(loop: TrainingLoop, allocator: CachingAllocator) -> Iterator[Moment]:
             if number > 0:
                 left += made
         for address in left:
-            yield Moment("zero_grad", "gradients and outputs are let go", step=number)
+            yield Moment("zero_grad", "gradients and outputs are freed", step=number)
             allocator.free(address)
 
 

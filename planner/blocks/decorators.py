@@ -33,7 +33,7 @@ def recompute(block: Any = None, /, *, name: str | None = None) -> Any:
     ``@planner.recompute`` decorates a class of layers or a function; ``planner.recompute(model.layers[0])``
     changes one module, in place. By itself it needs no plan: what is called keeps its inputs only, and runs
     again in backward, with the same random numbers, and without updating running statistics a second time.
-    In a module that is planned, the plan holds what it is told: what only the block reads is recomputed, and
+    In a module that is planned, the plan follows this: what only the block reads is recomputed, and
     what leaves it is the plan's to decide.
 
     ``block(x, _recompute=False)`` runs one call as it is, :func:`no_recompute` all calls inside of it, and so
@@ -47,7 +47,7 @@ def recompute(block: Any = None, /, *, name: str | None = None) -> Any:
 
     Raises:
         RecomputeError: The block is none of these; or, when it is called, it writes to a parameter or to a
-            tensor that it has from around it.
+            tensor of an enclosing scope.
         InputsChanged: In backward: something that it computes again from was changed in place.
 
     Returns:
@@ -134,7 +134,7 @@ def _wrapped(function: Callable[..., Any], kind: str, name: str | None, named: s
 
 
 def _change_module(module: torch.nn.Module, kind: str, name: str | None) -> None:
-    # A partial, which copies and pickles of the module make anew with the copy in the place of the module.
+    # A partial, which copies and pickles of the module make again with the copy in place of the module.
     forward = functools.partial(_forward, module, (kind, name or ""))
     if "forward" in vars(module) and not isinstance(module.forward, functools.partial):
         raise RecomputeError(

@@ -44,7 +44,7 @@ def run_recomputed(
         name: What it is called in messages.
 
     Raises:
-        RecomputeError: It writes to a parameter, or to a tensor that it has from around it.
+        RecomputeError: It writes to a parameter, or to a tensor of an enclosing scope.
     """
     run = _Run(function, args, kwargs, known, name)
     return checkpoint(run, args, kwargs, use_reentrant=False, preserve_rng_state=False)
@@ -79,7 +79,7 @@ class _Run:
         learnt = self._known.get(self._key)
         inputs = [_Held(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
         inputs = [held for held in inputs if held.tensor is not None]
-        around = [_Held(f"tensor {i} from around it", x) for i, x in enumerate(self._around)]
+        around = [_Held(f"tensor {i} of an enclosing scope", x) for i, x in enumerate(self._around)]
         around += [_Held(f"parameter {n}", p) for m in self._modules for n, p in m.named_parameters()]
         parts = [part for module in self._modules for part in module.modules()]
         buffers = [

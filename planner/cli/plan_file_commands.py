@@ -61,7 +61,7 @@ def diff_command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show two plans side by side: what they promise, and which modules they treat otherwise."""
+    """Show two plans side by side: what they promise, and which modules they treat differently."""
     with one_line_errors(debug):
         plans = Plan.load(first), Plan.load(second)
         if as_json:

@@ -11,7 +11,7 @@ generator makes one by one, are bound by their count there.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from planner._torch.execution.mask_operators import DRAW_MASK
 from planner._torch.fake import storage_key
 from planner._torch.operators import OpOverload, tf32_allowed
+from planner._torch.tensors import call_tensors
 from planner.costs.devices import Device
 
 logger = logging.getLogger(__name__)
@@ -83,11 +84,11 @@ class Roofline:
     def _compute(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, tf32: bool
     ) -> float:
-        inputs = [*_tensors(args), *_tensors(kwargs)]
+        inputs = [*call_tensors(args), *call_tensors(kwargs)]
         if func.overloadpacket in _VIEW_OR_COPY and _is_alias(inputs, outputs):
             return 0.0
         in_place = str(func.overloadpacket).endswith("_")
-        if not in_place and next(_tensors(outputs), None) is None:
+        if not in_place and next(iter(call_tensors(outputs)), None) is None:
             return 0.0  # it asks for a size or a device
         arithmetic = 0.0
         flops = op_flops(func, args, kwargs, outputs)
@@ -95,7 +96,7 @@ class Roofline:
             dtypes = (t.dtype for t in inputs if t.is_floating_point() or t.is_complex())
             arithmetic = flops / self.device.flops_of(next(dtypes, torch.float32), tf32=tf32)
         if func.overloadpacket in _DRAWS and self.device.kind == "cpu":
-            drawn = next(_tensors(outputs), None)
+            drawn = next(iter(call_tensors(outputs)), None)
             arithmetic = CPU_DRAW_SECONDS * int(drawn.numel()) if drawn is not None else 0.0
         memory = bytes_moved(func, args, kwargs, outputs) / self.device.bandwidth
         return max(arithmetic, memory) + self.device.launch_seconds
@@ -119,11 +120,11 @@ def bytes_moved(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     packet = func.overloadpacket
     if packet in _ALLOCATE_ONLY:
         return 0
-    written = sum(tensor_bytes(tensor) for tensor in _tensors(outputs))
+    written = sum(tensor_bytes(tensor) for tensor in call_tensors(outputs))
     if packet in _INPUT_UNREAD:
         return written
     inputs: dict[object, torch.Tensor] = {}
-    for tensor in (*_tensors(args), *_tensors(kwargs)):
+    for tensor in (*call_tensors(args), *call_tensors(kwargs)):
         if tensor.layout is not torch.strided:
             continue
         view = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -144,16 +145,6 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
         if stride != 0 or size == 0:
             count *= size
     return int(count) * tensor.element_size()
-
-
-def _tensors(nest: Any) -> Iterator[torch.Tensor]:
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, Mapping):
-        yield from _tensors(list(nest.values()))
-    elif isinstance(nest, (list, tuple)):
-        for item in nest:
-            yield from _tensors(item)
 
 
 def _signature(nest: Any, seen: dict[int, int]) -> object:
@@ -208,7 +199,7 @@ def _attention_product(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 def _recurrent(args: Sequence[Any]) -> float:
     """Every weight meets every time step of every sequence once."""
     steps = int(args[0].numel()) / int(args[0].shape[-1])
-    weights = _tensors(args[1] if isinstance(args[1], (list, tuple)) else args[1:5])
+    weights = call_tensors(args[1] if isinstance(args[1], (list, tuple)) else args[1:5])
     return 2.0 * steps * sum(int(weight.numel()) for weight in weights if weight.dim() == 2)
 
 

@@ -20,6 +20,7 @@ from planner._torch.execution.allocator_events import profiler_is_active, record
 from planner._torch.execution.plain_execution import plain_execution
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.operators import OpOverload, is_foreign
+from planner._torch.tensors import call_tensors
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.host_tensors import read_on_host
 from planner.costs.measurement_cache import (
@@ -228,7 +229,7 @@ class WorkspaceMeter:
         try:
             yield
         except Exception as error:  # whatever a kernel says about inputs that were made up
-            masks = any(tensor.dtype is torch.bool for tensor in _tensors([call.args, call.kwargs]))
+            masks = any(tensor.dtype is torch.bool for tensor in call_tensors([call.args, call.kwargs]))
             if masks and key not in self._masks_false:
                 self._masks_false.add(key)  # and once more
             else:
@@ -255,7 +256,9 @@ class WorkspaceMeter:
         """The arguments with real tensors in the place of fake ones, and those tensors."""
         if is_foreign(call.func):  # may have effects, or may not survive made-up inputs
             raise ValueError("not run: operators from outside PyTorch may have effects")
-        needed = 2 * sum(_storage_length(t) * t.element_size() for t in _tensors([call.args, call.kwargs]))
+        needed = 2 * sum(
+            _storage_length(t) * t.element_size() for t in call_tensors([call.args, call.kwargs])
+        )
         if needed > (available := _available_bytes(self.device)):
             raise MemoryError(f"not run: it needs about {needed} bytes and {available} are free")
         on_host = read_on_host(call.func, call.args, call.kwargs)
@@ -315,16 +318,6 @@ class WorkspaceMeter:
 
 def _allocates(func: object) -> bool:
     return isinstance(func, OpOverload) and not (func.is_view and func.overloadpacket not in _MAY_COPY)
-
-
-def _tensors(nest: Any) -> Iterator[torch.Tensor]:
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, (list, tuple)):
-        for item in nest:
-            yield from _tensors(item)
-    elif isinstance(nest, Mapping):
-        yield from _tensors(list(nest.values()))
 
 
 def _storage_length(tensor: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from planner._torch import fake, operators
 from planner._torch.joint import aot_metadata
 from planner._torch.joint.effects import has_effects
 from planner._torch.module_paths import marks_of, module_of
-from planner._torch.tensors import stored_elements
+from planner._torch.tensors import call_tensors, stored_elements
 from planner.graph.dying_operands import write_into_dying_operands, writing
 from planner.graph.replay import rule_of
 from planner.graph.replay_rule import ReplayRule
@@ -83,8 +83,8 @@ class JointOp:
         values = self.rule.values_again(self.node)
         if values is self.node.meta.get("val"):
             return self.allocates
-        results = {fake.storage_key(t) for t in _tensors(values)}
-        keep = [fake.storage_key(t) in results for t in _tensors(self.node.meta["val"])]
+        results = {fake.storage_key(t) for t in call_tensors(values)}
+        keep = [fake.storage_key(t) in results for t in call_tensors(self.node.meta["val"])]
         return tuple(s for s, kept in zip(self.allocates, keep, strict=True) if kept)
 
     @property
@@ -210,7 +210,7 @@ class JointGraph:
             if written is not None:
                 self._keys[fake.storage_key(node.meta["val"])] = written
             allocates: list[int] = []
-            for value in _tensors(node.meta.get("val")):
+            for value in call_tensors(node.meta.get("val")):
                 known = len(self.storage_bytes)
                 number = self._storage(value)
                 if number >= known:
@@ -255,7 +255,7 @@ class JointGraph:
         if node in self.storage_of:
             number = self.storage_of[node]
             return [] if number == RESIDENT else [number]
-        return [self._storage(v) for v in _tensors(node.meta.get("val"))]
+        return [self._storage(v) for v in call_tensors(node.meta.get("val"))]
 
 
 def read_joint(module: GraphModule, forward_outputs: int) -> JointGraph:
@@ -283,16 +283,8 @@ def nodes_in(tree: Any) -> Iterator[Node]:
             yield from nodes_in(item)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [t for v in value for t in _tensors(v)]
-    return []
-
-
 def _is_aliasing(node: Node) -> bool:
-    return not operators.uses_generator(node.target) and bool(_tensors(node.meta.get("val")))
+    return not operators.uses_generator(node.target) and bool(call_tensors(node.meta.get("val")))
 
 
 def _is_impure(node: Node) -> bool:
@@ -311,5 +303,5 @@ def _written(tree: Any, numbers: dict[Node, int]) -> str:
 
 
 def _shape(value: Any) -> str:
-    tensors = _tensors(value)
+    tensors = call_tensors(value)
     return ";".join(f"{tuple(t.shape)}{t.stride()}{t.dtype}{t.device.type}" for t in tensors)

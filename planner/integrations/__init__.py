@@ -1,1 +1,1 @@
-"""Planning in the trainers that people have; each module needs its library, imported only when used."""
+"""Callbacks for trainers; each module needs the library of its trainer."""

@@ -28,7 +28,7 @@ class PlannerCallback(TrainerCallback):
     Outputs besides the loss are planned as dropped, as the trainer drops them. The optimizer counts, and
     gradients that are there already do where ``gradient_accumulation_steps`` is more than 1. Checkpointing
     that ``TrainingArguments`` switch on (``gradient_checkpointing=True``) is switched off: the plan goes in
-    its place. After training the plan is taken out.
+    its place. After training the plan is removed.
     """
 
     @shows_options(PlanKeywords)
@@ -41,7 +41,7 @@ class PlannerCallback(TrainerCallback):
         max_length: int | None = None,
         **options: Unpack[PlanKeywords],
     ) -> None:
-        """Take down what to plan with.
+        """Store what to plan with.
 
         Args:
             budget, on_new_shape, cache: See :func:`planner.auto_checkpoint`.
@@ -74,5 +74,5 @@ class PlannerCallback(TrainerCallback):
             install_lazily(model, replace(wanted, enlarge=self._longest))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the plan out."""
+        """Remove the plan."""
         remove(kwargs["model"])

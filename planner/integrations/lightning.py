@@ -25,10 +25,10 @@ from planner.runtime.shape_policy import OnNewShape
 class PlannerCallback(Callback):  # type: ignore[misc]
     """Plans ``training_step``, with the loss that it computes, at its first call.
 
-    What ``self.log`` is given in there is logged right after it. Gradients are let go of before
-    ``training_step`` instead of after it, so that they are not there beside what the forward keeps; those
-    that are there already count where ``accumulate_grad_batches`` is more than 1. After training the plan is
-    taken out.
+    Calls of ``self.log`` inside it are made right after it. Gradients are set to None before
+    ``training_step`` instead of after it, so that they are not in memory together with what the forward
+    keeps. Gradients that stay from the batch before count where ``accumulate_grad_batches`` is more than 1.
+    After training the plan is removed.
 
     A ``training_step`` that calls ``manual_backward``, or that reads the trainer, is not planned itself: name
     the submodule that it calls, as in ``model="net"``. A loss that is computed outside of that is not counted
@@ -45,7 +45,7 @@ class PlannerCallback(Callback):  # type: ignore[misc]
         cache: str | os.PathLike[str] | None = None,
         **options: Unpack[PlanKeywords],
     ) -> None:
-        """Take down what to plan with.
+        """Store what to plan with.
 
         Args:
             budget, on_new_shape, cache: See :func:`planner.auto_checkpoint`.
@@ -82,11 +82,11 @@ class PlannerCallback(Callback):  # type: ignore[misc]
         pl_module.training_step = functools.update_wrapper(_Call(self.step, trainer, pl_module), own)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the plan out."""
+        """Remove the plan."""
         self._take_out(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take the plan out."""
+        """Remove the plan."""
         self._take_out(pl_module)
 
     def _take_out(self, pl_module: LightningModule) -> None:
@@ -111,7 +111,7 @@ class _Step:
 
 
 class _Later:
-    """A method of the module that is called after the step, with what it was to be called with in it."""
+    """A method of the module whose calls during the step are made after it."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -127,14 +127,14 @@ class _Later:
         return _Later(self._method)
 
     def now(self) -> None:
-        """Call it."""
+        """Make the calls."""
         waiting, self.waiting = self.waiting, None
         for args, kwargs in waiting or ():
             self._method(*args, **kwargs)
 
 
 class _Call:
-    """What ``trainer`` calls in the place of ``training_step``."""
+    """What ``trainer`` calls in place of ``training_step``."""
 
     def __init__(self, planned: PlannedStep, trainer: Trainer, module: LightningModule) -> None:
         self._planned, self._trainer, self._module = planned, trainer, module

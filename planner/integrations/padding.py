@@ -1,4 +1,4 @@
-"""Batches as they would be with the longest sequence that will come."""
+"""Batches padded to the longest sequence that is expected."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from planner.training_step.step import map_tensors, tensors_in
 class Padded:
     """Pads the tensors of a batch to a number of tokens; longer ones stay as they are.
 
-    Their second dimension is the sequence, where it has the length that most of them have. What they are
+    The sequence is the second dimension of the tensors that are as long there as most are. What they are
     padded with does not matter: only sizes are planned.
 
     Attributes:
@@ -42,7 +42,7 @@ class Padded:
 
 
 def checked_length(length: object) -> int:
-    """A number of tokens, if it is one.
+    """Check that a length is a number of tokens.
 
     Raises:
         InputError: It is not.

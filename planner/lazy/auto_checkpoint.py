@@ -47,7 +47,7 @@ def auto_checkpoint(
         model: Any module.
         args, kwargs: Example inputs, see :func:`planner.plan`; left out to plan at the first training call.
         budget: See :func:`planner.plan`. Without example inputs the environment variable ``PLANNER_BUDGET``
-            goes before it, and it may be left out where that is set.
+            takes precedence over it, and it may be left out where that is set.
         on_new_shape: What to do with inputs of other shapes, see :meth:`Plan.apply`. If it is left out,
             "reapply" with example inputs; without them "replan", as the first batch need not be the largest.
         cache: A file for the plan: it is written there, and read instead of planning where it is for the same

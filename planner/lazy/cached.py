@@ -19,17 +19,17 @@ from planner.planning.prepare import device_of
 from planner.training_step.step import Step
 from planner.version import __version__
 
-_UNTOLD = (
+_NOT_RECORDED = (
     "solver", "effort", "encodings", "time_limit", "keep", "recompute", "checkpoints", "regions", "attention",
     "costs", "loss",
 )  # fmt: skip
-"""Options that a plan does not tell otherwise."""
+"""Options that no other field of a plan records."""
 
 
 def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str]:
-    """Entries of ``created_with``: what a plan was made of that it does not tell otherwise."""
+    """Entries of ``created_with``: what a plan was made with and no other field of it records."""
     trainable = [p.numel() for p in model.parameters() if p.requires_grad]
-    given = [f"{name}={_shown(options[name])}" for name in _UNTOLD if options.get(name)]
+    given = [f"{name}={_shown(options[name])}" for name in _NOT_RECORDED if options.get(name)]
     return {
         "trainable": f"{sum(trainable):,} parameters in {len(trainable)} tensors",
         "options": " ".join(given)[:256] or "none",
@@ -41,14 +41,14 @@ def mismatch(
 ) -> str:
     """Why a plan is not the one that would be made now; empty where it is.
 
-    Inputs that are nowhere larger than the plan's are no reason: they run by it.
+    Inputs that are larger than the plan's in no dimension are no reason: the plan covers them.
     """
     here = device_of(model, step)
     device = find_device(options.get("device"), here)
     ranks = read_parallel(options.get("parallel"))
     there = plan.resident.gradient_bytes > 0
     accumulate = options.get("accumulate")
-    if accumulate is None:  # a plan for gradients that are there serves steps without
+    if accumulate is None:  # a plan that counts existing gradients also covers steps without them
         accumulate = there or any(p.grad is not None for p in model.parameters())
     compared: list[tuple[str, Any, Any]] = [
         ("planner", plan.created_with.get("planner"), __version__),

@@ -16,11 +16,13 @@ from planner.runtime.installed import Companion, InstalledCall, install, take_ou
 from planner.training_step.inputs import read_step
 from planner.training_step.step import differentiable_outputs, find_loss, tensors_in
 
-LOSS_OUTSIDE = "; the loss is computed outside and its memory not counted: tell it with loss="
+LOSS_OUTSIDE = (
+    "; the loss is computed outside the module and its memory is not counted: pass loss= to count it"
+)
 
 
 class PlannedAtFirstCall(InstalledCall):
-    """Plans a module at its first training call, installs the plan, and is gone.
+    """Plans a module at its first training call, and is replaced by the plan.
 
     Args:
         model: The module.
@@ -55,7 +57,7 @@ class PlannedAtFirstCall(InstalledCall):
             _tell(made, outside)
 
     def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
-        """Plan for gradients that are there already, unless it was said whether they are."""
+        """Plan for gradients that are there already, unless ``accumulate=`` was given."""
         if self.wanted.options.accumulate is not None:
             return None
         made, planned = self._plan(args, kwargs)
@@ -88,7 +90,7 @@ class PlannedAtFirstCall(InstalledCall):
         install(copied, PlannedAtFirstCall(copied, None, self.wanted))
 
     def pickled(self) -> tuple[Any, ...]:
-        """Of the options those that can be pickled: not a loss, an optimizer or a progress."""
+        """With the options that can be pickled: not a loss, an optimizer or a progress report."""
         given = self.wanted.given.copy()
         given.pop("loss", None)
         given.pop("optimizer", None)
@@ -108,7 +110,7 @@ def install_lazily(model: torch.nn.Module, wanted: Wanted) -> None:
 
 
 def unpickled(model: torch.nn.Module | None, wanted: Wanted) -> Companion:
-    """Have a module planned where it is loaded, as it was to be where it was pickled."""
+    """Have an unpickled module planned at its first training call, as the pickled one would be."""
     if model is not None and not plans_are_off():
         install(model, PlannedAtFirstCall(model, None, wanted))
     return Companion(model)

@@ -1,4 +1,4 @@
-"""Getting a plan for a step: from a file, or made and written there."""
+"""Getting a plan for a step: read from a file, or made and written to it."""
 
 import os
 import time
@@ -33,7 +33,7 @@ class Wanted:
         cache: The file that keeps the plan, or None.
         given: Options of :func:`planner.plan`, by name.
         progress: See :func:`planner.plan`.
-        enlarge: Makes of the arguments of the first training call those that are planned; None: these.
+        enlarge: Turns the arguments of the first training call into those to plan for; None: as they are.
     """
 
     budget: int | str
@@ -45,7 +45,7 @@ class Wanted:
 
     @property
     def options(self) -> PlanOptions:
-        """All options, as given or else as :func:`planner.plan` has them."""
+        """All options: as given, or else the defaults of :func:`planner.plan`."""
         return PlanOptions(**self.given)
 
 
@@ -76,7 +76,7 @@ class Made:
 
 
 def checked_wanted(wanted: Wanted) -> Wanted:
-    """The same, if its options can be read; what needs the model or its inputs is looked at later.
+    """Check the options that need neither the model nor its inputs.
 
     Raises:
         PlannerError: As :func:`planner.plan`.
@@ -95,7 +95,7 @@ def checked_wanted(wanted: Wanted) -> Wanted:
 
 
 def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Made:
-    """The plan of a step: the one in the file where that is for it, else a new one, which is written there.
+    """The plan of a step: the one in the file if it matches, else a new one, which is written to the file.
 
     Raises:
         PlannerError: As :func:`planner.plan`; or the file cannot be written.

@@ -26,7 +26,7 @@ _PART_BYTES = 2**22  # the store takes 8 MiB a key
 
 
 class _Counter:
-    """First training calls happen in the same order on all ranks, which pairs them."""
+    """Numbers first training calls. Their order is the same on all ranks, so equal numbers are one call."""
 
     number = 0
 
@@ -52,7 +52,7 @@ def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], optio
         options: What the plan is made with, for ranks that only read it.
 
     Raises:
-        PlannerError: Rank 0 could not plan, or says nothing for :data:`PATIENCE`.
+        PlannerError: Rank 0 could not plan, or did not answer within :data:`PATIENCE`.
     """
     if is_alone():
         return make()
@@ -99,7 +99,7 @@ def _as_json(error: BaseException) -> dict[str, object]:
 
 
 def _raised(answer: dict[str, object]) -> PlannerError:
-    """The error of rank 0, of its own class where that is one of ours."""
+    """The error of rank 0, of the same class if that is a :class:`PlannerError`."""
     text = f"rank 0 could not plan: {answer['text']}"
     sizes = answer.get("bytes")
     if isinstance(sizes, list):

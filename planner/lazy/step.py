@@ -55,13 +55,13 @@ def step(
         train_step: The function, or a method of a module (``module.training_step``), which is a model then.
             It returns a scalar loss, or what has one as ``.loss`` or ``["loss"]``.
         budget, on_new_shape, cache, progress: See :func:`planner.auto_checkpoint`.
-        **options: See :class:`planner.planning.options.PlanOptions`; ``keep=`` and its kin name modules as
+        **options: See :class:`planner.planning.options.PlanOptions`; ``keep=`` and the like name modules as
             ``models.0.layers.3``. ``loss=`` is not among them: the function returns it.
 
     Raises:
         StepError: It is no function; it calls ``backward()``; it takes a model, or a tensor that requires a
-            gradient, from around it instead of an argument; or, when it is called, no argument is a model,
-            a model is deeper inside an argument, or what it returns is no loss.
+            gradient, from an enclosing scope instead of an argument; or, when it is called, no argument is a
+            model, a model is deeper inside an argument, or what it returns is no loss.
 
     All other errors are those of :func:`planner.auto_checkpoint`.
 
@@ -196,7 +196,7 @@ def _models(value: Any) -> list[torch.nn.Module]:
 
 
 def _numbered(value: Any, numbers: Mapping[int, int]) -> Any:
-    """The same with numbers in the place of models."""
+    """The same with numbers in place of models."""
     if isinstance(value, torch.nn.Module):
         return numbers[id(value)]
     if isinstance(value, Mapping):
@@ -256,10 +256,11 @@ def _check(train_step: Any) -> None:
     for value in from_around(train_step):
         if isinstance(value, torch.nn.Module) and value is not own and any(True for _ in value.parameters()):
             raise StepError(
-                f"{name} uses a {type(value).__name__} from around it: pass it as an argument, as "
+                f"{name} uses a {type(value).__name__} from an enclosing scope: pass it as an argument, as "
                 "train_step(model, batch), so that its parameters are planned for"
             )
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise StepError(
-                f"{name} uses a tensor that requires a gradient from around it: pass it as an argument"
+                f"{name} uses a tensor that requires a gradient from an enclosing scope: pass it as an "
+                "argument"
             )

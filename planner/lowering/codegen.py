@@ -195,7 +195,7 @@ class _Writer:
 class _Unpacked:
     """Results that are tuples of tensors and are taken apart at once.
 
-    ``tuples`` maps the node of such a call to its members by position (None: never asked for);
+    ``tuples`` maps the node of such a call to its members by position (None: never used);
     ``members`` are the ``getitem`` nodes that this makes superfluous.
     """
 
@@ -244,13 +244,13 @@ def _attribute(module: GraphModule, path: str) -> Any:
 
 
 def _value(node: Node) -> Any:
-    """What a node stands for, without data; of a symbolic size the number that it was captured with."""
+    """A node's value without data; for a symbolic size the number that it had when it was captured."""
     value = node.meta.get("val", _MISSING)
     return concrete_size(value) if isinstance(value, torch.SymInt) else value
 
 
 def _kind(value: Any) -> Any:
-    """All of an argument that PyTorch's parsers of arguments may look at."""
+    """All of an argument that PyTorch's argument parsers may look at."""
     if isinstance(value, torch.Tensor):
         return "tensor", value.dtype, value.dim() == 0, value.layout
     return type(value).__name__, repr(value)

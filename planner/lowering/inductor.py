@@ -31,11 +31,11 @@ class InductorGraph:
     """A graph in the form that Inductor compiles.
 
     Attributes:
-        module: It, with Inductor's decompositions.
+        module: The graph, with Inductor's decompositions.
         inputs: What it was traced with, tensors without data.
-        mode: Their mode.
-        aliases: Outputs that are inputs under another tensor, which a program around it makes: the input's
-            position by the output's.
+        mode: Their fake mode.
+        aliases: Outputs that are aliases of inputs, which a wrapper makes: the input's position by the
+            output's.
         draws: Whether it draws random numbers: its last output is then a token.
     """
 
@@ -84,7 +84,7 @@ def for_inductor(module: GraphModule) -> InductorGraph:
 
 
 def _refuse(module: GraphModule) -> None:
-    """See that a graph runs nothing that Inductor would run otherwise than planned.
+    """Refuse a graph with operators that Inductor would run differently from the plan.
 
     Raises:
         CaptureError: It does.
@@ -140,7 +140,7 @@ class _ForInductor(Interpreter):
 
 
 def with_aliases(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
-    """The function of a graph, of the function of what Inductor compiled of it."""
+    """Wrap what Inductor compiled, so that it returns all outputs of the graph."""
     if not graph.aliases and not graph.draws:
         return function
 
@@ -180,8 +180,8 @@ class InductorLowering:
         """The program that Inductor emits for a graph, without compiling it.
 
         Returns:
-            It; the function that runs it without data, with the arguments and results of the compiled one;
-            and arguments for that.
+            The program; the function that runs it without data, with the arguments and results of the
+            compiled one; and arguments for that function.
         """
         graph = for_inductor(module)
         program = compiling.emitted(*self._arguments(graph), **self._keywords(role))

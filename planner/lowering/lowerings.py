@@ -13,7 +13,7 @@ from planner.planfile.schema import BackendName
 
 
 class Lowering(Protocol):
-    """Makes functions of graphs."""
+    """Compiles graphs to functions."""
 
     def __call__(self, module: GraphModule, role: Role) -> BoxedFunction:
         """Compile a graph.

@@ -115,7 +115,7 @@ class _Backward:
         if op.backward:
             self._current[op.node] = (self._versions(op.node), self.graph.node_copy(op.node, self.node))
             for user in op.node.users:
-                # Asked for at its first use, a size would hold the tensor up to there.
+                # Read only at its first use, a size would keep the tensor alive until then.
                 if self.joint.is_size(user) and user.all_input_nodes == [op.node]:
                     self._size(user)
             return
@@ -307,7 +307,7 @@ def _sizes_after(
 ) -> dict[int, list[Node]]:
     """After which operation of the forward (-1: before all) each symbolic number can be computed.
 
-    Computed when it is asked for, a size would hold the tensor that it is read from up to there.
+    Computed only at its first use, a size would keep the tensor that it is read from alive until then.
     """
     after: dict[Node, int] = {}
     found: dict[int, list[Node]] = {}

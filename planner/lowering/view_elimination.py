@@ -1,8 +1,8 @@
 """Fewer calls for the same tensors: views that change nothing, or that undo each other, are left out.
 
 Traced graphs are full of them: ``detach`` of what is saved, ``t`` of ``t`` in the backward of every
-linear layer, ``expand`` to the same size. Only views go, so storages live exactly as long as before. Steps in
-memory stay what they are, also those of dimensions of one element, by which BLAS chooses what it runs.
+linear layer, ``expand`` to the same size. Only views are removed, so storages live exactly as long as before.
+Strides stay as they are, also those of dimensions of one element, by which BLAS chooses what it runs.
 """
 
 import operator
@@ -60,7 +60,7 @@ _VIEWS = {*_ALIASES, *_RESHAPES, *_SAME_IF_SHAPE_IS, *_PERMUTATIONS}
 
 
 def _simpler(graph: FxGraph, node: Node) -> Node | None:
-    """What can stand for a view: its source, or a view that takes fewer steps; None where nothing can."""
+    """What can replace a view: its source, or a view that takes fewer calls; None if nothing can."""
     rule: Callable[[FxGraph, Node, Node], Node | None] | None = None
     if node.target in _ALIASES:
         rule = _alias
@@ -81,7 +81,7 @@ def _alias(_graph: FxGraph, _node: Node, source: Node) -> Node | None:
 
 
 def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
-    if node.target in _RESHAPES and not _steps_follow(node, source):
+    if node.target in _RESHAPES and not _strides_follow(node, source):
         return None
     if node.target is aten.slice.Tensor and len(node.args) > 4:
         return None  # every so many elements, of one perhaps
@@ -99,10 +99,10 @@ def _reshape(graph: FxGraph, node: Node, source: Node) -> Node | None:
     return None
 
 
-def _steps_follow(node: Node, source: Node) -> bool:
-    """Whether the steps of a reshaped tensor are the same by whatever way it is reshaped.
+def _strides_follow(node: Node, source: Node) -> bool:
+    """Whether a reshaped tensor has the same strides however it is reshaped.
 
-    Of dimensions of one element they depend on the way, and are not always those found without data.
+    Those of dimensions of one element depend on how, and are not always those found without data.
     """
     if not any(isinstance(size, int) and size == 1 for size in node.meta["val"].shape):
         return True

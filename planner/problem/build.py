@@ -304,7 +304,7 @@ class _Builder:
         )
 
     def _replay(self, row: _Row, op: JointOp, storages: dict[int, int], copies: "_Copies") -> None:
-        """Say how a row is run again, where that is otherwise than it first ran."""
+        """Say how a row is run again, where that differs from its first run."""
         node, state = op.node, op.rule.state(op.node)
         call, read = op.rule.call_again(node), op.read_again
         if state is None and call is None and not op.writers and not copies.are_read(read):

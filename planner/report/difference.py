@@ -1,4 +1,4 @@
-"""Two plans side by side: what they promise, and which modules they treat otherwise."""
+"""Two plans side by side: what they promise, and which modules they treat differently."""
 
 import re
 from collections import Counter
@@ -27,7 +27,7 @@ class Treatment:
 
 @dataclass(frozen=True)
 class DifferentModule:
-    """A module, or the same one of several layers, that two plans treat otherwise."""
+    """A module, or the same one of several layers, that two plans treat differently."""
 
     module: str
     count: int
@@ -37,7 +37,7 @@ class DifferentModule:
 
 
 def different_modules(first: PlanRecord, second: PlanRecord) -> list[DifferentModule]:
-    """The modules that two plans treat otherwise, those first whose kept bytes differ most."""
+    """The modules that two plans treat differently, those first whose kept bytes differ most."""
     before, after = _treatments(first), _treatments(second)
     alike: Counter[tuple[str, Treatment, Treatment]] = Counter()
     names: dict[tuple[str, Treatment, Treatment], str] = {}
@@ -78,7 +78,7 @@ def render_difference(
     if not different:
         parts.append(Text("they keep and recompute the same of every module"))
         return Group(*parts)
-    headers = ("treated otherwise", "kept", "kept ", "re-run", "re-run ", "time added", "time added ")
+    headers = ("treated differently", "kept", "kept ", "re-run", "re-run ", "time added", "time added ")
     cells: list[tuple[Cell, ...]] = []
     for row in different[:_MOST]:
         name = printable(row.module or "(the model)") + (f" x{row.count}" if row.count > 1 else "")

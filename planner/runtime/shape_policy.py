@@ -263,7 +263,7 @@ def _taken(prepared: Prepared, schedule: Schedule) -> tuple[int, WholeStep]:
 
 
 def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
-    """A plan's schedule for a step that was captured anew, at other shapes perhaps.
+    """A plan's schedule for a step that was captured again, at other shapes perhaps.
 
     Returns:
         The step with the masks packed that the plan packs, and the schedule of its problem.

@@ -1,7 +1,7 @@
 """How far a step that Inductor compiled may be from an exact one: as far as unplanned ones are, twice.
 
-Inductor fuses operations and rounds otherwise than eager, with a plan and without. So nothing can be asked to
-be equal; what is compared is the distance from the same step in double precision.
+Inductor fuses operations and rounds differently from eager, with a plan and without. So equality cannot be
+asked for; what is compared is the distance from the same step in double precision.
 """
 
 import contextlib

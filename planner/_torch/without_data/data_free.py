@@ -14,6 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from planner._torch.tensors import call_tensors
+
 _MARK = "_planner_origin"
 _standing_in = False
 
@@ -61,7 +63,7 @@ class DataFreeLog:
         """Note a call that has just been made on tensors without data."""
         if _standing_in or not isinstance(function, torch._ops.OpOverload):
             return
-        given = list(_tensors((args, kwargs)))
+        given = call_tensors((args, kwargs))
         tensors = [t for t in given if isinstance(t, FakeTensor)]  # the others have their values
         origins = [self._origin(t) for t in tensors]
         drawn = torch.Tag.nondeterministic_seeded in function.tags
@@ -121,14 +123,6 @@ class DataFreeLog:
     def _number(self) -> int:
         self._next += 1
         return self._next
-
-
-def _tensors(nest: Any) -> Iterator[torch.Tensor]:
-    for leaf in nest.values() if isinstance(nest, dict) else nest:
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, list | tuple | dict):
-            yield from _tensors(leaf)
 
 
 def _has_symbols(args: Any, kwargs: Any) -> bool:
