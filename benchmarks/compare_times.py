@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--against", help="a git revision")
     parser.add_argument("--models", default="gpt,resnet", help="names, separated by commas")
     parser.add_argument("--work", default="plan,step", help="what is timed, separated by a comma")
+    parser.add_argument("--solvers", default=",".join(BUDGETS), help="of these, separated by a comma")
     parser.add_argument("--repeats", type=int, default=15, help="in each pair of processes")
     parser.add_argument("--pairs", type=int, default=3, help="of processes")
     parser.add_argument("--checkout", type=Path, help=argparse.SUPPRESS)
@@ -154,9 +155,9 @@ def main() -> None:
         return
     if options.against is None:
         parser.error("--against names the revision to compare with")
-    kinds, names = options.work.split(","), options.models.split(",")
+    kinds, names, solvers = (text.split(",") for text in (options.work, options.models, options.solvers))
     with checkout_of(options.against) as other:
-        compare(other, list(itertools.product(kinds, names, BUDGETS)), options.repeats, options.pairs)
+        compare(other, list(itertools.product(kinds, names, solvers)), options.repeats, options.pairs)
 
 
 if __name__ == "__main__":

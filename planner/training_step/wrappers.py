@@ -1,7 +1,5 @@
 """Wrappers around a module that are planned inside, not outside."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -9,13 +7,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from planner._torch.tracing.inside_compile import is_compiled
 from planner.errors import PlanMismatch
 
-if TYPE_CHECKING:
-    pass
-
 
 def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
-    """A data-parallel wrapper has buckets and hooks of its own, and a compiled module is the module inside
-    run otherwise: what is planned is the module inside.
+    """Refuse a data-parallel wrapper, which has buckets and hooks of its own, and a compiled module: what is
+    planned is the module inside.
 
     Raises:
         PlanMismatch: If ``model`` is such a wrapper.
