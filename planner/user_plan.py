@@ -4,8 +4,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from planner.planfile.atomic_file import write_atomically
 from planner.planfile.plan import PlanRecord
 from planner.report.explanation import explain
@@ -14,13 +12,13 @@ from planner.report.figure import draw
 from planner.report.page.html import page
 from planner.report.small_timeline import small_timeline
 from planner.report.text import as_html, as_text, render, render_summary
-from planner.runtime.install import apply
-from planner.runtime.shape_policy import OnNewShape
-from planner.training_step.inputs import check_loss
-from planner.training_step.step import Loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import nn
+
+    from planner.runtime.shape_policy import OnNewShape
+    from planner.training_step.step import Loss
 
 
 class Plan(PlanRecord):
@@ -97,11 +95,11 @@ class Plan(PlanRecord):
 
     def apply(
         self,
-        model: nn.Module,
+        model: "nn.Module",
         *,
-        on_new_shape: OnNewShape = "reapply",
-        loss: Loss | None = None,
-    ) -> nn.Module:
+        on_new_shape: "OnNewShape" = "reapply",
+        loss: "Loss | None" = None,
+    ) -> "nn.Module":
         """Make the module train by this plan, in place.
 
         Inputs of other shapes run by the same plan. Where no size is larger than planned they take no more
@@ -123,6 +121,10 @@ class Plan(PlanRecord):
             InputError: the loss is no function of the module's output.
             ValueError: `on_new_shape` is none of the three.
         """
+        # A plan file is read, and shown, without PyTorch.
+        from planner.runtime.install import apply
+        from planner.training_step.inputs import check_loss
+
         return apply(self, model, on_new_shape=on_new_shape, loss=check_loss(loss))
 
 

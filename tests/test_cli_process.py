@@ -233,6 +233,13 @@ def test_commands_without_a_model_do_not_look_into_the_working_directory(folder:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_plan_file_is_shown_without_pytorch(folder: Path) -> None:
+    (folder / "torch.py").write_text("raise RuntimeError('which takes seconds')\n")
+    done = _shell("$planner show plan.json", folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "zoo.GPT" in done.stdout
+
+
 def test_another_solvers_is_named(folder: Path) -> None:
     (folder / "solvers").mkdir()
     other = folder / "solvers" / "__init__.py"

@@ -1,15 +1,17 @@
 """The command `calibrate`."""
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.calibration.calibrate import Calibration, as_file, calibrate
 from planner.cli.options import AsJson, Debug
 from planner.cli.output import one_line_errors, print_json, stdout_for_results
 from planner.planfile.budget import format_bytes
 from planner.report.text import format_seconds, printable
+
+if TYPE_CHECKING:
+    from planner.calibration.calibrate import Calibration
 
 
 def calibrate_command(
@@ -27,6 +29,8 @@ def calibrate_command(
     with one_line_errors(debug, as_json):
         if not device.replace(" ", "").lower().startswith("cuda"):
             raise typer.BadParameter(f"--device {printable(device)!r}: expected cuda, or cuda:1")
+        from planner.calibration.calibrate import as_file, calibrate  # which imports PyTorch
+
         with stdout_for_results():
             found = calibrate(device, output)
         if as_json:
@@ -36,7 +40,7 @@ def calibrate_command(
             typer.echo(line)
 
 
-def described(found: Calibration) -> list[str]:
+def described(found: "Calibration") -> list[str]:
     """The measured figures beside those that plans use without them."""
     now, before = found.device, found.table
     lines = [f"{printable(now.name)}: measured (published)"]

@@ -51,7 +51,6 @@ from planner.estimation.table import render_estimate
 from planner.planfile.atomic_file import check_folder, check_writable, write_atomically
 from planner.planfile.budget import parse_budget
 from planner.planfile.plan import plan_schema
-from planner.planning.options import OptionError
 from planner.report import figure as plan_figure
 from planner.report.batches import render_batches
 from planner.report.frontier import render_frontier
@@ -267,6 +266,8 @@ def estimate_command(
     """The memory of a step as it is, module by module, and with checkpoints placed by hand."""
     with one_line_errors(debug, as_json):
         if checkpoint and suggest:
+            from planner.planning.options import OptionError  # which imports PyTorch
+
             raise OptionError(
                 "--checkpoint and --suggest both say where the checkpoints are: give one of them"
             )

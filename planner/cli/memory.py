@@ -18,12 +18,7 @@ from planner.cli.progress import shown_progress
 from planner.errors import PlannerError
 from planner.planfile.atomic_file import check_writable, replace_atomically
 from planner.planfile.budget import format_bytes, parse_budget
-from planner.planning.options import PlanOptions
-from planner.planning.prepare import prepare
-from planner.problem.allocations import planned_allocations
 from planner.report.text import printable
-from planner.runtime.shape_policy import schedule_at
-from planner.training_step.inputs import read_step
 from planner.user_plan import Plan
 
 Settings = Annotated[
@@ -64,6 +59,13 @@ def snapshot_command(
         plan = None if plan_path is None else Plan.load(plan_path)
         if plan is not None and step.device is None:
             step = replace(step, device=plan.target.device)
+        # These import PyTorch.
+        from planner.planning.options import PlanOptions
+        from planner.planning.prepare import prepare
+        from planner.problem.allocations import planned_allocations
+        from planner.runtime.shape_policy import schedule_at
+        from planner.training_step.inputs import read_step
+
         with stdout_for_results(), shown_progress() as progress:
             built = build(reference, progress)
             options = PlanOptions(**step.keywords())

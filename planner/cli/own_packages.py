@@ -25,8 +25,8 @@ def import_own() -> None:
     sys.path.insert(0, _HOME)
     try:
         check_solvers()
-        for name in ("planner.api", "planner.batch.max_batch", "planner.verification.verify"):
-            importlib.import_module(name)
+        for name in ("api", "batch.max_batch", "estimation.comparison", "verification.verify"):
+            importlib.import_module(f"planner.{name}")
         with contextlib.suppress(ImportError):  # there is another solver
             importlib.import_module("highspy")
     finally:

@@ -8,6 +8,7 @@ is seen by weak references, as in any other step.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch.fx import GraphModule
@@ -20,11 +21,13 @@ from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import allocated_bytes, real_sizes
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter
 from planner.graph.replay.rng import generator_state_bytes
-from planner.lowering.inductor import InductorLowering
 from planner.lowering.partition import partition
 from planner.lowering.roles import Role
 from planner.training_step.call import Call
 from planner.training_step.recorder import Recording, StepRecorder
+
+if TYPE_CHECKING:
+    from planner.lowering.inductor import InductorLowering  # which imports Inductor
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class EmittedStepModel:
     captured: CapturedStep
     device: Device
     meter: WorkspaceMeter | None
-    lowering: InductorLowering
+    lowering: "InductorLowering"
     copying: bool = False
     _programs: dict[tuple[int, Program], tuple[EmittedRun, EmittedRun]] = field(default_factory=dict)
 
