@@ -130,7 +130,7 @@ def write_entries(path: Path | None, environment: str, entries: Entries) -> None
         return
     try:
         # Another process may have written since: what it measured is kept.
-        environments = _read(path)
+        environments = {**_read(path)}
         environments[environment] = {**environments.get(environment, {}), **entries}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({"format": CACHE_FORMAT, "environments": environments}, indent=0))
@@ -138,19 +138,31 @@ def write_entries(path: Path | None, environment: str, entries: Entries) -> None
         logger.warning("measured workspaces could not be kept in %s: %s", path, error)
 
 
-def _read(path: Path | None) -> dict[str, Entries]:
+_held: dict[Path, tuple[tuple[int, ...], Mapping[str, Entries]]] = {}
+"""By file: which version of it was read last, and what it held. A file of years takes a while to read."""
+
+
+def _read(path: Path | None) -> Mapping[str, Entries]:
     if path is None or not os.path.lexists(path):
         return {}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            version = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+            if path in _held and _held[path][0] == version:
+                return _held[path][1]
+            document = json.load(file)
         if document["format"] != CACHE_FORMAT:
             logger.info("%s has another format and is replaced", path)
             return {}
-        environments: dict[str, Entries] = document["environments"]
-        for entries in environments.values():
-            for call, numbers in entries.items():
+        environments: dict[str, Entries] = {}
+        for name, entries in document["environments"].items():
+            # The garbage collector does not go through tuples of numbers, as it does through lists.
+            environments[name] = {call: tuple(numbers) for call, numbers in entries.items()}
+            for call, numbers in environments[name].items():
                 if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
                     raise ValueError(f"{call} has {numbers}")
+        _held[path] = version, environments
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         logger.warning("measured workspaces in %s cannot be read and are measured again: %s", path, error)
         return {}

@@ -24,6 +24,7 @@ from planner._torch.tensors import call_tensors
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.host_tensors import read_on_host
 from planner.costs.measurement_cache import (
+    Entries,
     call_signature,
     default_cache_path,
     environment,
@@ -104,6 +105,7 @@ class WorkspaceMeter:
         self.failures: dict[str, str] = {}
         self.unmeasured: set[str] = set()
         self._known: dict[str, OpMemory] = {}
+        self._remembered: Entries = {}
         self._masks_false: set[str] = set()
         if cache_path == "default":
             cache_path = default_cache_path()
@@ -127,7 +129,7 @@ class WorkspaceMeter:
                 except (TypeError, ValueError) as error:
                     self._fail(str(call.func), str(error))
             signatures.append(signature)
-            if signature is not None and signature not in self._known and signature not in self.failures:
+            if signature is not None and not self._knows(signature) and signature not in self.failures:
                 pending[signature] = call
         if pending and self.device.type == "cpu" and profiler_is_active():
             logger.warning("a torch.profiler session is open: workspace is not measured")
@@ -308,8 +310,12 @@ class WorkspaceMeter:
     def _load(self) -> None:
         if not self._loaded:
             self._loaded = True
-            for key, numbers in read_entries(self._path, self._environment).items():
-                self._known.setdefault(key, OpMemory(numbers[0], tuple(numbers[1:])))
+            self._remembered = read_entries(self._path, self._environment)
+
+    def _knows(self, signature: str) -> bool:
+        if signature not in self._known and (numbers := self._remembered.get(signature)) is not None:
+            self._known[signature] = OpMemory(numbers[0], tuple(numbers[1:]))
+        return signature in self._known
 
     def _save(self, measured: Mapping[str, OpMemory]) -> None:
         entries = {key: [memory.workspace_bytes, *memory.output_bytes] for key, memory in measured.items()}
