@@ -17,6 +17,11 @@ def build():
     torch.manual_seed(0)
     return Net(), (torch.randn(64, 32),)
 
+def build_two_layers():
+    model, args = build()
+    del model.layers[6:]
+    return model, args
+
 def build_in_evaluation():
     return Net().eval(), (torch.randn(64, 32),)
 
