@@ -9,6 +9,7 @@ from planner.cli.builder import build
 from planner.cli.options import AsJson, Budget, Debug, Reference, StepOptions, with_step_options
 from planner.cli.output import one_line_errors, print_json, show, stdout_for_results, width
 from planner.cli.progress import shown_progress
+from planner.estimation.comparison_table import render_comparison
 from planner.planfile.budget import parse_budget
 
 
@@ -39,8 +40,6 @@ def compare_command(
     """Compare solvers with checkpoints as PyTorch and Hugging Face place them."""
     with one_line_errors(debug, as_json):
         parse_budget(budget, 2**40)
-        from planner.estimation.comparison_table import render_comparison  # which imports PyTorch
-
         with stdout_for_results(), shown_progress() as progress:
             built = build(reference, progress)
             found = planner.compare(

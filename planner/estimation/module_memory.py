@@ -1,34 +1,12 @@
 """The memory of an unplanned step, module by module."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from planner.costs.devices import round_bytes
+from planner.estimation.table import ModuleMemory
 from planner.planning.prepare import Prepared
 from solvers.model.schedule import alive_at, lifetimes, simulate
-
-
-@dataclass(frozen=True)
-class ModuleMemory:
-    """What a module, with all that it contains, takes.
-
-    Attributes:
-        module: Its path; "" is the model itself.
-        class_name: Its class.
-        parameter_bytes: Of its parameters and buffers; what several modules share counts at the first.
-        gradient_bytes: Of the gradients of its parameters, which backward makes.
-        activation_bytes: What its forward computed and its backward still needs when the forward has ended.
-        peak_bytes: What it computed of what is there at the peak of forward and backward.
-    """
-
-    module: str
-    class_name: str
-    parameter_bytes: int
-    gradient_bytes: int
-    activation_bytes: int
-    peak_bytes: int
 
 
 def module_memory(prepared: Prepared) -> list[ModuleMemory]:

@@ -10,13 +10,33 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from planner.estimation.module_memory import ModuleMemory
 from planner.planfile.budget import format_bytes
 from planner.planfile.schema import WholeStep
 from planner.report.columns import fitted_table
 
 _SHOWN = 0.01
 """Modules that hold less than this share of the activations and parameters are left out."""
+
+
+@dataclass(frozen=True)
+class ModuleMemory:
+    """What a module, with all that it contains, takes.
+
+    Attributes:
+        module: Its path; "" is the model itself.
+        class_name: Its class.
+        parameter_bytes: Of its parameters and buffers; what several modules share counts at the first.
+        gradient_bytes: Of the gradients of its parameters, which backward makes.
+        activation_bytes: What its forward computed and its backward still needs when the forward has ended.
+        peak_bytes: What it computed of what is there at the peak of forward and backward.
+    """
+
+    module: str
+    class_name: str
+    parameter_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
