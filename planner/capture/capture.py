@@ -35,6 +35,7 @@ from planner.capture.external_accumulation import (
 from planner.capture.graph_runner import GraphRunner, collector, notes_on
 from planner.capture.marked_call import Marked
 from planner.capture.on_a_copy import NotWithoutDataError, RunOfACopy, on_a_copy
+from planner.capture.recurrent_layers import RecurrentCalls, recurrent_calls
 from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
@@ -181,7 +182,8 @@ class _Capture:
             autocast = self._as_on_its_device(stack)
             stack.callback(remember(module))  # hooks of the copy write where those of the original do
             report("running the eager step", 0.1)
-            eager, _ = self._record(module, "running the step")
+            with recurrent_calls(module) as recurrent:
+                eager, _ = self._record(module, "running the step")
 
             self._eager_runs = True
             report("capturing the forward", 0.2)
@@ -202,7 +204,7 @@ class _Capture:
             recording, forward_events = self._compiled_pass(target, runners)
         self._warn_of_other_order(recording, runners)
         if self._cuda is not None:
-            self._warn_of_cpu_kernels(recording, runners)
+            self._warn_of_cpu_kernels(recording, runners, recurrent)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         if all(runners[i].joint is None for i in ran):
@@ -287,7 +289,9 @@ class _Capture:
         if any(r.casts.again for r in runners):
             self._warn(SHARED_WEIGHT_WARNING)
 
-    def _warn_of_cpu_kernels(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
+    def _warn_of_cpu_kernels(
+        self, recording: Recording, runners: Sequence[GraphRunner], recurrent: RecurrentCalls
+    ) -> None:
         """Say so where a GPU would run another kernel than the one that is planned."""
         joints = [runner.joint for runner in runners if runner.joint is not None]
         calls = [*(c.func for c in recording.calls), *(op.node.target for j in joints for op in j.ops)]
@@ -297,6 +301,7 @@ class _Capture:
             self._warn(
                 f"a GPU has kernels of its own for {', '.join(sorted(names))}; the plan counts the memory of "
                 "the CPU's. Plan such a step where the GPU is"
+                + (f"; {recurrent}" if recurrent.kept_bytes and self._cuda and self._cuda.cudnn else "")
             )
 
     def _warn(self, text: str) -> None:

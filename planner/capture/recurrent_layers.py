@@ -1,0 +1,71 @@
+"""Recurrent layers on a GPU that is not here, where cuDNN keeps other things than the CPU's kernel.
+
+What cuDNN keeps between forward and backward it says on the device; no rule is published. Where it was
+printed (pytorch/pytorch#2895; four layers of 320 units, 25,000 steps fit the figures), it was five numbers
+for every unit, step and sequence of an LSTM's layer, six of a GRU's, and one more between layers; the
+workspace was 1.5 times the weights.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from planner.planfile.budget import format_bytes
+
+MOST_NUMBERS = 7
+"""For each unit of a layer, step and sequence: a GRU's, with the one between layers."""
+
+
+class RecurrentCalls:
+    """What cuDNN would keep for the calls of recurrent layers, at most.
+
+    Attributes:
+        kept_bytes: Between forward and backward, of all calls.
+        workspace_bytes: Inside the largest.
+    """
+
+    def __init__(self) -> None:
+        self.kept_bytes = self.workspace_bytes = 0
+
+    def add(self, layer: torch.nn.RNNBase, sequences: Any) -> None:
+        """Add a call of a layer."""
+        steps = sequences.data if isinstance(sequences, PackedSequence) else sequences
+        if not isinstance(steps, torch.Tensor) or not steps.shape:
+            return
+        weights = list(layer.parameters())
+        size = max([steps.element_size(), *(w.element_size() for w in weights)])
+        units = layer.hidden_size * layer.num_layers * (2 if layer.bidirectional else 1)
+        count = steps.numel() // max(steps.shape[-1], 1)
+        self.kept_bytes += MOST_NUMBERS * units * count * size
+        taken = 3 * sum(w.numel() for w in weights) * size // 2
+        self.workspace_bytes = max(self.workspace_bytes, taken)
+
+    def __str__(self) -> str:
+        return (
+            f"cuDNN would keep at most {format_bytes(self.kept_bytes)} between forward and backward, and "
+            f"take {format_bytes(self.workspace_bytes)} inside, by what was measured of one version "
+            f"({MOST_NUMBERS} numbers for each unit, step and sequence of a layer; 1.5 times the weights)"
+        )
+
+
+@contextlib.contextmanager
+def recurrent_calls(module: torch.nn.Module) -> Iterator[RecurrentCalls]:
+    """Within this, calls of a module's recurrent layers are added up."""
+    calls = RecurrentCalls()
+
+    def note(layer: Any, args: Any, kwargs: Any) -> None:
+        calls.add(layer, args[0] if args else kwargs.get("input"))
+
+    hooks = [
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+        for layer in module.modules()
+        if isinstance(layer, torch.nn.RNNBase)
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
