@@ -20,11 +20,13 @@ Not optimal: cuts are global and inside a segment all is recomputed or (by secon
 ``ilp`` decides value by value, ``chain`` places recursive cuts by dynamic programming.
 """
 
+import weakref
 from bisect import bisect_left
 
 import numpy as np
 
 from solvers.model.arrays import Numbers, PerPosition, Positions, ValueMask
+from solvers.model.constraints import Constraints
 from solvers.model.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
@@ -187,9 +189,35 @@ def single_level(
     return found
 
 
-def recursive(search: Search, cuts: Cuts, pinned: ValueMask, needed: ValueMask) -> list[Candidate]:
-    """The O(log n)-memory form, for several sizes of the innermost segments and parts a level."""
-    weight = weights(search.graph, needed)
+def recursive(search: Search, cuts: Cuts, pinned: ValueMask, needed: ValueMask) -> None:
+    """Offer schedules of the O(log n)-memory form, for several sizes of the innermost segments and parts a
+    level. They are the same for every budget: the best are kept for the next search of the graph."""
+    known = _RECURSIVE.get(id(search.graph))
+    if known is not None and known[0] is search.constraints:
+        for candidate in known[1]:
+            search.offer(candidate)
+        return
+    found = _recursive(search, cuts, pinned, weights(search.graph, needed))
+    if not search.out_of_time():
+        if known is None:
+            weakref.finalize(search.graph, _RECURSIVE.pop, id(search.graph), None)
+        _RECURSIVE[id(search.graph)] = search.constraints, undominated(found)
+
+
+_RECURSIVE: dict[int, tuple[Constraints, list[Candidate]]] = {}
+"""By identity of a graph that is alive."""
+
+
+def undominated(candidates: list[Candidate]) -> list[Candidate]:
+    """Those than which no other has both a lower peak and fewer seconds; of equal ones the first."""
+    best: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.seconds)):
+        if not best or candidate.seconds < best[-1].seconds:
+            best.append(candidate)
+    return best
+
+
+def _recursive(search: Search, cuts: Cuts, pinned: ValueMask, weight: PerPosition) -> list[Candidate]:
     found: list[Candidate] = []
     if search.graph.forward_length <= FROM_SCRATCH:
         found += from_scratch(search, cuts, pinned, weight)

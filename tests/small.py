@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.zoo import GPT, Built, ResNet
 
 
-def small_gpt(batch: int = 4, layers: int = 4) -> Built:
+def small_gpt(batch: int = 4, layers: int = 2) -> Built:
     torch.manual_seed(0)
     model = GPT(words=50, width=32, heads=2, layers=layers, context=32)
     words = torch.randint(0, 50, (2, batch, 32))

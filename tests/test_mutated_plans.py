@@ -114,14 +114,14 @@ def test_a_changed_file_is_a_plan_or_refused(
 
 
 @pytest.mark.heavy
-@settings(_SETTINGS, max_examples=1000)
+@settings(_SETTINGS, max_examples=600)
 @given(data=st.data())
 def test_thousands_of_changed_structures_are_plans_or_refused(data: st.DataObject) -> None:
     _change_structure(data)
 
 
 @pytest.mark.heavy
-@settings(_SETTINGS, max_examples=2500)
+@settings(_SETTINGS, max_examples=2000)
 @given(data=st.data())
 def test_thousands_of_changed_bytes_are_plans_or_refused(data: st.DataObject) -> None:
     _change_bytes(data)

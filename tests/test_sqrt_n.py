@@ -1,5 +1,6 @@
 """Chen's segments: what they promise on chains, transformers, U-Nets and random graphs."""
 
+import gc
 import math
 
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from solvers import Constraints, Graph, Status, check, simulate
 from solvers.least import least
-from solvers.sqrt_n import one_extra_forward, solve, splits
+from solvers.model.incumbent import Search
+from solvers.sqrt_n import _RECURSIVE, one_extra_forward, solve, splits
 from tests.graphs import chain, graphs, random_dag, transformer, unet
 
 
@@ -107,6 +109,36 @@ def test_more_budget_is_not_slower() -> None:
     seconds = [a.seconds for a in answers if a.feasible]
     assert len(seconds) > 10
     assert seconds[-1] == graph.base_seconds
+
+
+@settings(deadline=None, max_examples=20)
+@given(graphs(), st.lists(st.floats(0.1, 1.0), min_size=2, max_size=4))
+def test_what_an_earlier_search_found_changes_no_answer(graph: Graph, fractions: list[float]) -> None:
+    unplanned = simulate(graph, graph.base_schedule).peak_bytes
+    for budget in (0, *(int(share * unplanned) for share in fractions)):
+        again, alone = solve(graph, budget), solve(Graph(graph.ops, graph.values, graph.base_length), budget)
+        assert (again.status, again.peak_bytes, again.seconds) == (alone.status, alone.peak_bytes, alone.seconds)
+        assert np.array_equal(again.schedule, alone.schedule)
+
+
+def test_recursive_schedules_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, tried = chain(40), list[int]()
+    judge = Search.try_kept
+    monkeypatch.setattr(Search, "try_kept", lambda *args: (tried.append(1), judge(*args))[1])
+    solve(graph, 0)
+    first = len(tried)
+    solve(graph, 0)
+    assert len(tried) - first < first / 2
+
+
+def test_what_a_search_keeps_goes_with_its_graph() -> None:
+    graph = chain(40)
+    solve(graph, 0)
+    key = id(graph)
+    assert key in _RECURSIVE
+    del graph
+    gc.collect()
+    assert key not in _RECURSIVE
 
 
 def test_splits_end_at_the_last_segment() -> None:
