@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,8 +117,8 @@ def test_more_budget_is_not_slower() -> None:
 def test_what_an_earlier_search_found_changes_no_answer(graph: Graph, fractions: list[float]) -> None:
     unplanned = simulate(graph, graph.base_schedule).peak_bytes
     for budget in (0, *(int(share * unplanned) for share in fractions)):
-        again, alone = solve(graph, budget), solve(Graph(graph.ops, graph.values, graph.base_length), budget)
-        assert (again.status, again.peak_bytes, again.seconds) == (alone.status, alone.peak_bytes, alone.seconds)
+        again, alone = solve(graph, budget), solve(replace(graph), budget)  # which knows of no other budget
+        assert (again.status, again.peak_bytes) == (alone.status, alone.peak_bytes)
         assert np.array_equal(again.schedule, alone.schedule)
 
 

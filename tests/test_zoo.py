@@ -26,7 +26,8 @@ def _check(name: str, budget: str, within: float = 0.999) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed; `make venv` installs it")
     model, args, kwargs = zoo.build(name)
-    kwargs = {key: value[:, : SHORTER.get(name)] for key, value in kwargs.items()} if name in SHORTER else kwargs
+    if name in SHORTER:
+        kwargs = {key: value[:, : SHORTER[name]] for key, value in kwargs.items()}
     random.seed(0)  # some draw from it which layers run: the same ones when planned and when verified
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*last bits", planner.PlanWarning)
