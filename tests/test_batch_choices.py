@@ -1,4 +1,4 @@
-"""What `max_batch` offers beside its answer: no plan, the fastest, and the largest at several prices."""
+"""What `max_batch` offers beside its answer: no plan, the fastest, the largest at several extra times."""
 
 import inspect
 import io

@@ -1,3 +1,5 @@
+"""The methods of the frontier benchmark: valid schedules, published properties, and an honest verdict."""
+
 import itertools
 import json
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Capturing a step: the baseline, the graphs, and the glue between them."""
+
 import copy
 from collections.abc import Callable
 

@@ -1,3 +1,5 @@
+"""Generated code: it computes what the graph does, and frees what it no longer needs."""
+
 import operator
 import weakref
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step takes as it is, and with torch.utils.checkpoint: estimated and measured."""
+"""The memory of a step without a plan, and with torch.utils.checkpoint: estimated and measured."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Graphs behind a graph break of which the step differentiates nothing run as they are, without a word."""
+"""Graphs behind a graph break of which the step differentiates nothing run as they are, without a warning."""
 
 import pytest
 import torch

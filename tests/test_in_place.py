@@ -1,4 +1,4 @@
-"""Writes in place into a stretch of something larger: results lie in memory as they do without a plan."""
+"""Writes in place into a part of a larger tensor: results have the strides that they have without a plan."""
 
 import copy
 from collections.abc import Callable, Sequence

@@ -1,3 +1,5 @@
+"""Modules with a plan: applied, removed, copied, pickled, and called in ways that were not planned."""
+
 import copy
 import io
 import pickle

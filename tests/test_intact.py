@@ -1,4 +1,4 @@
-"""What is the user's is after planning as it was before."""
+"""The user's objects are the same after planning as before."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Results without data lie in memory as the kernels' results do, also where the inputs are transposed."""
+"""Results without data have the strides of the kernels' results, also where the inputs are transposed."""
 
 import itertools
 

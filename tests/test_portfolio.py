@@ -1,4 +1,4 @@
-"""The portfolio's manners: progress, time limits, large graphs."""
+"""The portfolio: progress reports, time limits, large graphs."""
 
 import time
 

@@ -1,3 +1,5 @@
+"""Modules and operators that users keep or recompute by name."""
+
 import pytest
 
 import planner

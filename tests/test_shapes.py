@@ -1,3 +1,5 @@
+"""Inputs of other shapes than planned."""
+
 import copy
 import random
 import re

@@ -1,3 +1,5 @@
+"""Plans for many budgets."""
+
 from itertools import pairwise
 
 import pytest

@@ -1,3 +1,5 @@
+"""verify: what it compares, measures and reports."""
+
 import copy
 import random
 

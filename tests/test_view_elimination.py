@@ -1,3 +1,5 @@
+"""Views that change nothing are left out of emitted graphs."""
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
