@@ -137,7 +137,7 @@ def solution(peak: int, feasible: bool = True) -> Solution:
     return Solution("fake", status, np.array([peak], dtype=np.int64), peak, 1.0, 0.0)
 
 
-def searched(reserves: dict[int, int], budget: int) -> tuple[Solution, list[int]]:
+def searched(reserves: dict[int, int], budget: int, fast_from: int = 0) -> tuple[Solution, list[int]]:
     """Ask for less and less of a solver that reaches some peaks, each of which reserves something."""
     asked = []
 
@@ -147,7 +147,14 @@ def searched(reserves: dict[int, int], budget: int) -> tuple[Solution, list[int]
         return solution(max(below)) if below else solution(min(reserves), feasible=False)
 
     first = solve(budget, 1.0)
-    found = within_budget(first, budget, lambda s: reserves[int(s[0])], solve, time_limit=10)
+    found = within_budget(
+        first,
+        budget,
+        lambda s: reserves[int(s[0])],
+        solve,
+        time_limit=10,
+        too_slow=lambda found: found.peak_bytes < fast_from,
+    )
     return found, asked[1:]
 
 
@@ -173,6 +180,13 @@ def test_where_nothing_fits_the_least_is_said() -> None:
     found, _ = searched({1000: 1500, 700: 1200}, 1000)
     assert not found.feasible
     assert found.peak_bytes == 700
+
+
+def test_what_is_too_slow_is_not_planned_for_less() -> None:
+    reserves = {1000: 1080, 915: 1010, 900: 990, 500: 600}
+    found, asked = searched(reserves, 1000, fast_from=950)
+    assert (found.peak_bytes, asked) == (915, [920])
+    assert searched(reserves, 1000, fast_from=1001)[1] == []
 
 
 def test_a_loop_of_nothing_reserves_nothing() -> None:

@@ -16,7 +16,7 @@ import torch.nn as nn
 import planner
 from planner.batch.interpolate import SizedSteps
 from planner.batch.points import MaxBatch
-from planner.batch.search import BatchSearch
+from planner.batch.search import QUICK_SECONDS, BatchSearch
 from planner.costs.devices import find_device
 from planner.planfile.budget import Budget
 from planner.planfile.schema import WholeStep
@@ -33,6 +33,9 @@ from solvers.model.solution import Solution
 DEVICE = find_device("V100-32GB")
 BUDGET = Budget(DEVICE.memory_bytes, DEVICE.name)
 OVERHEADS = (0.15, 0.29)
+
+patience = 1.0
+"""By what all time limits are multiplied: they are wall time, of which a busy machine gives only a part."""
 
 Result = dict[str, Any]
 
@@ -57,6 +60,8 @@ def search(model: nn.Module, make_args: Callable[[int], Any], optimizer: Any) ->
     return BatchSearch(
         steps,
         BUDGET,
+        time_limit=60 * patience,
+        quick_seconds=QUICK_SECONDS * patience,
         progress=lambda text, fraction: print(f"  {text}", file=sys.stderr) if "batch" in text else None,
     )
 
@@ -181,7 +186,7 @@ def planned(
     def solve(room: int, seconds: float) -> Solution:
         return portfolio.solve(graph, room, time_limit=seconds)
 
-    solution = reserving_no_more(step, solve(room, 30), budget, solve, time_limit=60)
+    solution = reserving_no_more(step, solve(room, 30 * patience), budget, solve, time_limit=60 * patience)
     whole = step.whole_step(solution.schedule)
     base = step.baseline_whole_step
     result: Result = {
@@ -207,7 +212,7 @@ def least_within(
     """The least dynamic peak at a bounded overhead, by bisection on the budget."""
     step = prepared(model, args, optimizer)
     graph, eager = step.problem.graph, step.problem.eager
-    lowest = portfolio.solve(graph, None, time_limit=30)
+    lowest = portfolio.solve(graph, None, time_limit=30 * patience)
     allowed = (1 + most_overhead) * eager.seconds
     best = None
     if lowest.seconds <= allowed:
@@ -218,7 +223,7 @@ def least_within(
             break
         middle = (low + high) // 2
         known = [] if best is None else [best.schedule]
-        solution = portfolio.solve(graph, middle, time_limit=15, known=known)
+        solution = portfolio.solve(graph, middle, time_limit=15 * patience, known=known)
         if solution.feasible and solution.seconds <= allowed:
             best, high = solution, solution.peak_bytes
         else:
@@ -231,7 +236,7 @@ def at_factor(model: nn.Module, args: Any, factor: float, published: Result) -> 
     """The least overhead found for a given share of the unplanned peak."""
     step = prepared(model, args)
     room = int(step.problem.eager.peak_bytes / factor)
-    return least(step, portfolio.solve(step.problem.graph, room, time_limit=240), published)
+    return least(step, portfolio.solve(step.problem.graph, room, time_limit=240 * patience), published)
 
 
 def least(step: Prepared, best: Solution, published: Result) -> Result:

@@ -59,6 +59,7 @@ class BatchSearch:
         solver: str = portfolio.NAME,
         effort: Effort = "fast",
         time_limit: float = 60,
+        quick_seconds: float = QUICK_SECONDS,
         most: int = 1 << 20,
         progress: Progress | None = None,
     ) -> None:
@@ -67,6 +68,7 @@ class BatchSearch:
             steps: The steps by batch.
             budget: Bytes for the whole step.
             solver, effort, time_limit, most, progress: As for :func:`max_batch`.
+            quick_seconds: As `time_limit`, of each estimated batch.
         """
         assert budget.bytes is not None
         self.steps, self.solver, self.effort, self.time_limit, self.most = (
@@ -77,6 +79,7 @@ class BatchSearch:
             most,
         )
         self.budget_bytes, self.budget_text = budget.bytes, budget.text
+        self._quick_seconds = min(quick_seconds, time_limit)
         self._progress = progress
         self._max_overhead: float | None = None
         self._reference: float | None = None  # seconds per sample of the largest unplanned batch
@@ -191,7 +194,7 @@ class BatchSearch:
                 if timeline.peak_bytes <= room and fast and step.total_bytes(schedule) <= self.budget_bytes:
                     self.tell(f"batch {size} fits")
                     return True
-        solution = self._solve(step, min(QUICK_SECONDS, self.time_limit))
+        solution = self._solve(step, self._quick_seconds)
         if not self._allowed(step, solution):
             self.tell(f"batch {size} does not fit")
             return False
@@ -217,7 +220,14 @@ class BatchSearch:
         solution = solve(step.room_bytes(self.budget_bytes), seconds)
         if step.footprint.device.kind != "cuda":
             return solution
-        return within_budget(solution, self.budget_bytes, step.total_bytes, solve, time_limit=seconds)
+        return within_budget(
+            solution,
+            self.budget_bytes,
+            step.total_bytes,
+            solve,
+            time_limit=seconds,
+            too_slow=lambda found: step.size > 1 and not self._fast_enough(step, found.seconds),
+        )
 
     def _allowed(self, step: Sized, solution: Solution) -> bool:
         return solution.feasible and self._fast_enough(step, solution.seconds)
@@ -302,7 +312,7 @@ class BatchSearch:
         low = max(self._bisect(low, high, _NEAR), 1)
         step = self.steps.at(low)
         if low not in self._solutions:  # it fits by a schedule of another batch
-            self._solutions[low] = self._solve(step, min(QUICK_SECONDS, self.time_limit))
+            self._solutions[low] = self._solve(step, self._quick_seconds)
         solution = self._solutions[low]
         if not self._allowed(step, solution):
             return None

@@ -23,6 +23,7 @@ def within_budget(
     solve: Callable[[int, float], Solution],
     *,
     time_limit: float,
+    too_slow: Callable[[Solution], bool] = lambda solution: False,
 ) -> Solution:
     """The solution, or another one where its whole step is over the budget.
 
@@ -33,12 +34,16 @@ def within_budget(
         total_bytes: What the whole step of a schedule takes.
         solve: The solution for a dynamic peak, within so many seconds.
         time_limit: Wall seconds for all that is tried; the least peak there is is tried in any case.
+        too_slow: Whether a solution takes more time than is of use: for less memory it takes no less.
 
     Returns:
-        A feasible solution whose step fits; else an infeasible one with the least peak that was found.
+        A feasible solution whose step fits; else an infeasible one with the least peak that was found, or the
+        first that is too slow.
     """
     end = time.perf_counter() + time_limit
     for _ in range(MOST_ATTEMPTS):
+        if solution.feasible and too_slow(solution):
+            return solution
         over = total_bytes(solution.schedule) - budget_bytes
         if over <= 0:
             return solution if solution.feasible else _fitting(solution)
