@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test compat test-all lint format schema picture docs zoo mutations bench clean
+.PHONY: help venv packages demo test compat test-all lint format schema picture reports docs zoo mutations bench clean
 
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -85,6 +85,9 @@ picture: venv  ## Draw the picture of the README from the demo's plan.
 	mkdir -p $(OUT)
 	$(BIN)/python examples/bert.py --budget 60% --plan $(OUT)/bert-plan.json --steps 0
 	$(BIN)/python -m planner show $(OUT)/bert-plan.json --figure docs/bert.svg
+
+reports: venv  ## Plan three models and measure their reports in Chromium: docs/results/reports.md and its pictures.
+	$(BIN)/python benchmarks/reports.py --plans $(OUT)/reports --pictures docs --out docs/results/reports.md
 
 zoo: venv packages  ## Plan, run and compare every model of the zoo; writes docs/zoo.md. Takes an hour; goes on where it stopped.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --results $(OUT)/zoo.jsonl --out docs/zoo.md

@@ -2,12 +2,14 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.reports import look_at
 from planner.cli.commands import app
 from planner.errors import PlanFileError
 from planner.planfile.budget import format_bytes
@@ -181,3 +183,39 @@ def test_a_plan_that_was_not_planned_for_a_budget_shows_as_well(tmp_path: Path) 
     assert seen.console == []
     assert "planned, at most" in seen.result
     assert "budget" not in seen.result
+
+
+@pytest.mark.browser
+def test_what_is_wrong_with_a_report_is_seen_when_it_is_measured(tmp_path: Path) -> None:
+    plan, path = planned_gpt().plan, tmp_path / "report.html"
+    path.write_text(text := plan.report())
+    seen = look_at(plan, path, times=2, pictures=str(tmp_path / "seen"))
+    assert not [problem for problem in seen.problems if "first paint" not in problem]
+    assert min(seen.paint_seconds) > 0
+    assert len(seen.drawn_seconds) == 2
+    light, dark = ((tmp_path / name).read_bytes() for name in ("seen.png", "seen-dark.png"))
+    assert light.startswith(b"\x89PNG")
+    assert light != dark
+    peak = str(plan.predicted.dynamic_peak_bytes)
+    wrong = "<p style='width: 90rem'>wide</p><script>console.error('no good'); fetch('http://127.0.0.1:9/')</script>"
+    path.write_text(text.replace("</body>", wrong + "</body>").replace(peak, "1" + peak))
+    problems = " ".join(look_at(plan, path, times=1).problems)
+    for part in ("no good", "http://127.0.0.1:9/", "wider than", f"the peak is 1{peak} in the page"):
+        assert part in problems
+
+
+def test_few_bytes_are_left_to_other_modules() -> None:
+    """Where no six modules have most bytes, as in deep trees, they are told apart less finely."""
+    plan = planned_gpt().plan
+    record = plan.graphs[0]
+    deep = [
+        op.model_copy(update={"module": f"{op.module}.{'abcdefghijklmnop'[i % 16]}"})
+        for i, op in enumerate(record.ops)
+    ]
+    data = page_data(plan.model_copy(update={"graphs": [record.model_copy(update={"ops": deep})]}))
+    area: Counter[str] = Counter()
+    values = data["values"]
+    for op, size, start, end in zip(*(values[k] for k in ("op", "bytes", "start", "end")), strict=True):
+        if op < data["forward"]:
+            area[data["groups"][data["ops"]["group"][op]]] += size * (end - start + 1)
+    assert area["other modules"] < 0.2 * area.total()

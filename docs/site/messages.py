@@ -1,8 +1,11 @@
 """The texts of all warnings and errors, read from the code: a hook of mkdocs."""
 
 import ast
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -35,66 +38,161 @@ def listing() -> str:
 @cache
 def messages() -> tuple[tuple[str, str], ...]:
     """The kind and the text of everything that is warned of or raised, with … for what is filled in."""
-    return tuple(_messages())
+    return tuple((kind, text) for kind, texts, _ in _calls() for text in texts)
 
 
-def _messages() -> Iterator[tuple[str, str]]:
-    errors = error_classes()
-    for nodes in _files():
-        texts = {
-            target.id: node.value
-            for node in nodes
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-        for node in nodes:
-            if not isinstance(node, ast.Call) or not node.args:
-                continue
-            name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
-            warns = name == "warn" and not (
-                isinstance(node.func, ast.Attribute) and "warnings" not in ast.unparse(node.func)
+@cache
+def unread() -> tuple[str, ...]:
+    """Where something is warned of or raised whose text is not found by reading the code."""
+    return tuple(place for _, texts, place in _calls() if not texts)
+
+
+def _calls() -> Iterator[tuple[str, list[str], str]]:
+    """The kind, the texts and the place of each call that warns, or makes an error."""
+    errors, code = error_classes(), _code()
+    for path, tree in code.files:
+        for scope, node in _scoped(tree):
+            name = _name(node.func)
+            warns = name in code.warners and not (
+                isinstance(node.func, ast.Attribute) and ast.unparse(node.func) == "logger.warn"
             )
-            if warns or name in errors:
-                text = _text(node.args[0], texts)
-                if text.replace("…", "").strip():
-                    yield "PlanWarning" if warns else str(name), text
+            if not node.args or not (warns or name in errors):
+                continue
+            first = node.args[0]
+            # What a function that warns is given is read where it is called.
+            if (warns or name == "InfeasibleBudget") and ast.unparse(first) in _arguments(scope):
+                continue
+            texts = [text for text in _texts(first, scope, tree, code) if re.search(r"\w", text)]
+            kind = "PlanWarning" if warns else "PlanFileError" if name == "InconsistentError" else str(name)
+            yield kind, texts, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 @cache
 def error_classes() -> frozenset[str]:
-    """The names of all subclasses of PlannerError that are not private."""
+    """PlannerError and its subclasses that are not private, and what plan files are refused by."""
     bases = {
         node.name: {ast.unparse(base) for base in node.bases}
-        for nodes in _files()
-        for node in nodes
+        for _, tree in _code().files
+        for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
     found = {"PlannerError"}
     while more := {name for name, of in bases.items() if of & found} - found:
         found |= more
-    return frozenset(name for name in found - {"PlannerError"} if not name.startswith("_"))
+    return frozenset(name for name in found if not name.startswith("_")) | {"InconsistentError"}
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_MOST = 12
+
+
+@dataclass(frozen=True)
+class _Code:
+    files: list[tuple[Path, ast.Module]]
+    constants: dict[str, ast.expr]
+    """Texts by the name that a module gives them."""
+    functions: dict[str, list[ast.FunctionDef]]
+    warners: frozenset[str]
+    """Functions that warn of what they are given."""
 
 
 @cache
-def _files() -> list[list[ast.AST]]:
-    """The nodes of each file of the package."""
+def _code() -> _Code:
     paths = sorted((ROOT / "planner").rglob("*.py"))
-    kinds = (ast.Assign, ast.Call, ast.ClassDef)
-    return [[n for n in ast.walk(ast.parse(p.read_text())) if isinstance(n, kinds)] for p in paths]
+    files = [(path, ast.parse(path.read_text())) for path in paths]
+    constants: dict[str, ast.expr] = {}
+    functions: dict[str, list[ast.FunctionDef]] = {}
+    for _, tree in files:
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign):
+                names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+                constants.update((name, statement.value) for name in names)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                functions.setdefault(node.name, []).append(node)
+    warners = {"warn"}
+    for name, of_name in functions.items():
+        for function in of_name:
+            given = _arguments(function)
+            called = (n for n in ast.walk(function) if isinstance(n, ast.Call) and n.args)
+            if any(_name(n.func) == "warn" and ast.unparse(n.args[0]) in given for n in called):
+                warners.add(name)
+    return _Code(files, constants, functions, frozenset(warners))
 
 
-def _text(node: ast.expr, texts: dict[str, ast.expr], depth: int = 0) -> str:
-    """A text with … for what is filled in."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part, texts, depth) for part in node.values).replace("……", "…")
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left, texts, depth) + _text(node.right, texts, depth)
-    if isinstance(node, ast.Name) and node.id in texts and depth < 3:
-        return _text(texts[node.id], texts, depth + 1)
-    return "…"
+def _scoped(tree: ast.AST, scope: ast.AST | None = None) -> Iterator[tuple[ast.AST, ast.Call]]:
+    """Every call, with the function that it is in."""
+    scope = scope or tree
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Call):
+            yield scope, node
+        yield from _scoped(node, node if isinstance(node, _FUNCTIONS) else scope)
+
+
+def _name(func: ast.expr) -> str | None:
+    return getattr(func, "id", None) or getattr(func, "attr", None)
+
+
+def _arguments(scope: ast.AST) -> set[str]:
+    if not isinstance(scope, _FUNCTIONS):
+        return set()
+    of = scope.args
+    return {argument.arg for argument in (*of.posonlyargs, *of.args, *of.kwonlyargs)}
+
+
+def _texts(node: ast.expr, scope: ast.AST, tree: ast.AST, code: _Code, depth: int = 0) -> list[str]:
+    """What a text may be, with … for what is filled in."""
+
+    def of(other: ast.expr, inside: ast.AST = scope) -> list[str]:
+        return _texts(other, inside, tree, code, depth + 1)
+
+    if depth > 8:
+        return ["…"]
+    match node:
+        case ast.Constant():
+            return [str(node.value)]
+        case ast.JoinedStr():
+            parts = [of(p.value) if isinstance(p, ast.FormattedValue) and _is_constant(p.value) else
+                     [p.value] if isinstance(p, ast.Constant) else ["…"] for p in node.values]  # fmt: skip
+            return ["".join(chosen).replace("……", "…") for chosen in islice(product(*parts), _MOST)]
+        case ast.BinOp(op=ast.Add()):
+            return ["".join(both) for both in islice(product(of(node.left), of(node.right)), _MOST)]
+        case ast.IfExp():
+            return [*of(node.body), *of(node.orelse)]
+        case ast.Name() | ast.Attribute():
+            name = str(_name(node))
+            given = [value for place in (scope, tree) for value in _assigned(name, place)]
+            if isinstance(node, ast.Name) and given:
+                return list(dict.fromkeys(text for value in given for text in of(value)))[:_MOST]
+            return of(code.constants[name]) if name in code.constants and name.isupper() else ["…"]
+        case ast.Call():
+            found = code.functions.get(str(_name(node.func)), [])
+            here = [function for function in found if function in set(ast.walk(tree))] or found
+            returned = [
+                (r.value, f) for f in here for r in ast.walk(f) if isinstance(r, ast.Return) and r.value
+            ]
+            return [text for value, function in returned for text in of(value, function)][:_MOST] or ["…"]
+    return ["…"]
+
+
+def _is_constant(node: ast.expr) -> bool:
+    return str(_name(node)).isupper()
+
+
+def _assigned(name: str, scope: ast.AST) -> Iterator[ast.expr]:
+    """What a name is given in a function, or what a loop over a list finds there."""
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                yield node.value
+        elif isinstance(node, ast.For) and isinstance(node.target, ast.Name) and node.target.id == name:
+            for call in ast.walk(scope):
+                if (
+                    isinstance(call, ast.Call)
+                    and ast.unparse(call.func) == f"{ast.unparse(node.iter)}.append"
+                ):
+                    yield call.args[0]
 
 
 def _escaped(text: str) -> str:

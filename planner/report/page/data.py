@@ -18,6 +18,8 @@ from planner.report.text import format_seconds
 from planner.report.undroppable import peak_parts
 
 _GROUPS = 6
+_SHOWN = 0.85
+"""The share of the forward's bytes that modules with a colour of their own have, where they can."""
 _BACKWARD = "results of the backward (gradients)"
 _OTHERS = "other modules"
 
@@ -153,25 +155,39 @@ def _facts(plan: PlanRecord) -> list[list[str]]:
 
 
 def _groups(sim: SimulatedPlan) -> tuple[list[str], list[int]]:
-    """What bytes are stacked by: the largest kinds of modules, the same module of every layer as one."""
-    graph = sim.graph
-    kinds = []
-    for row in range(graph.base_length):
-        record = sim.record(row)
-        kind = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module) or "(the model)"
-        kinds.append(_BACKWARD if row >= graph.forward_length else kind)
-    lives = sim.lives
+    """What bytes are stacked by: the largest kinds of modules, the same module of every layer as one.
+
+    Modules are told apart as finely as leaves little to the others.
+    """
+    graph, lives = sim.graph, sim.lives
+    modules = [
+        re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", sim.record(row).module).split(".")
+        for row in range(graph.forward_length)
+    ]
     # Bytes times how long they are alive say how much of the picture a kind is.
-    weight: Counter[str] = Counter()
-    area = graph.bytes[lives.value] * (lives.end - lives.start + 1)
-    for value, size in zip(graph.producer[lives.value].tolist(), area.tolist(), strict=True):
-        weight[kinds[value]] += size
-    weight.pop(_BACKWARD, None)
-    names = [_BACKWARD, *(kind for kind, _ in weight.most_common(_GROUPS))]
-    if len(weight) > _GROUPS:
+    area = np.zeros(graph.base_length, dtype=np.int64)
+    producers = graph.producer[lives.value]
+    np.add.at(area, producers, graph.bytes[lives.value] * (lives.end - lives.start + 1))
+    largest: list[str] = []
+    kinds: list[str] = []
+    most = -1
+    for depth in range(max(map(len, modules)), 0, -1):
+        tried = [".".join(module[:depth]) or "(the model)" for module in modules]
+        weight: Counter[str] = Counter()
+        for kind, size in zip(tried, area.tolist(), strict=False):
+            weight[kind] += size
+        found = weight.most_common(_GROUPS)
+        shown = sum(size for _, size in found)
+        if not kinds or (len(found) > 1 and shown > most):
+            largest, kinds, most = [kind for kind, _ in found], tried, shown
+        if shown >= _SHOWN * weight.total():
+            break
+    names = [_BACKWARD, *largest]
+    if len(set(kinds)) > len(largest):
         names.append(_OTHERS)
     index = {name: i for i, name in enumerate(names)}
-    return names, [index.get(kind, len(names) - 1) for kind in kinds]
+    backward = [0] * (graph.base_length - graph.forward_length)
+    return names, [index.get(kind, len(names) - 1) for kind in kinds] + backward
 
 
 def _point(plan: PlanRecord) -> dict[str, Any]:
