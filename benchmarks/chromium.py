@@ -1,6 +1,7 @@
 """Pages in a headless Chromium, over its debugging protocol through a pipe: no driver is needed."""
 
 import base64
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from PIL import Image
 
 from tests.browser import CHROMIUM
 
@@ -134,8 +137,9 @@ class Chromium:
         return found["result"].get("value")
 
     def picture(self, path: Path) -> None:
-        """Write what is seen, as PNG."""
-        path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))
+        """Write what is seen, as PNG of few colours."""
+        seen = base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])
+        Image.open(io.BytesIO(seen)).convert("RGB").quantize(128).save(path, optimize=True)
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the debugging protocol for the tab.
