@@ -7,9 +7,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.browser import CHROMIUM
+
+# No test asserts a time: on a busy machine any example may take long.
+hypothesis.settings.register_profile("any time", deadline=None)
+hypothesis.settings.load_profile("any time")
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them all that they start.
 if (
