@@ -1,16 +1,38 @@
 """Small models with their plans applied, and the gradients that they leave."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn as nn
 
 import planner
 from planner.user_plan import Plan
 from tests.small import small_gpt
+from tests.zoo import Built
 
 
-def apply_plan(builder=small_gpt, budget="min", **options) -> tuple[nn.Module, tuple, Plan]:  # type: ignore[no-untyped-def]
+def gpt(batch: int = 4) -> Built:
+    """Two layers."""
+    return small_gpt(batch, layers=2)
+
+
+def plan_for(builder: Callable[[], Any] = gpt) -> Plan:
+    """The plan of what a function builds, made once."""
+    return _planned(builder)
+
+
+@functools.cache
+def _planned(builder: Callable[[], Any]) -> Plan:
     model, args, kwargs = builder()
-    plan = planner.plan(model, args, kwargs, budget=budget, solver="sqrt_n", **options)
+    return planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+
+
+def apply_plan(builder: Callable[[], Any] = gpt) -> tuple[nn.Module, tuple, Plan]:  # type: ignore[type-arg]
+    """A new model with its plan applied, its arguments, and the plan, which others may have as well."""
+    model, args, _ = builder()
+    plan = plan_for(builder)
     return plan.apply(model), args, plan
 
 

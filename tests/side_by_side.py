@@ -142,7 +142,7 @@ def assert_trains_alike(
     args: Sequence[Any],
     loop: Loop,
     *,
-    expected_runs: int | None,
+    expected_runs: int | Callable[[Plan], int] | None,
     prepare: Loop | None = None,
     autocast: torch.dtype | None = None,
     **options: Any,
@@ -150,8 +150,8 @@ def assert_trains_alike(
     """Run ``loop`` on a planned module and on an unplanned copy; everything they leave must be equal.
 
     Args:
-        expected_runs: How often planned backwards have to run, so that nothing passes unplanned; None for
-            at least once, where one graph may serve several layers.
+        expected_runs: How often planned backwards have to run, so that nothing passes unplanned, or what
+            tells it of the plan; None for at least once, where one graph may serve several layers.
         prepare: Something to do to both after the plan is applied.
         autocast: The plan is made under autocast to this type; the loop has to enter it by itself, since a
             region that spans optimizer steps trains by outdated copies of the weights.
@@ -169,7 +169,8 @@ def assert_trains_alike(
         prepare(twin)
     with counting_runs() as runs, no_plan_warnings():
         ours = left_by(model, loop)
-    assert runs.backward if expected_runs is None else runs.backward == expected_runs, (
+    expected = expected_runs(plan) if callable(expected_runs) else expected_runs
+    assert runs.backward if expected is None else runs.backward == expected, (
         f"the planned backward ran {runs.backward} times"
     )
     assert_same(ours, left_by(twin, loop))

@@ -25,7 +25,7 @@ class Normalised(Layers):
     """With running statistics, and a head that only every other step uses."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(2)
         self.norm, self.heads = nn.BatchNorm1d(32), nn.ModuleList(nn.Linear(32, 1) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -145,14 +145,14 @@ def test_what_hugging_face_checkpoints_is_estimated(name: str) -> None:
 @pytest.mark.heavy
 def test_the_command_shows_and_prints() -> None:
     run = CliRunner().invoke
-    shown = run(app, ["estimate", "tests.small:small_gpt", "--suggest", "1"])
+    shown = run(app, ["estimate", "tests.installed:gpt", "--suggest", "1"])
     assert shown.exit_code == 0, shown.output
     assert "torch.utils.checkpoint on those modules" in shown.output
     assert "suggested: blocks." in shown.output
-    printed = run(app, ["estimate", "tests.small:small_gpt", "--checkpoint", "blocks.*", "--json"])
+    printed = run(app, ["estimate", "tests.installed:gpt", "--checkpoint", "blocks.*", "--json"])
     found = json.loads(printed.stdout)
-    assert found["checkpointed"]["modules"] == [f"blocks.{i}" for i in range(4)]
+    assert found["checkpointed"]["modules"] == ["blocks.0", "blocks.1"]
     assert found["checkpointed"]["dynamic_peak_bytes"] < found["dynamic_peak_bytes"]
-    both = run(app, ["estimate", "tests.small:small_gpt", "--checkpoint", "blocks.0", "--suggest", "1"])
+    both = run(app, ["estimate", "tests.installed:gpt", "--checkpoint", "blocks.0", "--suggest", "1"])
     assert both.exit_code == 2
     assert "give one of them" in both.output

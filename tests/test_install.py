@@ -13,7 +13,7 @@ import planner
 from planner import PlanWarning
 from planner.runtime.install import PlannedCall, installed_plan
 from planner.verification.measure import measure_peak
-from tests.installed import apply_plan, assert_equal, gradients_of
+from tests.installed import apply_plan, assert_equal, gpt, gradients_of, plan_for
 from tests.side_by_side import layers
 from tests.small import (
     both_loss,
@@ -21,15 +21,13 @@ from tests.small import (
     graph_break_model,
     layers_with_graph_breaks,
     logits_loss,
-    small_gpt,
 )
 
 
 @pytest.mark.heavy
 def test_it_is_the_same_object_with_the_same_state() -> None:
-    model, args, kwargs = small_gpt()
+    model, plan = gpt()[0], plan_for()
     keys, kind = list(model.state_dict()), type(model)
-    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
     planned = plan.apply(model)
     assert planned is model
     assert type(planned) is kind
@@ -39,7 +37,7 @@ def test_it_is_the_same_object_with_the_same_state() -> None:
 
 @pytest.mark.heavy
 def test_the_plan_is_really_run() -> None:
-    model, args, kwargs = small_gpt()
+    model, args, kwargs = gpt()
     expected = gradients_of(model, args)
     plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
     assert plan.graphs[0].recomputed
@@ -68,8 +66,7 @@ def test_remove_undoes_apply() -> None:
 
 @pytest.mark.heavy
 def test_a_compiled_call_of_the_users_comes_back() -> None:
-    model, args, kwargs = small_gpt()
-    plan = planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n")
+    model, plan = gpt()[0], plan_for()
     model.compile(backend="eager")
     theirs = model._compiled_call_impl
     plan.apply(model)
@@ -168,8 +165,8 @@ def test_hooks_on_the_outside_run() -> None:
 @pytest.mark.heavy
 def test_another_batch_size_runs_the_same_plan() -> None:
     model, args, plan = apply_plan()
-    smaller, larger = small_gpt(2)[1], small_gpt(8)[1]
-    reference, _, _ = small_gpt()
+    smaller, larger = gpt(2)[1], gpt(8)[1]
+    reference, _, _ = gpt()
     assert_equal(gradients_of(model, args), gradients_of(reference, args))
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
@@ -188,15 +185,14 @@ def test_another_batch_size_runs_the_same_plan() -> None:
     [
         (lambda: nn.Linear(2, 2), "is for a tests.zoo.GPT, this is a torch.nn.modules.linear.Linear"),
         (
-            lambda: type(small_gpt()[0])(words=60, width=32, heads=2, layers=4, context=32),
+            lambda: type(gpt()[0])(words=60, width=32, heads=2, layers=2, context=32),
             "parameters or buffers",
         ),
         (lambda: "a model", "nn.Module, not to str"),
     ],
 )
 def test_another_model_is_refused_and_left_alone(other, words: str) -> None:  # type: ignore[no-untyped-def]
-    model, args, kwargs = small_gpt()
-    plan = planner.plan(model, args, kwargs, budget="80%", solver="sqrt_n")
+    plan = plan_for()
     wrong = other()
     with pytest.raises(planner.PlanMismatch, match=words):
         plan.apply(wrong)
@@ -209,7 +205,7 @@ def test_a_plan_applies_to_another_instance_and_from_a_file(tmp_path) -> None:  
     plan.save(tmp_path / "plan.json")
     loaded = planner.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    other, _, _ = small_gpt()
+    other, _, _ = gpt()
     loaded.apply(other)
     assert_equal(gradients_of(other, args), gradients_of(model, args))
 
@@ -220,12 +216,12 @@ def test_a_plan_made_in_another_process_applies(tmp_path) -> None:  # type: igno
     import sys
 
     code = (
-        "import planner; from tests.small import small_gpt; m, a, k = small_gpt();"
+        "import planner; from tests.installed import gpt; m, a, k = gpt();"
         f"planner.plan(m, a, k, budget='min', solver='sqrt_n').save({str(tmp_path / 'plan.json')!r});"
         "import sys; assert 'torch._inductor.compile_fx' not in sys.modules"  # which takes a second
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    model, args, kwargs = small_gpt()
+    model, args, kwargs = gpt()
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         report = planner.verify(

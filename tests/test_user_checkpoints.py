@@ -77,7 +77,7 @@ def test_checkpointed_sequences_that_cannot_be_seen_through_stay() -> None:
 def test_gradient_checkpointing_of_hugging_face_is_seen_through() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    shape = {"vocab_size": 60, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 2}
+    shape = {"vocab_size": 60, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).train()
     model.gradient_checkpointing_enable()
     words = torch.randint(0, 60, (8, 32))
@@ -88,9 +88,8 @@ def test_gradient_checkpointing_of_hugging_face_is_seen_through() -> None:
         loss.backward()
         return loss
 
-    graphs = len(plan_of(copy.deepcopy(model), (), kwargs=kwargs).graphs)
-    plan = assert_trains_alike(model, (), loop, expected_runs=graphs, kwargs=kwargs)
-    assert any("4 calls of torch.utils.checkpoint" in note for note in plan.notes)
+    plan = assert_trains_alike(model, (), loop, expected_runs=lambda plan: len(plan.graphs), kwargs=kwargs)
+    assert any("2 calls of torch.utils.checkpoint" in note for note in plan.notes)
 
 
 @pytest.mark.heavy
