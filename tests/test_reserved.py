@@ -41,7 +41,7 @@ def prepared() -> Prepared:
     return prepare(
         model,
         Step(args, kwargs, loss=mean_square),
-        PlanOptions(optimizer="AdamW", device=gpu, solver="sqrt_n", time_limit=5),
+        PlanOptions(optimizer="AdamW", device=gpu, solver="sqrt_n", time_limit=600),
     )
 
 
