@@ -11,7 +11,6 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-import planner
 from planner.cli.commands import app
 
 ROOT = Path(__file__).parents[1]
@@ -117,5 +116,3 @@ def test_the_commands_of_the_documentation_run(checkout: Path) -> None:
             done[command] = result.output
     written = {"plan.json", "plan.svg", "report.html", "frontier.svg", "predicted.pickle"}
     assert written <= {path.name for path in checkout.iterdir()}
-    plan = planner.Plan.load("plan.json")
-    assert "bert.encoder.layer.3" in {op.module for graph in plan.graphs for op in graph.ops}
