@@ -25,7 +25,7 @@ def planned_gpt() -> Planned:
     import planner
 
     caught = []
-    model, args, kwargs = small_gpt()
+    model, args, kwargs = small_gpt(layers=4)
     with pytest.MonkeyPatch.context() as patch:
         original = make_plan._graph_records
 

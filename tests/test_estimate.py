@@ -42,7 +42,7 @@ def _wrapped(model: torch.nn.Module, names: list[str]) -> torch.nn.Module:
 
 @pytest.mark.heavy
 def test_the_unplanned_step_and_one_with_checkpoints_are_estimated() -> None:
-    model, args, kwargs = small_gpt()
+    model, args, kwargs = small_gpt(layers=4)
     found = planner.estimate(model, args, kwargs, checkpoints=["blocks.[12]"])
     assert found.dynamic_peak_bytes == pytest.approx(_measured(model, args, kwargs), abs=NUMBERS)
     assert found.checkpointed is not None
@@ -56,7 +56,7 @@ def test_the_unplanned_step_and_one_with_checkpoints_are_estimated() -> None:
 
 @pytest.mark.heavy
 def test_modules_add_up() -> None:
-    model, args, kwargs = small_gpt()
+    model, args, kwargs = small_gpt(layers=4)
     found = planner.estimate(model, args, kwargs, optimizer="adam")
     whole, *parts = found.modules
     size = sum(p.nbytes for p in model.parameters())
@@ -74,7 +74,7 @@ def test_modules_add_up() -> None:
 
 @pytest.mark.heavy
 def test_suggested_modules_lower_the_peak_one_by_one() -> None:
-    model, args, kwargs = small_gpt()
+    model, args, kwargs = small_gpt(layers=4)
     found = planner.suggest(model, args, kwargs, k=2)
     assert [len(one.modules) for one in found] == [1, 2]
     assert found[0].modules == found[1].modules[:1]
@@ -110,7 +110,7 @@ def test_only_modules_that_are_called_are_suggested() -> None:
 
 
 def test_names_that_match_nothing_are_refused_before_the_long_work() -> None:
-    model, args, kwargs = small_gpt()
+    model, args, kwargs = small_gpt(layers=4)
     with pytest.raises(SelectionError, match=r"'block\.1'.*near to it are blocks\.1"):
         planner.estimate(model, args, kwargs, checkpoints=["block.1"])
     with pytest.raises(SelectionError, match=r"'blocks', a container .* as 'blocks\.\*'"):
