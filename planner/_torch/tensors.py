@@ -3,6 +3,7 @@
 Tested with torch 2.13.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 def schema_of(operator: Any) -> Any:
     """Names and types of an operator's arguments and results."""
     return operator._schema
+
+
+@functools.cache
+def has_tensors(operator: Any) -> bool:
+    """Whether tensors are among an operator's arguments or results; the marks of a profiler have none."""
+    schema = operator._schema
+    return any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
 
 
 def held_by_pytorch(tensor: Any) -> bool:

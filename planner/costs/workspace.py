@@ -20,7 +20,7 @@ from planner._torch.execution.allocator_events import profiler_is_active, record
 from planner._torch.execution.plain_execution import plain_execution
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.operators import OpOverload, is_foreign
-from planner._torch.tensors import call_tensors
+from planner._torch.tensors import call_tensors, has_tensors
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.host_tensors import read_on_host
 from planner.costs.measurement_cache import (
@@ -323,7 +323,9 @@ class WorkspaceMeter:
 
 
 def _allocates(func: object) -> bool:
-    return isinstance(func, OpOverload) and not (func.is_view and func.overloadpacket not in _MAY_COPY)
+    if not isinstance(func, OpOverload) or not has_tensors(func):
+        return False
+    return not (func.is_view and func.overloadpacket not in _MAY_COPY)
 
 
 def _storage_length(tensor: torch.Tensor) -> int:
