@@ -253,6 +253,11 @@ def test_verify_reads_the_plan_before_it_builds(builders: Path) -> None:
     assert "building\n" not in result.stderr
 
 
+def test_the_plan_and_the_model_in_the_wrong_order_are_told_apart(builders: Path) -> None:
+    layered_plan().save("plan.json")
+    _refused(_run("verify", "plan.json", "builders:build"), "planner verify builders:build plan.json")
+
+
 def test_show(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     layered_plan().save(path)

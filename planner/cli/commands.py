@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import planner
-from planner.cli.builder import Built, build, build_for_batches, load_reference
+from planner.cli.builder import BuilderError, Built, build, build_for_batches, load_reference
 from planner.cli.calibrate_command import calibrate_command
 from planner.cli.compare_command import compare_command
 from planner.cli.memory import replay_command, snapshot_command
@@ -312,6 +312,8 @@ def verify_command(
 ) -> None:
     """Run the planned and the unplanned step, and compare gradients, buffers, memory and time."""
     with one_line_errors(debug):
+        if ":" in plan_path and os.path.isfile(reference):
+            raise BuilderError(f"the model comes before the plan: planner verify {plan_path} {reference}")
         plan = Plan.load(plan_path)
         with stdout_for_results(), shown_progress() as progress:
             built: Built = build(reference, progress)
