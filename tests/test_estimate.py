@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import planner
 from planner.cli.commands import app
+from planner.estimation.table import _label
 from planner.problem.selection import SelectionError
 from planner.training_step.inputs import InputError
 from planner.verification.measure import measure_peak
@@ -68,8 +69,22 @@ def test_modules_add_up() -> None:
     assert 4 * blocks[0].activation_bytes < whole.activation_bytes
     assert whole.peak_bytes <= found.dynamic_peak_bytes
     shown = str(found)
-    assert "blocks.* x4" in shown
+    assert "  * x4" in shown  # under "blocks"
     assert "held for backward" in shown
+
+
+@pytest.mark.parametrize(
+    ("names", "above", "label"),
+    [
+        ([""], None, "(the model)"),
+        (["a.0.x"], "a.0", "x"),
+        (["a.0", "a.1"], "a", "*"),
+        (["a.0.x", "a.1.x"], "a.*", "x"),
+        (["a.0.x", "a.1.x"], "a.0", "a.*.x"),  # more than what is above it
+    ],
+)
+def test_a_row_has_its_own_name_under_the_one_above(names: list[str], above: str | None, label: str) -> None:
+    assert _label(names, above) == label
 
 
 @pytest.mark.heavy

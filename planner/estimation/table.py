@@ -94,16 +94,18 @@ def render_estimate(estimate: Estimate, *, width: int = 100) -> Group:
     """The step as it is, module by module, layers that are alike as one line; then with checkpoints."""
     whole = estimate.modules[0]
     most = max(whole.activation_bytes, 1), max(whole.parameter_bytes, 1)
-    rows = []
+    rows, above = [], dict[int, str]()
     for names, row in _folded(estimate.modules):
         share = row.activation_bytes / most[0]
         if row.module and share < _SHOWN and row.parameter_bytes / most[1] < _SHOWN:
             continue
         depth = row.module.count(".") + 1 if row.module else 0
         count = f" x{len(names)}" if len(names) > 1 else ""
+        label = _label(names, above.get(depth - 1))
+        above[depth] = _pattern(row.module) if count else row.module
         rows.append(
             (
-                Text("  " * depth + _label(names) + count),
+                Text("  " * depth + label + count),
                 row.class_name,
                 format_bytes(row.parameter_bytes),
                 format_bytes(row.gradient_bytes),
@@ -164,14 +166,20 @@ def _folded(modules: list[ModuleMemory]) -> list[tuple[list[str], ModuleMemory]]
     """Modules that differ in the numbers of their paths alone, and take the same, as one row."""
     together: dict[object, tuple[list[str], ModuleMemory]] = {}
     for row in modules:
-        pattern = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", row.module)
+        pattern = _pattern(row.module)
         sizes = (row.class_name, row.parameter_bytes, row.gradient_bytes, row.activation_bytes)
         together.setdefault((pattern, sizes), ([], row))[0].append(row.module)
     return list(together.values())
 
 
-def _label(names: list[str]) -> str:
-    first = names[0]
-    if len(names) == 1:
-        return first.rpartition(".")[2] or "(the model)"
-    return re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", first) if first else first
+def _pattern(module: str) -> str:
+    """The path of a module without its numbers."""
+    return re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", module)
+
+
+def _label(names: list[str], above: str | None) -> str:
+    """A row's own name under the row above; the whole path where it folds more modules than that one."""
+    own = {name.rpartition(".")[2] for name in names}
+    if len(names) > 1 and _pattern(names[0]).rpartition(".")[0] != above:
+        return _pattern(names[0])
+    return "*" if len(own) > 1 else own.pop() or "(the model)"
