@@ -177,6 +177,8 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="a folder for pictures of the reports")
     parser.add_argument("--out", type=Path, help="a file for the table, with what it says")
     options = parser.parse_args()
+    if options.pictures is not None:
+        options.pictures.mkdir(parents=True, exist_ok=True)
     names = options.reports.split(",")
     if unknown := set(names) - set(REPORTS):
         parser.error(f"no report {', '.join(sorted(unknown))}; there are {', '.join(REPORTS)}")
