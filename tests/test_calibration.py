@@ -29,7 +29,9 @@ MEASURED = Measured(
 
 def test_what_is_measured_makes_a_device_file(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
+    drawn = torch.get_rng_state()
     found = calibrate("cpu", path, sizes=SMALL)
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert load_device(path) == found.device
     assert found.device.figures == "calibrated"
     assert found.measured.bandwidth > 0

@@ -1,17 +1,19 @@
 """What users pass as model, inputs and loss: read as it is meant, or an error that says what to write."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 import planner
 from planner.cli.builder import BuilderError, build, build_for_batches
@@ -115,6 +117,28 @@ def test_a_loader_is_its_first_batch_and_draws_nothing() -> None:
     assert isinstance(_read(odd, model=OfOne()).args[0], SimpleNamespace)
     with pytest.raises(InputError, match="no batch"):
         _read(DataLoader(TensorDataset(X[:0])))
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        self.generators = [np.random.default_rng(3), random.Random(3)]
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return X[index] + sum(generator.random() for generator in self.generators)
+
+
+def test_neither_do_the_generators_of_its_dataset_and_of_the_sampler_of_its_batches() -> None:
+    noisy, generator = Noisy(), torch.Generator().manual_seed(3)
+    own = generator.get_state()
+    batches = BatchSampler(RandomSampler(noisy, generator=generator), 2, drop_last=False)
+    _read(DataLoader(noisy, batch_sampler=batches))
+    assert torch.equal(generator.get_state(), own)
+    assert torch.equal(noisy[0], Noisy()[0])
 
 
 def _scalar(output: torch.Tensor) -> torch.Tensor:

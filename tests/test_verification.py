@@ -10,7 +10,8 @@ import torch
 import planner
 from planner.graph.replay import batch_norm, rng
 from planner.runtime.install import installed_plan
-from planner.training_step.generators import OwnGenerators
+from planner.training_step.generators import GeneratorStates
+from planner.training_step.python_state import PythonState
 from tests.side_by_side import Layers, layers, plan_of
 from tests.small import small_gpt, small_resnet
 
@@ -151,11 +152,13 @@ def test_generators_of_the_models_own_stand_where_they_stood() -> None:
     report = planner.verify(model, args, kwargs, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert model.draw() == Noisy().draw()
-    own = OwnGenerators(model)
-    states = own.states()
+    own = PythonState([model]).generators
+    states = [GeneratorStates.now([generator]) for generator in own]
+    assert len(states) == 4
     drawn = model.draw()
-    assert all(a != b for a, b in zip(states, own.states(), strict=True))
-    own.restore(states)
+    for generator, then in zip(own, states, strict=True):
+        assert not GeneratorStates.now([generator]).same_as(then)
+        then.restore()
     assert model.draw() == drawn
 
 

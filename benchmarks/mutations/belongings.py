@@ -9,7 +9,7 @@ BELONGINGS = [
         "Gradients that arrived are not taken away again.",
         (
             Change(
-                "planner/training_step/intact.py",
+                "planner/training_step/snapshot.py",
                 "                tensor.grad = before.gradient\n",
                 "                pass\n",
             ),
@@ -22,7 +22,7 @@ BELONGINGS = [
         "What was written to is not put back.",
         (
             Change(
-                "planner/training_step/intact.py",
+                "planner/training_step/snapshot.py",
                 "                    tensor.copy_(before.data)\n",
                 "                    pass\n",
             ),
@@ -35,8 +35,10 @@ BELONGINGS = [
         "Only tensors are put back.",
         (
             Change(
-                "planner/training_step/intact.py",
-                "        for put_back in self._python:\n            put_back()\n",
+                "planner/training_step/snapshot.py",
+                "        self.python.restore()\n"
+                "        if self.namespaces is not None:\n"
+                "            self.namespaces.take_out_tensors()\n",
                 "",
             ),
         ),

@@ -198,7 +198,7 @@ EXACTNESS = [
         (
             Change(
                 "planner/verification/verify.py",
-                "        before.restore_generators()  # what random numbers decide",
+                "        before.generators.restore()  # what random numbers decide",
                 "        pass  # what random numbers decide",
             ),
         ),

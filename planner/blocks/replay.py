@@ -20,8 +20,8 @@ from planner._torch import pytree
 from planner._torch.tensors import writes
 from planner.blocks.running import switched, switched_off
 from planner.errors import InputsChanged, PlannerError
-from planner.training_step.generators import GeneratorStates, OwnGenerators
-from planner.training_step.python_state import is_set, remember
+from planner.training_step.generators import GeneratorStates, is_generator
+from planner.training_step.python_state import FUNCTIONS, PythonState, referred
 
 
 class RecomputeError(PlannerError, RuntimeError):
@@ -93,10 +93,10 @@ class _Run:
         if learnt is None:
             for held in around[: len(self._around)]:
                 held.copy()
-        own = [OwnGenerators(module, args, kwargs) for module in self._modules]
-        self._own = [(generators, generators.states()) for generators in own]
-        self._states = GeneratorStates.now()
-        self._put_back = [remember(module) for module in self._modules]
+        self._python = PythonState(self._modules)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if is_generator(x)]
+        self._generators = [*self._python.generators, *given]
+        self._states = GeneratorStates.now(self._generators)
         result = self._function(*args, **kwargs)
         for held in around:
             if held.written():
@@ -131,25 +131,17 @@ class _Run:
         if self._copies:
             instead = {id(held.tensor): held.again() for held in self._copies}
             args, kwargs = pytree.tree_map(lambda x: instead.get(id(x), x), (args, kwargs))
-        states = GeneratorStates.now()
-        own = [generators.states() for generators, _ in self._own]
-        put_back = [remember(module) for module in self._modules]
+        states, python = GeneratorStates.now(self._generators), PythonState(self._modules)
         try:
             self._states.restore()
-            for generators, seen in self._own:
-                generators.restore(seen)
-            for as_it_was in self._put_back:
-                as_it_was()
+            self._python.restore()
             for part, name, held in self._buffers:
                 assert held.saved is not None
                 part._buffers[name] = held.saved.clone()
             with switched(self._off):
                 return self._function(*args, **kwargs)
         finally:
-            for as_it_is in put_back:
-                as_it_is()
-            for (generators, _), state in zip(self._own, own, strict=True):
-                generators.restore(state)
+            python.restore()
             states.restore()
 
 
@@ -228,18 +220,14 @@ def from_around(function: Any) -> Iterator[Any]:
         seen.add(id(found))
         if isinstance(found, torch.Tensor | torch.nn.Module):
             yield found
-        elif isinstance(found, functools.partial):
-            pending += [found.func, *found.args, *found.keywords.values()]
-        elif isinstance(found, types.MethodType):
-            pending += [found.__func__, found.__self__]
-        elif isinstance(found, types.FunctionType):
-            pending += [cell.cell_contents for cell in found.__closure__ or () if is_set(cell)]
-            pending += [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
-            names = found.__code__.co_names
-            held = [found.__globals__[name] for name in names if name in found.__globals__]
-            pending += [
-                x for x in held if isinstance(x, torch.Tensor | torch.nn.Module | list | tuple | dict)
-            ]
+        elif isinstance(found, FUNCTIONS):
+            pending += referred(found)
+            if isinstance(found, types.FunctionType):
+                names = found.__code__.co_names
+                held = [found.__globals__[name] for name in names if name in found.__globals__]
+                pending += [
+                    x for x in held if isinstance(x, torch.Tensor | torch.nn.Module | list | tuple | dict)
+                ]
         elif isinstance(found, list | tuple):
             pending += found
         elif type(found) is dict:

@@ -10,6 +10,7 @@ import torch
 from planner.calibration.measurements import ON_A_GPU, Measured, Sizes, measure, used_bytes
 from planner.costs.devices import Device, DeviceError, calibrated_path, find_device
 from planner.planfile.atomic_file import check_writable, write_atomically
+from planner.training_step.generators import GeneratorStates
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,11 @@ def calibrate(
         path = calibrated_path(table.name)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     check_writable(path)
-    measured = measure(here, sizes, used_before)
+    generators = GeneratorStates.now()
+    try:
+        measured = measure(here, sizes, used_before)
+    finally:
+        generators.restore()
     found = with_figures(table, measured)
     write_atomically(path, json.dumps(as_file(found), indent=1) + "\n")
     return Calibration(found, table, measured, os.fspath(path))

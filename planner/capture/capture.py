@@ -43,8 +43,8 @@ from planner.lowering.lowerings import chosen_lowering
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
 from planner.training_step.copies import described
-from planner.training_step.generators import OwnGenerators
-from planner.training_step.python_state import remember
+from planner.training_step.generators import GeneratorStates
+from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.regions import RunningRegions
 from planner.training_step.step import Step, tensors_in, unique_storages
@@ -149,11 +149,11 @@ class _Capture:
     ) -> None:
         copied = run.copied
         self.copied, self.report, self._cuda = copied, report, cuda
-        self._generators, self._belongings = run.generators, run.belongings
+        self._before = run.before
+        self._given = PythonState([], (copied.step.args, dict(copied.step.kwargs)))
+        self._generators = GeneratorStates.now(PythonState([copied.module]).generators)
         self.notes: list[str] = []
         self._no_loss = False
-        self._own_generators = OwnGenerators(copied.module, copied.step.args, copied.step.kwargs)
-        self._own_states = self._own_generators.states()
         self._eager_runs = False
         if rank is not None:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
@@ -172,7 +172,7 @@ class _Capture:
         """Record the step operation by operation, and no more."""
         with contextlib.ExitStack() as stack:
             self._as_on_its_device(stack)
-            stack.callback(remember(self.copied.module))
+            stack.callback(PythonState([self.copied.module]).restore)
             return self._record(self.copied.module, "running the step")[0]
 
     def run(self, regions: Sequence[str] = ()) -> CapturedStep:
@@ -180,7 +180,8 @@ class _Capture:
         module, report = self.copied.module, self.report
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
             autocast = self._as_on_its_device(stack)
-            stack.callback(remember(module))  # hooks of the copy write where those of the original do
+            # Hooks of the copy write where those of the original do.
+            stack.callback(PythonState([module]).restore)
             report("running the eager step", 0.1)
             with recurrent_calls(module) as recurrent:
                 eager, _ = self._record(module, "running the step")
@@ -249,13 +250,13 @@ class _Capture:
         """Trace the graphs and record the step with them, until it takes the same path twice; then once more
         if some must return per-use (unsummed) gradients. Returns what :meth:`_record` does."""
         module = self.copied.module
-        waiting, put_back, attempts, asked = list(runners), remember(module), 1, False
+        waiting, python, attempts, asked = list(runners), PythonState([module], objects=True), 1, False
         while True:
             traced = len(runners)
             self._trace(waiting, traced)
             if attempts == _MOST_PASSES:
-                put_back()  # counters and histories change each time: as the last pass found them
-            put_back = remember(module)
+                python.restore()  # counters and histories change each time: as the last pass found them
+            python = PythonState([module], objects=True)
             self.report("recording the compiled step", 0.8)
             recording, forward_events = self._record(target, "running the compiled step", runners)
             waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
@@ -263,7 +264,7 @@ class _Capture:
                 attempts += 1
             elif not asked:
                 waiting, asked = ask_for_per_use_gradients(recording, runners), True
-                put_back()
+                python.restore()
             if not waiting:
                 return recording, forward_events
             if attempts > _MOST_PASSES:
@@ -316,7 +317,7 @@ class _Capture:
         self, call: torch.nn.Module, doing: str, runners: Sequence[GraphRunner] = ()
     ) -> tuple[Recording, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
-        gradients, foreign = list(self.gradients.values()), self._belongings.about_to_run
+        gradients, foreign = list(self.gradients.values()), self._before.about_to_run
         recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, foreign)
         for runner in runners:
             runner.record_to(recorder)
@@ -334,8 +335,9 @@ class _Capture:
     def _pass(self, doing: str) -> Iterator[None]:
         """A context in which the copy runs, from the same state each time."""
         self.copied.reset()
+        self._given.restore()
         self._generators.restore()
-        self._own_generators.restore(self._own_states)
+        self._before.generators.restore()
         _drop_gradients(self._resident)
         try:
             with self.copied.running(), blocks_run_as_written():
@@ -348,7 +350,7 @@ class _Capture:
             raise kind(f"{text}. {AROUND}" if self._eager_runs else text) from error
         finally:
             _drop_gradients(self._resident)
-            self._belongings.put_back_tensors()
+            self._before.restore_tensors()
 
 
 def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,9 +13,8 @@ from planner.errors import CaptureError
 from planner.graph.heap import older_objects_set_aside
 from planner.progress import Progress
 from planner.training_step.copies import StepCopy, fake_copy, lacks_data, real_copy
-from planner.training_step.generators import GeneratorStates
-from planner.training_step.intact import Belongings
 from planner.training_step.left_behind import LeftBehind, left_behind, put_right
+from planner.training_step.snapshot import StepSnapshot
 from planner.training_step.step import Step
 
 logger = logging.getLogger(__name__)
@@ -31,13 +30,11 @@ class RunOfACopy:
 
     Attributes:
         copied: The copy.
-        belongings: What the original consists of, or can reach.
-        generators: Random states.
+        before: The original's state, of which a copy may share some.
     """
 
     copied: StepCopy
-    belongings: Belongings
-    generators: GeneratorStates
+    before: StepSnapshot
 
     @property
     def without_data(self) -> bool:
@@ -62,7 +59,7 @@ def on_a_copy(
         PlannerError: If this PyTorch is newer than what was tested.
     """
     check_version()
-    generators, belongings = GeneratorStates.now(), Belongings(module, step)
+    before = StepSnapshot.take(module, step)
 
     def run(copy: Callable[[torch.nn.Module, Step], StepCopy]) -> _T:
         left = LeftBehind()
@@ -71,11 +68,10 @@ def on_a_copy(
             with older_objects_set_aside() as newer, imports_without_modes():
                 try:
                     copied = copy(module, step)
-                    result = use(RunOfACopy(copied, belongings, generators))
+                    result = use(RunOfACopy(copied, before))
                     return result
                 finally:
-                    generators.restore()
-                    belongings.put_back()
+                    before.restore()
                     if copied is not None and not copied.data:
                         left = left_behind(newer, result, copied.module.modules())
         finally:

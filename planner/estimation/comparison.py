@@ -30,6 +30,7 @@ from planner.progress import Progress, no_report
 from planner.runtime.install import apply
 from planner.training_step.copies import real_copy
 from planner.training_step.inputs import Inputs, check_model
+from planner.training_step.snapshot import StepSnapshot
 from planner.verification.measure import measure_peak, time_steps
 
 RATIOS = (0.75, 0.5, 0.25)
@@ -221,6 +222,16 @@ def _measure(
     prepared: Prepared, change: Change, runs: Callable[[torch.nn.Module], AbstractContextManager[Any]]
 ) -> tuple[int, float]:
     """The dynamic peak and the median seconds of the step on a copy of the model."""
+    before = StepSnapshot.take(prepared.model, prepared.step, "copy")
+    try:
+        return _measure_copy(prepared, change, runs)
+    finally:
+        before.restore()
+
+
+def _measure_copy(
+    prepared: Prepared, change: Change, runs: Callable[[torch.nn.Module], AbstractContextManager[Any]]
+) -> tuple[int, float]:
     copied = real_copy(prepared.model, prepared.step)
     copied.module.train(prepared.step.in_mode(prepared.model))
     change(copied.module)

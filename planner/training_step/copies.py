@@ -91,11 +91,15 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     def reset() -> None:
         with torch.no_grad():
             for original, mine in pairs:
-                if writes(mine) != versions[id(mine)]:
+                # Batch normalisations write to running statistics without counting.
+                if writes(mine) != versions[id(mine)] or id(mine) in buffers:
+                    if mine.shape != original.shape:
+                        mine.resize_(original.shape)  # as observers of quantisation do with their buffers
                     mine.copy_(original)
                     versions[id(mine)] = writes(mine)
 
     versions = {id(mine): writes(mine) for _, mine in pairs}
+    buffers = {id(buffer) for buffer in copied.buffers()}
     loss = _on_copies(step.loss, pairs)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
     return StepCopy(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from planner._torch.module_paths import calls_forward_as_given
 from planner.errors import PlannerError
 from planner.training_step.generators import GeneratorStates
+from planner.training_step.python_state import PythonState
 from planner.training_step.step import Loss, Outputs, Step, checked_outputs
 
 Inputs = Sequence[Any] | Mapping[str, Any] | torch.Tensor | DataLoader[Any] | None
@@ -168,22 +169,16 @@ def _read_named(kwargs: Any, positional: int) -> dict[str, Any]:
 
 def _first_batch(loader: DataLoader[Any]) -> Any:
     """The first batch of a loader; the states of generators are restored."""
-    states = GeneratorStates.now()
-    holders = (loader, loader.sampler, loader.batch_sampler)
-    own = {id(g): g for h in holders for g in getattr(h, "__dict__", {}).values() if _is_generator(g)}
-    before = [(generator, generator.get_state()) for generator in own.values()]
+    batches = loader.batch_sampler
+    holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset)
+    attributes = [vars(holder) for holder in holders if hasattr(holder, "__dict__")]
+    states = GeneratorStates.now(PythonState([], attributes).generators)
     try:
         return next(iter(loader))
     except StopIteration:
         raise InputError("the DataLoader has no batch; one is needed as the example inputs") from None
     finally:
         states.restore()
-        for generator, state in before:
-            generator.set_state(state)
-
-
-def _is_generator(value: object) -> bool:
-    return isinstance(value, torch.Generator)
 
 
 def _check_gradients_are_on(of: str) -> None:

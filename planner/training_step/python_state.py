@@ -1,75 +1,261 @@
-"""What a module's forward and hooks change in Python: counters, caches, histories."""
+"""What a step changes in Python: attributes, counters, caches, histories, variables of functions."""
 
+import functools
+import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
+from planner.training_step.generators import is_generator
+
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+_IS_CONTAINER = frozenset(CONTAINERS)
+_IS_NOTHING = frozenset((type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device))
+FUNCTIONS = (FunctionType, MethodType, functools.partial)
+_NOT_OF_USERS = frozenset(("torch", "planner", "numpy", *sys.stdlib_module_names))
+_MOST_ELEMENTS = 10_000
+_MISSING = object()
 
 
-def remember(module: nn.Module) -> Callable[[], None]:
-    """Note the attributes of a module and of all below it, and what is in plain containers among them,
-    also those that hooks write to.
+class PythonState:
+    """Attributes, contents of plain containers and variables of functions, as they are now.
 
-    Tensors are not copied: what has been written into one stays.
+    Noted are the modules and all below them, what their hooks and other functions among their attributes
+    refer to, and `others`. Tensors are not copied: what is written into one stays.
 
-    Returns:
-        A function that puts everything back as it was, in the same containers.
+    Args:
+        modules: Modules.
+        others: Functions, arguments and other objects, with the objects that these hold.
+        objects: Whether objects among the attributes of modules are noted, too.
+
+    Attributes:
+        modules: All modules that were reached.
+        tensors: Tensors that were reached besides those that are parameters, buffers or other attributes of
+            these modules.
+        generators: The random generators that were reached.
     """
-    contents: dict[int, tuple[Any, Any]] = {}
 
-    def note(container: Any) -> None:
-        pending = [container]
+    def __init__(
+        self, modules: Iterable[nn.Module], others: Iterable[Any] = (), *, objects: bool = False
+    ) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[torch.Tensor] = []
+        self.generators: list[Any] = []
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._variables: list[tuple[CellType, Any]] = []
+        # What is still to be looked at, by how many objects may be passed from there.
+        self._pending: tuple[list[Any], ...] = ([], [], [])
+        self._seen: dict[int, Any] = {}
+        self._pending[first := 2 if objects else 0].extend(modules)
+        self._look(first)  # others may refer to these modules, too
+        self._pending[2].extend(others)
+        while left := next((n for n in (2, 1, 0) if self._pending[n]), -1) + 1:
+            self._look(left - 1)
+        del self._pending, self._seen  # they would hold what a step frees
+
+    def restore(self) -> None:
+        """Put everything back as it was, in the same containers."""
+        for container, saved in self._contents.values():
+            put_back(container, saved)
+        for cell, content in self._variables:
+            if _content(cell) is content:
+                continue
+            if content is _MISSING:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = content
+
+    def _look(self, left: int) -> None:
+        pending, seen, contents = self._pending[left], self._seen, self._contents
         while pending:
             found = pending.pop()
-            if type(found) in CONTAINERS and id(found) not in contents:
-                contents[id(found)] = (found, found.copy())
-                pending += found.values() if isinstance(found, dict) else found
+            kind = type(found)
+            if kind in _IS_CONTAINER:
+                if id(found) not in contents:
+                    contents[id(found)] = (found, found.copy())
+                    if left != 1 or len(found) <= _MOST_ELEMENTS:  # of objects: data sets, vocabularies
+                        pending += found.values() if isinstance(found, dict) else found
+            elif kind not in _IS_NOTHING and id(found) not in seen:
+                seen[id(found)] = found
+                self._look_into(found, left)
 
-    for part in module.modules():
-        note(vars(part))
+    def _look_into(self, found: Any, left: int) -> None:
+        pending = self._pending[left]
+        kind = type(found)  # not isinstance: it asks objects for their class, and stand-ins may fail then
+        if issubclass(kind, torch.Tensor):
+            if left == 2:
+                self.tensors.append(found)
+        elif issubclass(kind, nn.Module):
+            for part in found.modules():
+                if part is found or id(part) not in self._seen:
+                    self._seen[id(part)] = part
+                    self.modules.append(part)
+                    pending.append(vars(part))
+                    self._note_hooks(part)
+        elif kind is tuple:
+            pending += found
+        elif issubclass(kind, FUNCTIONS):
+            self._note_function(found)
+        elif is_generator(found):
+            self.generators.append(found)
+        elif left and _is_of_users(found):
+            self._pending[left - 1].append(vars(found))
+
+    def _note_function(self, function: Any) -> None:
+        if _is_of(getattr(function, "__module__", None), "torch", "planner"):
+            return
+        if isinstance(function, FunctionType):
+            for cell in function.__closure__ or ():
+                content = _content(cell)
+                self._variables.append((cell, content))
+                if issubclass(type(content), torch.Tensor):
+                    self.tensors.append(content)
+        self._pending[1].extend(referred(function))
+
+    def _note_hooks(self, part: nn.Module) -> None:
+        """What hooks can change, whosever they are: attributes of the objects that they are of, and have."""
         for name, hooks in vars(part).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):
                 for hook in hooks.values():
-                    for container in _held_by(hook):
-                        note(container)
-
-    def put_back() -> None:
-        for container, saved in contents.values():
-            if container == saved if isinstance(container, set) else same(container, saved):
-                continue
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(saved)
-
-    return put_back
+                    partial = isinstance(hook, functools.partial)  # PyTorch's own have its state with them
+                    for held in (hook,) if partial else (hook, *referred(hook)):
+                        if _has_attributes(held) and not issubclass(type(held), nn.Module | type):
+                            self._pending[1].append(vars(held))
 
 
-def _held_by(hook: Any) -> list[Any]:
-    """What a hook can change: its variables from around it, and attributes of the object that it is of."""
-    held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if is_set(cell)]
-    held += [vars(o) for o in (*held, getattr(hook, "__self__", None), hook) if _is_plain_object(o)]
-    return held
+def referred(function: Any) -> list[Any]:
+    """What a function refers to besides its arguments and globals."""
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    if isinstance(function, MethodType):
+        return [function.__func__, function.__self__]
+    found = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
+    found += getattr(function, "__defaults__", None) or ()
+    found += (getattr(function, "__kwdefaults__", None) or {}).values()
+    return [value for value in found if value is not _MISSING]
 
 
-def is_set(cell: Any) -> bool:
-    """Whether a variable of a closure has a value yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+def put_back(container: Any, saved: Any) -> None:
+    """Give a container the very contents that it had."""
+    if container == saved if isinstance(container, set) else _same(container, saved):
+        return
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(saved)
 
 
-def _is_plain_object(value: Any) -> bool:
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, nn.Module | type)
-
-
-def same(container: Any, saved: Any) -> bool:
+def _same(container: Any, saved: Any) -> bool:
     """Whether two containers hold the very same objects in the same order."""
     if len(container) != len(saved):
         return False
     if isinstance(container, dict):
         return all(a is b and container[a] is saved[b] for a, b in zip(container, saved, strict=True))
     return all(a is b for a, b in zip(container, saved, strict=True))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return _MISSING
+
+
+def _has_attributes(value: Any) -> bool:
+    try:
+        return isinstance(value.__dict__, dict)
+    except Exception:  # it has none, or stands in for another object
+        return False
+
+
+def _is_of_users(value: Any) -> bool:
+    """Whether a value is an object with attributes, of a class of the user's or of another library."""
+    kind = type(value)
+    if kind is not SimpleNamespace and (
+        issubclass(kind, type | ModuleType) or kind.__module__.partition(".")[0] in _NOT_OF_USERS
+    ):
+        return False
+    return _has_attributes(value)
+
+
+def _is_of(name: str | None, *packages: str) -> bool:
+    return (name or "").partition(".")[0] in packages
+
+
+class Namespaces:
+    """The variables of classes and files, and plain containers among them, where tensors may be left.
+
+    All else there is left alone: caches that were filled belong together.
+
+    Args:
+        module: The classes of its modules, and the files that these are written in, are noted.
+        loss: And the file that this is written in.
+    """
+
+    def __init__(self, module: nn.Module, loss: Any) -> None:
+        classes = dict.fromkeys(
+            base for part in module.modules() for base in type(part).__mro__ if not _is_library(base)
+        )
+        functions = [f for base in classes for f in vars(base).values()]
+        functions += [f for part in module.modules() for f in vars(part).values()]
+        functions += [loss, getattr(loss, "forward", None)]
+        files: dict[int, dict[str, Any]] = {}
+        for function in functions:
+            plain = function.__func__ if isinstance(function, MethodType) else function
+            if isinstance(plain, FunctionType) and not _is_library(plain):
+                files[id(plain.__globals__)] = plain.__globals__
+        spaces: list[tuple[Mapping[str, Any], _Change]] = [(vars(base), _of_class(base)) for base in classes]
+        spaces += [(file, _of_file(file)) for file in files.values()]
+        self._spaces = [(space, dict(space), change) for space, change in spaces]
+        self._contents = [
+            (value, value.copy())
+            for space, _ in spaces
+            for value in list(space.values())
+            if type(value) in CONTAINERS and len(value) <= _MOST_ELEMENTS
+        ]
+
+    def take_out_tensors(self) -> None:
+        """Take out the tensors that are there since."""
+        for space, before, change in self._spaces:
+            for name, value in list(space.items()):
+                then = before.get(name, _MISSING)
+                if value is not then and _has_tensors(value):
+                    change(name, then)
+        for container, saved in self._contents:
+            if _has_tensors(container):
+                put_back(container, saved)
+
+
+_Change = Callable[[str, Any], None]
+
+
+def _of_class(kind: type) -> _Change:
+    def change(name: str, value: Any) -> None:
+        delattr(kind, name) if value is _MISSING else setattr(kind, name, value)
+
+    return change
+
+
+def _of_file(variables: dict[str, Any]) -> _Change:
+    def change(name: str, value: Any) -> None:
+        if value is not _MISSING:
+            variables[name] = value
+        elif not name.startswith("__"):  # Dynamo's own
+            del variables[name]
+
+    return change
+
+
+def _is_library(value: Any) -> bool:
+    return _is_of(value.__module__, "torch", "builtins", "abc", "typing")
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if type(value) not in (*CONTAINERS, tuple) or len(value) > _MOST_ELEMENTS:
+        return False
+    members = value.values() if isinstance(value, dict) else value
+    return any(isinstance(member, torch.Tensor) for member in list(members))

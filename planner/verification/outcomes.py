@@ -6,17 +6,12 @@ from typing import Any
 
 import torch
 
-from planner.training_step.generators import GeneratorStates, OwnGenerators
+from planner.training_step.generators import GeneratorStates
+from planner.training_step.snapshot import on_host
 from planner.training_step.step import Step, differentiable_outputs, tensors_in
 
 Name = tuple[str, str]
 """What a tensor is, "loss", "gradient of" or "buffer", and its name."""
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the memory of the host: that of a GPU may be full."""
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 class Outcome:
@@ -24,15 +19,16 @@ class Outcome:
 
     Attributes:
         tensors: Losses, gradients and buffers, by what they are; None for a gradient that is not there.
+        rng: The states of the default random generators, and of others that are given.
     """
 
-    def __init__(self, model: torch.nn.Module, step: Step, own_generators: OwnGenerators) -> None:
+    def __init__(self, model: torch.nn.Module, step: Step, generators: Sequence[Any] = ()) -> None:
         output, loss = step.run(model)
         losses = [loss] if loss is not None else differentiable_outputs(output)
         self.tensors: dict[Name, torch.Tensor | None] = {
             name: None if tensor is None else on_host(tensor) for name, tensor in _left(model, step, losses)
         }
-        self.rng, self.own_rng = GeneratorStates.now(), own_generators.states()
+        self.rng = GeneratorStates.now(generators)
 
 
 def _left(

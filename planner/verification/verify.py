@@ -17,12 +17,11 @@ from planner.planning.options import check_options
 from planner.progress import Progress
 from planner.runtime.install import check_fits, installed_plan, put_in
 from planner.runtime.installed import InstalledCall
-from planner.training_step.generators import GeneratorStates, OwnGenerators
 from planner.training_step.inputs import InputError, Inputs, read_step
-from planner.training_step.python_state import remember
-from planner.training_step.step import Loss, Outputs, Step, checked_outputs, tensors_in
+from planner.training_step.snapshot import StepSnapshot
+from planner.training_step.step import Loss, Outputs, checked_outputs, tensors_in
 from planner.verification.measure import measure_peak, time_steps
-from planner.verification.outcomes import Outcome, Spread, difference, on_host, same
+from planner.verification.outcomes import Outcome, Spread, difference, same
 from planner.verification.yardstick import Yardstick
 
 
@@ -90,8 +89,8 @@ def verify(
     """Run the unplanned and the planned step from the same state and compare everything.
 
     Args:
-        model: The module, planned or not. It is left as it was: parameters, gradients, buffers,
-            random generators, and whether a plan is installed.
+        model: The module, planned or not. It is left as it was: parameters, gradients, buffers, attributes,
+            random generators, and whether a plan is installed. So is what the inputs and the loss refer to.
         args, kwargs: Inputs of the step, in any form that :func:`planner.plan` takes.
         plan: The plan to verify; None for the one that is installed.
         loss: As for :func:`planner.plan`.
@@ -120,7 +119,9 @@ def verify(
             f"first, or plan with training={model.training}"
         )
     step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
-    before = _State(model, step)
+    before = StepSnapshot.take(model, step, "module")
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    device = tensors[0].device if tensors else torch.device("cpu")
     installed = modules.installed_call(model)
     original = installed.previous if isinstance(installed, InstalledCall) else installed
     waiting = isinstance(installed, InstalledCall) and installed.unplanned.waiting
@@ -132,25 +133,31 @@ def verify(
         sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
         as_written.enter_context(blocks_run_as_written())
         before.restore()
+        before.drop_gradients()
         modules.install_call(model, original)
         report("running the unplanned step", 0.0)
         step.run(model)
-        before.restore_generators()  # what random numbers decide takes the path that was planned
-        state = _State(model, step, before)  # what a first forward caches is there from now on
-        taken, unplanned = 0, _unplanned_steps(state.device)
+        before.drop_gradients()
+        before.generators.restore()  # what random numbers decide takes the path that was planned
+        state = StepSnapshot.take(model, step, "module", earlier=before)  # with what a first forward caches
+        taken, unplanned = 0, _unplanned_steps(device)
         stages = 5 + unplanned + 2 * (repeats + 1)
+
+        def restore() -> None:
+            state.restore()
+            state.drop_gradients()
 
         def outcome(call: Callable[..., Any] | None) -> Outcome:
             nonlocal taken
             taken += 1
             side = "unplanned" if call is original else "planned"
             report(f"comparing: running the {side} step", taken / stages)
-            state.restore()
+            restore()
             modules.install_call(model, call)
-            return Outcome(model, step, state.own_generators)
+            return Outcome(model, step, state.python.generators)
 
         reference = outcome(original)
-        spread = Spread(reference, allowed=state.device.type != "cpu")
+        spread = Spread(reference, allowed=device.type != "cpu")
         for _ in range(unplanned - 1):
             spread.add(outcome(original))
         yardstick = None
@@ -158,7 +165,7 @@ def verify(
             report("running the step in double precision, and compiled without the plan", taken / stages)
             modules.install_call(model, None)
             options = plan.target.backend_options
-            yardstick = Yardstick(model, step, options, state.restore, reference)
+            yardstick = Yardstick(model, step, options, restore, reference)
         outcome(planned)  # a first planned step captures
         second = outcome(planned)
 
@@ -173,64 +180,27 @@ def verify(
         for index, call in enumerate(sides):
             done = (3 + unplanned + index) / stages
             report(f"measuring the peak of the {('unplanned', 'planned')[index]} step", done)
-            state.restore()
-            peaks.append(measure_peak(runner(call), state.device))
+            restore()
+            peaks.append(measure_peak(runner(call), device))
         times: list[list[float]] = [[], []]
         if repeats:
-            state.restore()
+            restore()
 
             def tell(index: int) -> None:
                 done = 1 - 2 * (repeats - index) / stages
                 report(f"timing pair {index + 1} of {repeats}", done)
 
             timed = [_fresh(runner(c), model) for c in sides]
-            times = time_steps(timed, repeats, device=state.device, before=tell)
+            times = time_steps(timed, repeats, device=device, before=tell)
     finally:
         as_written.close()
-        before.restore(gradients=True)
+        before.restore()
         modules.install_call(model, installed)
         if isinstance(installed, InstalledCall):
             installed.reinstate(waiting=waiting)
     return _report(
         plan, reference, spread, second, peaks[1].peak_bytes, peaks[0].peak_bytes, times, yardstick
     )
-
-
-class _State:
-    """Everything that a step changes, so that it can be put back."""
-
-    def __init__(self, model: torch.nn.Module, step: Step, earlier: "_State | None" = None) -> None:
-        self._tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
-        self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
-        known: dict[int, torch.Tensor] = {}
-        if earlier is not None:
-            known = {id(t): c for t, c in zip(earlier._tensors, earlier._copies, strict=True)}
-        self._copies: list[torch.Tensor] = [
-            known[id(t)] if id(t) in known and same(t.cpu(), known[id(t)], 0.0) else on_host(t)
-            for t in self._tensors
-        ]
-        self._gradients = [t.grad for t in self._tensors]
-        self._rng = GeneratorStates.now()
-        self.own_generators = OwnGenerators(model, step.args, step.kwargs)
-        self._own_states = self.own_generators.states()
-        self._put_python_back = remember(model)
-
-    def restore(self, *, gradients: bool = False) -> None:
-        """Put values, generators and Python's state back; gradients too, or else drop them."""
-        self._put_python_back()
-        with torch.no_grad():
-            for tensor, copy, gradient in zip(self._tensors, self._copies, self._gradients, strict=True):
-                if tensor.shape != copy.shape:
-                    tensor.resize_(copy.shape)  # as observers of quantisation do with their buffers
-                if not same(tensor.cpu(), copy, 0.0):
-                    tensor.copy_(copy)
-                tensor.grad = gradient if gradients else None
-        self.restore_generators()
-
-    def restore_generators(self) -> None:
-        """Put the random generators back."""
-        self._rng.restore()
-        self.own_generators.restore(self._own_states)
 
 
 _NOT_TWICE = (
@@ -258,7 +228,7 @@ def _report(
             equal[kind] = False
             alone = _NOT_TWICE if spread.incomparable(name) else ""
             problems.append(f"{kind} {called} differs: {difference(value, planned.tensors.get(name))}{alone}")
-    rng_equal = reference.rng.same_as(planned.rng) and reference.own_rng == planned.own_rng
+    rng_equal = reference.rng.same_as(planned.rng)
     if not rng_equal:
         problems.append("the random generators are in another state after the planned step")
     measured_total = plan.resident.total + peak

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from planner.training_step.generators import OwnGenerators
 from planner.training_step.step import Step, map_tensors
 from planner.verification.outcomes import Name, Outcome, distance, same
 
@@ -47,12 +46,12 @@ class Yardstick:
             restore()
             wide = _detached_copy(model).double()
             in_double = replace(step, args=_double(step.args), kwargs=_double(dict(step.kwargs)))
-            self._exact = _outcome(wide, in_double)
+            self._exact = Outcome(wide, in_double)
         with _first_line_of_errors(self, "with torch.compile, without the plan"):
             restore()
             compiled: Any = _detached_copy(model)
             compiled.compile(options={**options, "fallback_random": True})
-            self._inductor = _outcome(compiled, step)
+            self._inductor = Outcome(compiled, step)
         restore()
 
     def holds(self, name: Name, planned: torch.Tensor | None) -> bool:
@@ -76,10 +75,6 @@ def _wide(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _outcome(model: torch.nn.Module, step: Step) -> Outcome:
-    return Outcome(model, step, OwnGenerators(model, step.args, step.kwargs))
 
 
 def _detached_copy(model: torch.nn.Module) -> torch.nn.Module:

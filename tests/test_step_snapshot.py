@@ -1,0 +1,236 @@
+"""Everything that a step changes is put back: by planning, verify, compare, and before a step runs again."""
+
+import functools
+import random
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.errors import CaptureError, PlanWarning
+from planner.estimation import comparison
+from planner.training_step.generators import GeneratorStates
+
+Tensor = torch.Tensor
+
+
+class Cache:
+    """Of a class of the user's."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, []
+
+    def add(self, x: Tensor) -> None:
+        self.calls += 1
+        self.seen.append(x.detach())
+
+
+def counting() -> tuple[Callable[..., None], Callable[[], int]]:
+    """A hook that counts its calls in a variable, and what tells the count."""
+    count = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    return hook, lambda: count
+
+
+class Loss:
+    """An object with a head of its own, and a history."""
+
+    def __init__(self) -> None:
+        self.head, self.history = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)), []
+        self.scale = torch.ones(())
+
+    def __call__(self, y: Tensor, cache: Cache) -> Tensor:
+        loss = self.head(y).square().mean()
+        cache.add(loss)
+        self.history.append(loss.detach())
+        return loss * self.scale
+
+
+class Changing(nn.Module):
+    """Changes all that a step can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.steps, self.factor = torch.zeros(8), torch.ones(8, requires_grad=True)
+        self.memory = {"last": [torch.zeros(8)]}
+        self.generators = [torch.Generator().manual_seed(1), random.Random(1)]
+        self.meter = SimpleNamespace(calls=0)
+        hook, self.count = counting()
+        self.register_forward_hook(hook)
+
+    def forward(self, x: Tensor, cache: Cache, given: dict[str, Any], own: np.random.Generator) -> Tensor:
+        return (self.linear(x) * self.factor).tanh() + self.noted(x, cache, given, own)
+
+    @torch.compiler.disable
+    def noted(self, x: Tensor, cache: Cache, given: dict[str, Any], own: np.random.Generator) -> float:
+        cache.add(x)
+        given["seen"] = x.detach()
+        self.meter.calls += 1
+        self.steps.add_(1)
+        self.memory["last"][0].add_(1)
+        torch.rand(1, generator=self.generators[0])
+        return own.random() + self.generators[1].random()
+
+
+def changed(model: Changing, cache: Cache, given: dict[str, Any], own: Any, loss: Any) -> list[str]:
+    """What is not as it was made."""
+    whole: Loss = loss.func
+    norm, last = whole.head
+    ours, pythons = model.generators
+    checks = {
+        "an object among the inputs": (cache.calls, cache.seen) == (0, []),
+        "a dictionary among the inputs": given == {},
+        "a generator among the inputs": own.random() == np.random.default_rng(1).random(),
+        "PyTorch's generator in a list": torch.equal(ours.get_state(), ours.manual_seed(1).get_state()),
+        "Python's generator in a list": pythons.getstate() == random.Random(1).getstate(),
+        "an object among the attributes": model.meter.calls == 0,
+        "a variable of a hook": model.count() == 0,
+        "a tensor among the attributes": not model.steps.any() and model.steps._version == 0,
+        "a tensor in a dictionary": not model.memory["last"][0].any(),
+        "the gradient of an attribute": model.factor.grad is None,
+        "an object of the loss": (loss.args, loss.keywords["cache"].calls) == ((), 0),
+        "a history of the loss": whole.history == [],
+        "gradients of the loss": norm.weight.grad is None and last.weight.grad is None,
+        "buffers of the loss": int(norm.num_batches_tracked) == 0 and not norm.running_mean.any(),
+    }
+    return [name for name, unchanged in checks.items() if not unchanged]
+
+
+def test_a_step_that_changes_all_that_it_can() -> None:
+    torch.manual_seed(0)
+    model, cache, given, own = Changing(), Cache(), {}, np.random.default_rng(1)
+    loss, args = functools.partial(Loss(), cache=Cache()), (torch.randn(4, 8), cache, given, own)
+    drawn = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        plan = planner.plan(model, args, loss=loss, budget="100%", solver="none")
+        assert changed(model, cache, given, own, loss) == []
+        own.bit_generator.state = np.random.default_rng(1).bit_generator.state
+        planner.verify(model, args, plan=plan, loss=loss, repeats=0)
+    assert changed(model, cache, given, own, loss) == []
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_the_number_that_numpy_keeps_for_the_next_call_is_part_of_a_state() -> None:
+    states = GeneratorStates.now()
+    np.random.randn()
+    one = GeneratorStates.now()
+    np.random.randn()  # what was drawn with the first
+    assert not GeneratorStates.now().same_as(one)
+    one.restore()
+    assert GeneratorStates.now().same_as(one)
+    states.restore()
+
+
+def test_generators_of_the_operating_system_have_no_state() -> None:
+    class Given(nn.Linear):
+        def forward(self, x: Tensor, generator: random.Random) -> Tensor:
+            return super().forward(x).tanh()
+
+    args = torch.randn(4, 8), random.SystemRandom()
+    assert planner.plan(Given(8, 8), args, budget="100%", solver="none").graphs
+
+
+def test_modes_are_as_they_were_where_a_step_changes_them() -> None:
+    class Off(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.set_grad_enabled(False)
+            return super().forward(x)
+
+    with pytest.raises(CaptureError):
+        planner.plan(Off(8, 8), torch.randn(4, 8), budget="min")
+    assert torch.is_grad_enabled()
+
+
+class Deciding(nn.Module):
+    """Takes another path where it was run before, and one that data decide."""
+
+    def __init__(self, sign: str) -> None:
+        super().__init__()
+        self.norm, self.sign = nn.BatchNorm1d(8, momentum=0.5), sign
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.seen = torch.zeros(())
+        self.register_buffer("sized", torch.empty(0))
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        before = {
+            "statistics": lambda: bool(self.norm.running_mean.any()),
+            "an attribute": lambda: bool(self.seen),
+            "an input": lambda: "seen" in cache,
+            "a size": lambda: bool(self.sized.numel()),
+        }[self.sign]()
+        x = self.norm(x)
+        self.noted(x.detach(), cache)
+        return (self.second if before else self.first)(x).tanh() * (2 if x.sum() > 1000 else 1)
+
+    @torch.compiler.disable
+    def noted(self, x: Tensor, cache: dict[str, Tensor]) -> None:
+        if self.sign == "a size":
+            self.sized.resize_(8).copy_(x.abs().amax(0))
+        self.seen.add_(1)
+        cache["seen"] = x
+
+
+@pytest.mark.parametrize("sign", ["statistics", "an attribute", "an input", "a size"])
+def test_each_pass_of_planning_begins_with_what_the_step_has(sign: str) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        plan = planner.plan(Deciding(sign), (torch.randn(4, 8), {}), budget="1MiB", solver="none")
+    modules = {op.module for graph in plan.graphs for op in graph.ops}
+    assert any("first" in name for name in modules)
+    assert not any("second" in name for name in modules)
+
+
+def test_compare_draws_nothing_and_leaves_what_a_loss_refers_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "RATIOS", ())
+    torch.manual_seed(0)
+    model, head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5)), nn.BatchNorm1d(8)
+
+    def loss(y: Tensor) -> Tensor:
+        return head(y).square().mean() * random.random()
+
+    x, python = torch.randn(4, 8), random.getstate()
+    drawn = torch.get_rng_state()
+    planner.compare(model, x, loss=loss, budget="100%", solvers=(), measure=True)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert random.getstate() == python
+    assert head.weight.grad is None
+    assert not head.running_mean.any()
+
+
+def test_a_block_that_runs_again_sees_what_it_saw() -> None:
+    class Drawing(nn.Module):
+        """Draws from generators in a list, and counts in a variable of a function."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.generators = nn.Linear(8, 8), [torch.Generator().manual_seed(4)]
+            self.counter, self.count = counting()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counter()
+            noise = torch.rand(8, generator=self.generators[0])
+            return torch.sin(torch.exp(self.linear(x)) * noise * self.count())
+
+    found = []
+    for block in (Drawing, lambda: planner.recompute(Drawing())):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), block())
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+        drawn = model[1].generators[0].get_state()
+        found.append([model[1].count(), drawn, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == theirs if isinstance(ours, int) else torch.equal(ours, theirs)
