@@ -17,6 +17,7 @@ from solvers.model.arrays import ValueMask
 from solvers.model.cut_points import find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
+from solvers.model.indices import BaseOp, Position, listed, numbered
 from solvers.model.solver import solver
 
 NAME = "checkpoint_all"
@@ -36,10 +37,10 @@ def block_boundaries(graph: Graph) -> ValueMask:
         uses = forward_uses(graph)
         pinned = pinned_values(graph, uses)
         cuts = find_cuts(graph, uses, pinned)
-        pinned |= cuts.kept_at(np.flatnonzero(cuts.articulation).tolist())
+        pinned |= cuts.kept_at(listed(Position, np.flatnonzero(cuts.articulation)))
         return pinned
     kept = np.ones(len(graph.values), dtype=bool)
-    for i, block in enumerate(blocks):
+    for i, block in numbered(BaseOp, blocks):
         if block is None:
             continue
         for v in graph.ops[i].outputs:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from solvers.model.arrays import Numbers
+from solvers.model.arrays import PerVariable
+from solvers.model.indices import ProgramRow, Variable
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +36,23 @@ class Answer:
     ``bound``, below which the solver proved that no point lies (-inf when it proved nothing)."""
 
     outcome: Outcome
-    values: Numbers | None
+    values: PerVariable | None
     objective: float
     bound: float
 
 
 @dataclass
 class Program:
-    """Minimise ``cost @ x`` subject to ``low <= x <= high``, rows ``a @ x >= bound``, some integer."""
+    """Minimise ``cost @ x`` subject to ``low <= x <= high``, rows ``a @ x >= bound``, some integer.
+
+    Attributes:
+        cost, low, high, integer: Of each variable.
+        row_start: For each row where its terms begin in ``index`` and ``coefficient``, then where the last
+            ends.
+        row_low, row_high: Of each row.
+        index: The variable of each term.
+        coefficient: The factor of each term.
+    """
 
     cost: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
@@ -51,27 +61,27 @@ class Program:
     row_start: list[int] = field(default_factory=lambda: [0])
     row_low: list[float] = field(default_factory=list)
     row_high: list[float] = field(default_factory=list)
-    index: list[int] = field(default_factory=list)
+    index: list[Variable] = field(default_factory=list)
     coefficient: list[float] = field(default_factory=list)
 
     def variable(
         self, cost: float = 0.0, *, low: float = 0.0, high: float = 1.0, integer: bool = False
-    ) -> int:
-        """Add a variable and return its index."""
+    ) -> Variable:
+        """Add a variable and return it."""
         self.cost.append(cost)
         self.low.append(low)
         self.high.append(high)
         self.integer.append(integer)
-        return len(self.cost) - 1
+        return Variable(len(self.cost) - 1)
 
-    def row(self, terms: dict[int, float], low: float = -np.inf, high: float = np.inf) -> int:
-        """Add ``low <= sum of coefficient * variable <= high`` and return the row's index."""
+    def row(self, terms: dict[Variable, float], low: float = -np.inf, high: float = np.inf) -> ProgramRow:
+        """Add ``low <= sum of coefficient * variable <= high`` and return the row."""
         self.index += terms.keys()
         self.coefficient += terms.values()
         self.row_start.append(len(self.index))
         self.row_low.append(low)
         self.row_high.append(high)
-        return len(self.row_low) - 1
+        return ProgramRow(len(self.row_low) - 1)
 
     def solve(
         self,
@@ -79,7 +89,7 @@ class Program:
         time_limit: float | None = None,
         gap: float = 0.0,
         absolute_gap: float = 0.0,
-        start: Numbers | None = None,
+        start: PerVariable | None = None,
         relax: bool = False,
         presolve: bool = True,
     ) -> Answer:
@@ -99,7 +109,7 @@ def _highs(
     time_limit: float | None,
     gap: float,
     absolute_gap: float,
-    start: Numbers | None,
+    start: PerVariable | None,
     relax: bool,
     presolve: bool,
 ) -> Answer:

@@ -30,7 +30,7 @@ from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
 from solvers.model.solution import Progress, Solution, Status
 from solvers.programs import exact_ilp, ilp, row_generation
-from solvers.programs.lower_bound import INTEGER_SECONDS, Bound, lower_bound, tightened
+from solvers.programs.lower_bound import CAPTURED_ORDER, INTEGER_SECONDS, Bound, lower_bound, tightened
 
 NAME = "auto"
 
@@ -276,9 +276,9 @@ def _attempt(
     for schedule in known:
         search.try_schedule(schedule)
     if search.fits(everything):
-        return search, Bound(graph.base_seconds, -1)
+        return search, Bound(graph.base_seconds, CAPTURED_ORDER)
     if budget < shared.floor:
-        return search, Bound(float("inf"), -1)
+        return search, Bound(float("inf"), CAPTURED_ORDER)
     patience = settings.patience(graph.forward_length, time_limit)
     bound = lower_bound(
         graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0

@@ -21,7 +21,7 @@ Not optimal: cuts are global and inside a segment all is recomputed or (by secon
 """
 
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from solvers.model.constraints import Constraints
 from solvers.model.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
+from solvers.model.indices import Position, RowId, Segment, ValueId, indices, listed
 from solvers.model.just_in_time import Forget
 from solvers.model.schedule import lifetimes
 from solvers.model.solver import solver
@@ -78,7 +79,7 @@ def improve(search: Search) -> None:
 
 def one_extra_forward(graph: Graph) -> float:
     """Seconds of running every forward operation that may be re-run once more."""
-    return float(sum(graph.seconds[graph.rerun(i)] for i in range(graph.forward_length)))
+    return float(sum(graph.seconds[graph.rerun(i)] for i in graph.forward_ops))
 
 
 def families(cuts: Cuts) -> list[Positions]:
@@ -101,13 +102,13 @@ def weights(graph: Graph, needed: ValueMask) -> PerPosition:
     return total
 
 
-def segment_walls(positions: Positions, weight: PerPosition, size: float) -> list[int]:
+def segment_walls(positions: Positions, weight: PerPosition, size: float) -> list[Position]:
     """Chen's algorithm 3: close a segment at the first allowed position where it reaches ``size``."""
     reached = weight[positions].tolist()
-    walls: list[int] = []
+    walls: list[Position] = []
     n, closed = 0, 0
     while (n := bisect_left(reached, closed + size, n)) < len(reached):
-        walls.append(int(positions[n]))
+        walls.append(Position(int(positions[n])))
         closed = reached[n]
         n += 1
     return walls
@@ -115,16 +116,17 @@ def segment_walls(positions: Positions, weight: PerPosition, size: float) -> lis
 
 def level_walls(
     positions: Positions, weight: PerPosition, held: PerPosition, cuts: Cuts, peak: float
-) -> list[int]:
+) -> list[Position]:
     """Segments as long as ``peak`` bytes allow beside the cuts kept before them: the first is the
     longest, since when its backward comes the later cuts are free again."""
-    walls: list[int] = []
+    walls: list[Position] = []
+    start = Position(0)
     load = (weight + held)[positions].tolist()
     amounts = weight.tolist()
-    level, previous = 0.0, 0
-    for position, bytes_ in zip(positions.tolist(), load, strict=True):
+    level, previous = 0.0, start
+    for position, bytes_ in zip(listed(Position, positions), load, strict=True):
         if bytes_ + level > peak and previous:
-            new = cuts.new_bytes(walls[-1] if walls else 0, previous)
+            new = cuts.new_bytes(walls[-1] if walls else start, previous)
             level += new - amounts[previous] + (amounts[walls[-1]] if walls else 0)
             walls.append(previous)
         previous = position
@@ -146,7 +148,7 @@ def held_by_backward(graph: Graph, uses: ForwardUses) -> PerPosition:
     return smallest
 
 
-def keep_walls(graph: Graph, cuts: Cuts, pinned: ValueMask, walls: list[int]) -> ValueMask:
+def keep_walls(graph: Graph, cuts: Cuts, pinned: ValueMask, walls: list[Position]) -> ValueMask:
     """Kept: what is pinned, what crosses a wall, and the segment behind the last wall."""
     kept = pinned.copy()
     kept |= cuts.kept_at(walls)
@@ -241,7 +243,7 @@ def from_scratch(search: Search, cuts: Cuts, pinned: ValueMask, weight: PerPosit
     outputs = graph.walk_table.outputs
     found: list[Candidate] = []
 
-    def everything(rows: list[int]) -> list[int]:
+    def everything(rows: list[RowId]) -> list[ValueId]:
         return [v for row in rows for v in outputs[row]]
 
     for positions in families(cuts):
@@ -268,43 +270,38 @@ def keep_nothing(search: Search) -> None:
         search.try_kept(kept, lambda rows: [v for row in rows for v in outputs[row]])
 
 
-def recurse(search: Search, cuts: Cuts, pinned: ValueMask, walls: list[int], parts: int) -> Candidate:
+def recurse(search: Search, cuts: Cuts, pinned: ValueMask, walls: list[Position], parts: int) -> Candidate:
     """Judge one recursive schedule: stretches between ``walls``, split in ``parts`` at each level."""
     graph = search.graph
-    kept_walls = [walls[s - 1] for s in splits(0, len(walls), parts)]
+    kept_walls = [walls[s - 1] for s in splits(Segment(0), Segment(len(walls)), parts)]
     kept = keep_walls(graph, cuts, pinned, kept_walls)
     return search.try_kept(kept, forgetting(graph, cuts, walls, parts))
 
 
-def splits(first: int, last: int, parts: int) -> list[int]:
+def splits(first: Segment, last: Segment, parts: int) -> list[Segment]:
     """Segments at whose start to keep a cut when segments ``first`` to ``last`` are run and the
     backward of ``last`` comes next: ``parts`` equal stretches, the last of them split again."""
-    kept = []
+    kept: list[Segment] = []
     while last > first:
-        step = max(1, -(-(last - first + 1) // parts))
-        starts = list(range(first + step, last + 1, step))
-        if not starts:
-            starts = [last]
+        length = max(1, -(-(last - first + 1) // parts))
+        starts = indices(Segment, last + 1, first + length, length) or [last]
         kept += starts
         first = starts[-1]
     return kept
 
 
-def forgetting(graph: Graph, cuts: Cuts, walls: list[int], parts: int) -> Forget:
+def forgetting(graph: Graph, cuts: Cuts, walls: list[Position], parts: int) -> Forget:
     """What to forget of a stretch just re-run: all but its last segment and the cuts of its splits."""
-    edges = np.array(walls, dtype=np.int64)
     table = graph.walk_table
     start, end = cuts.start.tolist(), cuts.end.tolist()
 
-    def forget(stretch: list[int]) -> list[int]:
-        first, last = (
-            int(s)
-            for s in np.searchsorted(edges, (table.base_of[stretch[0]], table.base_of[stretch[-1]]), "right")
-        )
+    def forget(stretch: list[RowId]) -> list[ValueId]:
+        first = Segment(bisect_right(walls, table.base_of[stretch[0]]))
+        last = Segment(bisect_right(walls, table.base_of[stretch[-1]]))
         if first == last:
             return []
         kept_edges = [walls[s - 1] for s in splits(first, last, parts)]
-        gone = []
+        gone: list[ValueId] = []
         for row in stretch:
             if table.base_of[row] >= walls[last - 1]:
                 break

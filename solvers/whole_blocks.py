@@ -8,14 +8,15 @@ last use. :mod:`solvers.manual` recomputes value by value instead, just in time.
 
 import numpy as np
 
-from solvers.model.arrays import PerRow, Schedule
+from solvers.model.arrays import BlockPerOp, Schedule, ValueMask
 from solvers.model.graph import Graph
+from solvers.model.indices import BaseOp, Block, Per, RowId, ValueId, listed
 
-OUTSIDE = -1
+OUTSIDE = Block(-1)
 """The block of an operation that is in none."""
 
 
-def recompute_blocks(graph: Graph, block: PerRow) -> Schedule:
+def recompute_blocks(graph: Graph, block: BlockPerOp) -> Schedule:
     """The schedule that recomputes blocks whole.
 
     Args:
@@ -25,46 +26,49 @@ def recompute_blocks(graph: Graph, block: PerRow) -> Schedule:
     Returns:
         A schedule for :func:`solvers.model.schedule.simulate`, int64.
     """
-    forward, base = graph.forward_length, graph.base_length
     of_value = np.full(len(graph.values), OUTSIDE, dtype=np.int64)
-    for row in range(forward):
+    for row in graph.forward_ops:
         of_value[list(graph.ops[row].outputs)] = block[row]
     inner = of_value != OUTSIDE
-    for row in range(forward):  # what another block reads crosses a border, and is kept
+    for row in graph.forward_ops:  # what another block reads crosses a border, and is kept
         for value in graph.ops[row].inputs:
             if of_value[value] != block[row]:
                 inner[value] = False
     inner[graph.held_table[0]] = False
-    producer = graph.producer
-    steps: list[int] = list(range(forward))
-    done: set[int] = set()
-    needed = _needed_by_backward(graph, of_value, inner)
-    for row in range(forward, base):
+    producer, block_of = listed(BaseOp, graph.producer), listed(Block, of_value)
+    schedule: list[RowId] = [*graph.forward_ops]
+    done: set[Block] = set()
+    needed = _needed_by_backward(graph, block_of, inner)
+    for row in graph.backward_ops:
         for value in graph.ops[row].inputs:
-            at = int(of_value[value])
+            at = block_of[value]
             if inner[value] and at not in done:
                 done.add(at)
-                steps += [graph.rerun(i) for i in _ancestors(graph, needed[at], inner, producer)]
-        steps.append(row)
-    return np.array(steps, dtype=np.int64)
+                schedule += [graph.rerun(i) for i in _ancestors(graph, needed[at], inner, producer)]
+        schedule.append(row)
+    return np.array(schedule, dtype=np.int64)
 
 
-def _needed_by_backward(graph: Graph, of_value: np.ndarray, inner: np.ndarray) -> dict[int, set[int]]:
+def _needed_by_backward(
+    graph: Graph, block_of: Per[ValueId, Block], inner: ValueMask
+) -> dict[Block, set[ValueId]]:
     """For each block the inner values that backward operations read."""
-    needed: dict[int, set[int]] = {}
-    for row in range(graph.forward_length, graph.base_length):
+    needed: dict[Block, set[ValueId]] = {}
+    for row in graph.backward_ops:
         for value in graph.ops[row].inputs:
             if inner[value]:
-                needed.setdefault(int(of_value[value]), set()).add(value)
+                needed.setdefault(block_of[value], set()).add(value)
     return needed
 
 
-def _ancestors(graph: Graph, values: set[int], inner: np.ndarray, producer: np.ndarray) -> list[int]:
+def _ancestors(
+    graph: Graph, values: set[ValueId], inner: ValueMask, producer: Per[ValueId, BaseOp]
+) -> list[BaseOp]:
     """The operations to run for some values of a block, from what was kept, in order."""
-    rows: set[int] = set()
+    rows: set[BaseOp] = set()
     pending = list(values)
     while pending:
-        row = int(producer[pending.pop()])
+        row = producer[pending.pop()]
         if row not in rows:
             rows.add(row)
             pending += [v for v in graph.ops[graph.rerun(row)].inputs if inner[v]]

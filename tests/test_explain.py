@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 import planner
 from planner.cli.commands import app
 from planner.errors import PlanFileError
-from planner.report.explanation import UnknownModule, explain
+from planner.report.explanation import UnknownModule, explain, seconds_per_byte
 from planner.report.simulated import simulated
 from planner.training_step.user_lines import users_line
 from planner.user_plan import Plan
-from solvers.model.graph import Graph
+from solvers.model.graph import Graph, Op, Phase, Value
 from solvers.model.schedule import simulate
 from tests.planned import planned_gpt
 from tests.plans import layered_plan
@@ -115,6 +115,21 @@ def test_what_more_budget_keeps_fits_it_and_saves_time() -> None:
             assert found.more.saved_seconds > 0
             assert found.more_operations
         assert found.less_bytes == planned.plan.predicted.peak_bytes - int(budget * 0.9)
+
+
+def test_what_keeping_saves_is_what_the_rerun_takes() -> None:
+    graph = Graph(
+        (
+            Op((), (0, 1), seconds=9.0, replay=2),
+            Op((0,), (2,), phase=Phase.BACKWARD),
+            Op(
+                (1,), (0,), seconds=2.0
+            ),  # its first run draws numbers and keeps the generator's state as well
+        ),
+        (Value(4), Value(4, on_demand=True), Value(1)),
+        base_length=2,
+    )
+    assert seconds_per_byte(graph, {0}, {0: 3}) == 3 * 2.0 / 4
 
 
 def test_a_plan_file_simulates_as_what_was_solved() -> None:

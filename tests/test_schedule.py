@@ -113,6 +113,16 @@ def test_check_names_the_broken_rule(schedule: list[int], words: str) -> None:
         check(two_regions(), np.array(schedule))
 
 
+def test_a_replay_behind_the_last_operation_is_no_base_operation() -> None:
+    graph = Graph(
+        (Op((), (0,), replay=2), Op((0,), (1,), phase=Phase.BACKWARD), Op((), (0,))),
+        (Value(1), Value(1)),
+        base_length=2,
+    )
+    with pytest.raises(GraphError, match=r"step 2 re-runs op 0 .* outside the backward phase"):
+        check(graph, np.array([0, 1, 2]))
+
+
 def test_check_accepts_a_rerun_in_its_own_region() -> None:
     check(two_regions(), np.array([0, 1, 2, 0, 3]))
     check(two_regions(), np.array([0, 1, 1, 2, 3]))

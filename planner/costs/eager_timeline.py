@@ -12,6 +12,7 @@ from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event, Recording
+from solvers.model.indices import Step
 from solvers.model.schedule import Timeline
 
 
@@ -73,7 +74,7 @@ def eager_timeline(
                 change[max(died, i) + 1] -= size
     live = np.cumsum(change[:length])
     total = live + workspace
-    peak_step = int(total.argmax()) if length else 0
+    peak_step = Step(int(total.argmax())) if length else Step(0)  # counts events, in the order of the step
     start, end, sizes, names = zip(*blocks, strict=True) if blocks else ((), (), (), ())
     backward_from = next((i for i, event in enumerate(recording.events) if event.backward), length)
     allocations = step_allocations(

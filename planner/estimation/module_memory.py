@@ -6,6 +6,8 @@ import torch
 from planner.costs.devices import round_bytes
 from planner.estimation.table import ModuleMemory
 from planner.planning.prepare import Prepared
+from solvers.model.arrays import ValueIds
+from solvers.model.indices import BaseOp, ValueId, listed
 from solvers.model.schedule import alive_at, lifetimes, simulate
 
 
@@ -45,12 +47,13 @@ def module_memory(prepared: Prepared) -> list[ModuleMemory]:
     return rows
 
 
-def _by_module(prepared: Prepared, values: np.ndarray) -> dict[str, int]:
+def _by_module(prepared: Prepared, values: ValueIds) -> dict[str, int]:
     graph = prepared.problem.graph
+    producer = listed(BaseOp, graph.producer)
     sizes: dict[str, int] = {}
-    for value in values.tolist():
+    for value in listed(ValueId, values):
         if not graph.values[value].on_demand:
-            module = graph.ops[int(graph.producer[value])].module
+            module = graph.ops[producer[value]].module
             sizes[module] = sizes.get(module, 0) + graph.values[value].bytes
     return sizes
 

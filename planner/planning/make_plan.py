@@ -38,6 +38,7 @@ from planner.problem.build import Problem
 from planner.problem.emitted_step import EmittedStep
 from planner.training_step.step import Step
 from planner.version import __version__
+from solvers.model import indices
 from solvers.model.schedule import alive_at, lifetimes, simulate
 from solvers.model.solution import Solution
 
@@ -225,7 +226,7 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
     sequences = problem.backward_sequences(captured, solution.schedule)
     cost: dict[tuple[int, int], float] = {}
     size: dict[tuple[int, int], int] = {}
-    for row, source in enumerate(problem.sources):
+    for row, source in indices.numbered(indices.BaseOp, problem.sources):
         if source.graph >= 0:
             key = (source.graph, source.op)
             cost[key] = problem.graph.ops[row].seconds
@@ -302,11 +303,12 @@ def _kept(problem: Problem, solution: Solution) -> dict[tuple[int, int], list[in
     return {execution: sorted(ops) for execution, ops in kept.items()}
 
 
-def _holders(problem: Problem, solution: Solution, step: int) -> list[LiveModule]:
+def _holders(problem: Problem, solution: Solution, step: indices.Step) -> list[LiveModule]:
     graph = problem.graph
     by_module: dict[str, int] = {}
-    for value in alive_at(graph, solution.schedule, step).tolist():
-        module = graph.ops[int(graph.producer[value])].module
+    producer = indices.listed(indices.BaseOp, graph.producer)
+    for value in indices.listed(indices.ValueId, alive_at(graph, solution.schedule, step)):
+        module = graph.ops[producer[value]].module
         by_module[module] = by_module.get(module, 0) + graph.values[value].bytes
     return [LiveModule(module=m, bytes=b) for m, b in sorted(by_module.items(), key=lambda item: -item[1])]
 

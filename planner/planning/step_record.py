@@ -11,6 +11,7 @@ from planner.planfile.graph_record import OpRecord
 from planner.planfile.step_record import StepRecord
 from planner.problem.build import Problem
 from planner.training_step.user_lines import users_line
+from solvers.model.arrays import Integers
 from solvers.model.graph import Op, Phase
 
 
@@ -39,7 +40,7 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
             ops.append(source.op)
             line = _short(users_line(joint.ops[source.op].node.meta.get("stack_trace")))
         line_of.append(-1 if line is None else lines.setdefault(line, len(lines)))
-    replayed = {op.replay: i for i, op in enumerate(base) if op.replay is not None}
+    replayed = {int(op.replay): i for i, op in enumerate(base) if op.replay is not None}
     executions = [source.instance for source in problem.sources]
     return StepRecord(
         graphs=graphs,
@@ -73,7 +74,7 @@ def _outside(op: Op, made_bytes: int) -> OpRecord:
     return OpRecord(name=op.name, module=op.module, bytes=made_bytes, phase=phase, seconds=op.seconds)
 
 
-def _numbers(number: np.ndarray, ops: Sequence[Op], field: str) -> list[int]:
+def _numbers(number: Integers, ops: Sequence[Op], field: str) -> list[int]:
     found: list[int] = number[[v for op in ops for v in getattr(op, field)]].tolist() if ops else []
     return found
 

@@ -1,18 +1,19 @@
 """What blocks of the user's ask of a plan: see ``planner/blocks``."""
 
 from solvers.model.graph import Graph, Op
+from solvers.model.indices import BaseOp, ValueId, numbered
 
 _RECOMPUTED, _SWITCHED_OFF = "recompute", "off"
 
 
-def told_to_recompute(graph: Graph) -> list[int]:
+def told_to_recompute(graph: Graph) -> list[ValueId]:
     """The values of a graph that only a block reads that is told to be recomputed.
 
     What leaves it is not among them. Of blocks inside each other the outermost counts.
     """
     owner = [_outermost(op) for op in graph.ops[: graph.forward_length]]
     found = []
-    for i, op in enumerate(graph.ops[: graph.forward_length]):
+    for i, op in numbered(BaseOp, graph.ops[: graph.forward_length]):
         if owner[i] is None:
             continue
         for value in op.outputs:

@@ -26,6 +26,7 @@ from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
 from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
+from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op, numbered
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _Row:
     op: Op
     call: Call | None
     output: Any
-    allocates: tuple[int, ...]
+    allocates: tuple[ValueId, ...]
     again: "_Again | None" = None
 
 
@@ -130,11 +131,11 @@ class _Again:
     the rows that write over its result, which run with it.
     """
 
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
     call: Call | None = None
     extra_bytes: int = 0
-    writers: tuple[int, ...] = ()
+    writers: tuple[BaseOp, ...] = ()
 
 
 @dataclass
@@ -143,17 +144,16 @@ class _Builder:
     copying: bool = False
     rows: list[_Row] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    _value_of: dict[int, int] = field(default_factory=dict)  # by recorded storage
-    _storages: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by graph and instance
-    _row_of: dict[JointOp, int] = field(default_factory=dict)
-    _last_row: list[int] = field(default_factory=list)  # by event
-    _held: dict[int, int | None] = field(default_factory=dict)  # by value: event after which it is freed
+    _value_of: dict[int, ValueId] = field(default_factory=dict)  # by recorded storage
+    _storages: dict[tuple[int, int], dict[int, ValueId]] = field(default_factory=dict)  # by graph, instance
+    _row_of: dict[JointOp, BaseOp] = field(default_factory=dict)
+    _last_row: list[int] = field(default_factory=list)  # by event; -1 before the first row
+    _held: dict[ValueId, int | None] = field(default_factory=dict)  # by value: event after which it is freed
 
     def run(self) -> None:
         """Make a row of everything that happened in the step."""
-        recording = self.captured.compiled
         backward = False
-        for index, event in enumerate(recording.events):
+        for index, event in enumerate(self.captured.compiled.events):
             backward = backward or event.backward
             if isinstance(event.graph, GraphCall):
                 self._graph_event(event, event.graph, backward)
@@ -179,13 +179,13 @@ class _Builder:
             if row.call is not None:
                 seconds = costs.seconds(row.call.func, row.call.args, row.call.kwargs, row.output)
             ops.append(replace(row.op, seconds=seconds, workspace_bytes=memory.workspace_bytes))
-        for base, row in enumerate(self.rows):
+        for base, row in numbered(BaseOp, self.rows):
             if row.again is None:
                 continue
             first, again = ops[base], row.again
             memory, writers = replayed.get(base, memories[base]), [ops[w] for w in again.writers]
             held = [memory.workspace_bytes + again.extra_bytes, *(w.workspace_bytes for w in writers)]
-            ops[base] = replace(first, replay=len(ops))
+            ops[base] = replace(first, replay=RowId(len(ops)))
             ops.append(
                 replace(
                     first,
@@ -198,7 +198,7 @@ class _Builder:
         end = len(self.rows) - 1
         for value, event in self._held.items():
             until = end if event is None else max(self._last_row[event], 0)
-            values[value] = replace(values[value], held_until=until)
+            values[value] = replace(values[value], held_until=base_op(until))
         rounded = (replace(v, bytes=round_bytes(device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
@@ -249,7 +249,7 @@ class _Builder:
             self.rows.append(_Row(Source(), op, None, None, made))
             return
         storages = self._storages.setdefault((call.graph, call.instance), {})
-        region = list(self._storages).index((call.graph, call.instance))
+        region = Region(list(self._storages).index((call.graph, call.instance)))
         placeholders = joint.tangents if call.backward else joint.primals
         for placeholder, recorded in zip(placeholders, call.arguments, strict=True):
             if placeholder in joint.storage_of and recorded in self._value_of:
@@ -261,7 +261,7 @@ class _Builder:
                 self.rows.append(self._copy_row(joint, primal, storages, region, joint_op.module))
                 copies.values[primal] = self.rows[-1].op.outputs[0]
             source = Source(call.graph, call.instance, joint_op.index)
-            self._row_of[joint_op] = len(self.rows)
+            self._row_of[joint_op] = base_op(len(self.rows))
             self.rows.append(self._joint_row(joint, joint_op, source, storages, region, backward))
         for row in self.rows[first:]:
             if row.op.recomputable:
@@ -277,8 +277,8 @@ class _Builder:
         joint: JointGraph,
         op: JointOp,
         source: Source,
-        storages: dict[int, int],
-        region: int,
+        storages: dict[int, ValueId],
+        region: Region,
         backward: bool,
     ) -> _Row:
         reads = tuple(storages[s] for s in op.reads if s in storages)
@@ -303,7 +303,7 @@ class _Builder:
             made,
         )
 
-    def _replay(self, row: _Row, op: JointOp, storages: dict[int, int], copies: "_Copies") -> None:
+    def _replay(self, row: _Row, op: JointOp, storages: dict[int, ValueId], copies: "_Copies") -> None:
         """Say how a row is run again, where that differs from its first run."""
         node, state = op.node, op.rule.state(op.node)
         call, read = op.rule.call_again(node), op.read_again
@@ -321,7 +321,7 @@ class _Builder:
             again.inputs, again.extra_bytes = (*again.inputs, kept), state.held_bytes
 
     def _copy_row(
-        self, joint: JointGraph, primal: Node, storages: dict[int, int], region: int, module: str
+        self, joint: JointGraph, primal: Node, storages: dict[int, ValueId], region: Region, module: str
     ) -> _Row:
         """A copy of an input, which is there only in schedules that read it."""
         name = f"copy of {primal.name}"
@@ -332,11 +332,11 @@ class _Builder:
 
     # ---- values ------------------------------------------------------------------------------------
 
-    def _value(self, value: Value) -> int:
+    def _value(self, value: Value) -> ValueId:
         self.values.append(value)
-        return len(self.values) - 1
+        return ValueId(len(self.values) - 1)
 
-    def _values_of(self, event: Event, name: str) -> tuple[int, ...]:
+    def _values_of(self, event: Event, name: str) -> tuple[ValueId, ...]:
         sizes = [self.captured.compiled.storages[s].bytes for s in event.allocates]
         made = tuple(self._value(Value(size, name)) for size in sizes)
         self._value_of.update(zip(event.allocates, made, strict=True))
@@ -350,7 +350,7 @@ class _Builder:
         # Freed inside a captured graph: held by others only up to the event before.
         return died - 1 if isinstance(call, GraphCall) and storage in call.released else died
 
-    def _hold(self, value: int, let_go: int | None, born: int) -> None:
+    def _hold(self, value: ValueId, let_go: int | None, born: int) -> None:
         known = self._held.get(value, born)
         self._held[value] = None if let_go is None or known is None else max(let_go, known)
 
@@ -363,7 +363,7 @@ class _Copies:
     """
 
     def __init__(self, joint: JointGraph, wanted: bool) -> None:
-        self.values: dict[Node, int] = {}
+        self.values: dict[Node, ValueId] = {}
         self._joint, self._reads = joint, InputReads(joint) if wanted else None
         self._before = self._reads.first_readers() if self._reads is not None else {}
 
@@ -375,9 +375,9 @@ class _Copies:
         """Whether a re-run with such arguments reads copies."""
         return self._reads is not None and any(p in self.values for n in nodes for p in self._reads.of(n))
 
-    def read(self, nodes: Sequence[Node], storages: dict[int, int]) -> tuple[int, ...]:
+    def read(self, nodes: Sequence[Node], storages: dict[int, ValueId]) -> tuple[ValueId, ...]:
         """The values that a re-run with such arguments reads."""
-        found: list[int] = []
+        found: list[ValueId] = []
         for node in nodes:
             inputs = () if self._reads is None else self._reads.of(node)
             for source in inputs or (node,):

@@ -24,6 +24,7 @@ from planner.problem.build import Problem, Source
 from planner.training_step.call import Call
 from solvers.model.arrays import Schedule
 from solvers.model.graph import Graph, Op, Phase, Value
+from solvers.model.indices import BaseOp, RowId, ValueId, base_op, listed, numbered
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Packing:
         unpack_seconds, unpack_workspace_bytes: Of unpacking.
     """
 
-    row: int
-    value: int
+    row: BaseOp
+    value: ValueId
     bytes: int
     pack_seconds: float
     pack_workspace_bytes: int
@@ -60,10 +61,10 @@ def find_packings(
     if device.kind != "cpu":
         return ()
     graph = problem.graph
-    found: list[tuple[int, int]] = []
+    found: list[tuple[BaseOp, ValueId]] = []
     calls: list[Call] = []
-    for row in np.unique(graph.recompute_row[graph.recompute_row >= 0]).tolist():
-        base = int(graph.base_of[row])
+    again = np.unique(graph.recompute_row[graph.recompute_row >= 0])
+    for base in listed(BaseOp, graph.base_of[again]):
         source, op = problem.sources[base], graph.ops[base]
         joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
         results = [v for v in op.outputs if not graph.values[v].on_demand]
@@ -99,17 +100,17 @@ class PackedProblem:
     Attributes:
         problem: The problem.
         packings: The masks that are.
-        forms: What each row is: a form, and the row of the problem without packing that it is a form of.
+        forms: For each row what it is: a form, and the row without packing that it is a form of.
     """
 
     problem: Problem
     packings: tuple[Packing, ...]
-    forms: list[tuple[str, int]]
+    forms: list[tuple[str, RowId]]
 
     @cached_property
-    def row_of(self) -> dict[tuple[str, int], int]:
+    def row_of(self) -> dict[tuple[str, RowId], RowId]:
         """The row of each form."""
-        return {form: row for row, form in enumerate(self.forms)}
+        return {form: row for row, form in numbered(RowId, self.forms)}
 
     def unpacked_in(self, schedule: Schedule) -> tuple[Packing, ...]:
         """The masks whose bits a schedule unpacks."""
@@ -131,31 +132,32 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
         if_unpacked: Each unpacking counts the time of packing as well, and packing counts none: what
             schedules take of which it is not decided yet what they pack.
     """
-    chosen = {packing.row: packing for packing in packings}
+    chosen: dict[RowId, Packing] = {packing.row: packing for packing in packings}
     graph = problem.graph
-    forms = [
+    forms: list[tuple[str, RowId]] = [
         form
-        for row in range(graph.base_length)
+        for row in graph.base_ops
         for form in ([("run", row), ("pack", row)] if row in chosen else [("run", row)])
     ]
     base_length = len(forms)
     replaced = {graph.ops[row].replay for row in chosen}
-    forms += [("run", row) for row in range(graph.base_length, len(graph.ops)) if row not in replaced]
+    forms += [("run", row) for row in graph.row_ids[graph.base_length :] if row not in replaced]
     forms += [("unpack", row) for row in chosen]
-    row_of = {form: row for row, form in enumerate(forms)}
+    row_of = {form: row for row, form in numbered(RowId, forms)}
     values = [
-        v if v.held_until is None else replace(v, held_until=row_of["run", v.held_until])
+        v if v.held_until is None else replace(v, held_until=base_op(row_of["run", v.held_until]))
         for v in graph.values
     ]
-    bits: dict[int, int] = {}
+    bits: dict[RowId, ValueId] = {}
     for packing in chosen.values():
-        bits[packing.row] = len(values)
+        bits[packing.row] = ValueId(len(values))
         values.append(Value(packing.bytes, f"{values[packing.value].name} as bits", on_demand=True))
     ops: list[Op] = []
     for form, row in forms:
         op = graph.ops[row]
         if form == "run":
-            replay = row_of.get(("unpack", row), row_of.get(("run", -1 if op.replay is None else op.replay)))
+            again = None if op.replay is None else row_of.get(("run", op.replay))
+            replay = row_of.get(("unpack", row), again)
             ops.append(replace(op, replay=replay))
             continue
         packing = chosen[row]

@@ -11,6 +11,7 @@ from planner.problem.blocks import names_of, told_to_recompute
 from solvers.model.arrays import ValueMask
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph, GraphError, Op
+from solvers.model.indices import BaseOp, ValueId
 
 _DROPOUT = "aten.native_dropout.default"
 _OF_DROPOUT = frozenset({"planner.draw_mask.default", "planner.masked_product.default"})
@@ -56,9 +57,9 @@ def select(
         raise SelectionError(f"keep= and recompute= contradict each other: {error}") from error
 
 
-def _matching(graph: Graph, patterns: Iterable[str], argument: str, modules: Collection[str]) -> list[int]:
-    forward = range(graph.forward_length)
-    found: list[int] = []
+def _matching(graph: Graph, patterns: Iterable[str], argument: str, modules: Collection[str]) -> list[BaseOp]:
+    forward = graph.forward_ops
+    found: list[BaseOp] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matching = [i for i in forward if _matches(graph.ops[i], pattern)]
         if not matching:
@@ -88,7 +89,7 @@ def _matches(op: Op, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for name in names)
 
 
-def _results(op: Op) -> tuple[int, ...]:
+def _results(op: Op) -> tuple[ValueId, ...]:
     """The values that hold the results of an operation: its own, or another's that it writes into."""
     return op.outputs + op.writes
 
@@ -105,7 +106,7 @@ def _operator(op: Op) -> str:
     return op.name.split(" ")[0]
 
 
-def _marked(graph: Graph, values: Sequence[int]) -> ValueMask | None:
+def _marked(graph: Graph, values: Sequence[ValueId]) -> ValueMask | None:
     if not values:
         return None
     marked = np.zeros(len(graph.values), dtype=bool)

@@ -6,7 +6,7 @@ more than the plan does can be simulated as the plan itself was.
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,8 @@ from planner.report.explanation_text import Explanation, Keeping, Moment, Rerun
 from planner.report.simulated import simulated
 from planner.report.undroppable import droppable
 from solvers.model.arrays import PerStep, Schedule
+from solvers.model.graph import Graph
+from solvers.model.indices import BaseOp, Step, listed, numbered
 from solvers.model.schedule import alive_at, lifetimes, simulate
 
 _MOST_TRIES = 60
@@ -102,7 +104,7 @@ class Explainer:
             less_module_bytes=less_module,
         )
 
-    def without(self, rows: Iterable[int]) -> Schedule:
+    def without(self, rows: Iterable[BaseOp]) -> Schedule:
         """The schedule that does not re-run some operations, nor what was re-run only for them."""
         sim, graph = self.simulated, self.simulated.graph
         left = ~(sim.reruns & np.isin(self._base, np.fromiter(rows, dtype=np.int64)))
@@ -117,11 +119,11 @@ class Explainer:
                 return schedule
             left[np.flatnonzero(left)[idle]] = False
 
-    def keeping(self, rows: Iterable[int], room_bytes: int | None) -> Keeping:
+    def keeping(self, rows: Iterable[BaseOp], room_bytes: int | None) -> Keeping:
         """What the plan would take if it did not re-run operations of the forward.
 
         Args:
-            rows: The operations, as rows of the graph.
+            rows: The operations.
             room_bytes: The dynamic peak that is allowed; None for any.
         """
         sim, graph = self.simulated, self.simulated.graph
@@ -147,7 +149,7 @@ class Explainer:
             fits=None if room_bytes is None else timeline.peak_bytes <= room_bytes,
         )
 
-    def moment(self, schedule: Schedule, step: int, step_bytes: PerStep) -> Moment:
+    def moment(self, schedule: Schedule, step: Step, step_bytes: PerStep) -> Moment:
         """A step of a schedule in words."""
         row = int(schedule[step])
         record = self.simulated.record(row)
@@ -156,17 +158,19 @@ class Explainer:
         line = self.simulated.line(row)
         return Moment(step, len(schedule), record.name, record.module, line, phase, int(step_bytes[step]))
 
-    def _rows_of(self, module: str) -> list[int]:
+    def _rows_of(self, module: str) -> list[BaseOp]:
         found = [row for row in self._all_rows_of(module) if row < self.simulated.graph.forward_length]
         if not found:
             raise UnknownModule(self._unknown(module))
         return found
 
-    def _all_rows_of(self, module: str) -> list[int]:
+    def _all_rows_of(self, module: str) -> list[BaseOp]:
         inside = f"{module}."
         ops = self.simulated.graph.ops[: self.simulated.graph.base_length]
         return [
-            i for i, op in enumerate(ops) if not module or op.module == module or op.module.startswith(inside)
+            i
+            for i, op in numbered(BaseOp, ops)
+            if not module or op.module == module or op.module.startswith(inside)
         ]
 
     def _unknown(self, module: str) -> str:
@@ -179,20 +183,20 @@ class Explainer:
             "`planner show` lists them"
         )
 
-    def _kept(self, rows: Sequence[int]) -> tuple[list[int], int]:
+    def _kept(self, rows: Sequence[BaseOp]) -> tuple[list[BaseOp], int]:
         sim, graph = self.simulated, self.simulated.graph
         lives = sim.lives
         outlive = (lives.start < graph.forward_length) & (lives.end >= graph.forward_length) & lives.used
         values = lives.value[outlive]
         values = values[np.isin(graph.producer[values], rows)]
-        return sorted(set(graph.producer[values].tolist())), int(graph.bytes[values].sum())
+        return sorted(set(listed(BaseOp, graph.producer[values]))), int(graph.bytes[values].sum())
 
-    def _reruns(self, rows: Sequence[int]) -> list[Rerun]:
+    def _reruns(self, rows: Sequence[BaseOp]) -> list[Rerun]:
         sim, graph = self.simulated, self.simulated.graph
-        steps: dict[int, list[int]] = {}
-        wanted = set(rows)
-        for step in np.flatnonzero(sim.reruns).tolist():
-            base = int(self._base[step])
+        steps: dict[BaseOp, list[Step]] = {}
+        wanted, base_of = set(rows), listed(BaseOp, self._base)
+        for step in listed(Step, np.flatnonzero(sim.reruns)):
+            base = base_of[step]
             if base in wanted:
                 steps.setdefault(base, []).append(step)
         found = []
@@ -204,30 +208,26 @@ class Explainer:
             found.append(Rerun(record.name, record.module, sim.line(base), size, seconds, tuple(when)))
         return found
 
-    def _most_that_fits(self, again: set[int], room: int) -> tuple[Keeping | None, tuple[str, ...]]:
+    def _most_that_fits(self, again: set[BaseOp], room: int) -> tuple[Keeping | None, tuple[str, ...]]:
         """The whole of it, or piece after piece, the ones that save most time for a byte first."""
         whole = self.keeping(again, room)
         if whole.fits:
             return whole, ("all of it",)
         graph = self.simulated.graph
-        pieces: dict[str, set[int]] = {}
+        pieces: dict[str, set[BaseOp]] = {}
         times = Counter(self._base[self.simulated.reruns].tolist())
         for row in again:
             pieces.setdefault(graph.ops[row].module or "(the model)", set()).add(row)
         if len(pieces) == 1:
             pieces = {f"{graph.ops[row].name} (operation {row})": {row} for row in sorted(again)}
-
-        def gain(rows: set[int]) -> float:
-            size = sum(int(graph.bytes[list(graph.ops[row].outputs)].sum()) for row in rows)
-            return float(sum(graph.seconds[row] * times[row] for row in rows)) / max(size, 1)
-
         chosen: list[str] = []
-        together: set[int] = set()
+        together: set[BaseOp] = set()
         best: Keeping | None = None
-        for name, rows in sorted(pieces.items(), key=lambda piece: -gain(piece[1]))[:_MOST_TRIES]:
-            tried = self.keeping(together | rows, room)
+        ranked = sorted(pieces, key=lambda name: -seconds_per_byte(graph, pieces[name], times))
+        for name in ranked[:_MOST_TRIES]:
+            tried = self.keeping(together | pieces[name], room)
             if tried.fits:
-                together |= rows
+                together |= pieces[name]
                 chosen.append(name)
                 best = tried
         return best, tuple(chosen)
@@ -246,3 +246,16 @@ class Explainer:
             int(over.sum()),
             int(graph.bytes[mine].sum()),
         )
+
+
+def seconds_per_byte(graph: Graph, operations: Iterable[BaseOp], times: Mapping[int, int]) -> float:
+    """What keeping the results of operations saves, for each byte of them.
+
+    Args:
+        graph: The problem.
+        operations: Of the forward.
+        times: How often the plan re-runs each.
+    """
+    reruns = [(graph.rerun(op), times[op]) for op in operations]
+    size = sum(int(graph.bytes[list(graph.ops[row].outputs)].sum()) for row, _ in reruns)
+    return float(sum(graph.seconds[row] * count for row, count in reruns)) / max(size, 1)

@@ -13,6 +13,7 @@ from planner.planfile.plan import PlanRecord
 from planner.planfile.step_record import StepRecord
 from solvers.model.arrays import Schedule, StepMask
 from solvers.model.graph import GLUE_REGION, Graph, GraphError, Op, Phase, Value
+from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op, indices, numbered
 from solvers.model.schedule import Lifetimes, Timeline, lifetimes, simulate
 
 
@@ -111,17 +112,18 @@ def simulated(plan: PlanRecord) -> SimulatedPlan:
 
 
 def _graph(plan: PlanRecord, step: StepRecord) -> Graph:
-    held = dict(zip(step.held, step.held_until, strict=True))
+    held = dict(zip(step.held, map(base_op, step.held_until), strict=True))
     on_demand, fixed = set(step.on_demand), set(step.fixed)
     values = tuple(
         Value(size, held_until=held.get(i), on_demand=i in on_demand)
         for i, size in enumerate(step.value_bytes)
     )
-    reads = _ragged(step.read_counts, step.reads)
-    makes = _ragged(step.made_counts, range(len(values)))
-    replay = {op: len(step.graphs) + i for i, op in enumerate(step.replays)}
+    every = indices(ValueId, len(values))
+    reads = _ragged(step.read_counts, [ValueId(v) for v in step.reads])
+    makes = _ragged(step.made_counts, every)
+    replay = {op: RowId(len(step.graphs) + i) for i, op in enumerate(step.replays)}
     ops = []
-    regions: dict[tuple[int, int], int] = {}
+    regions: dict[tuple[int, int], Region] = {}
     for i, (graph, execution, op) in enumerate(step.places()):
         record = plan.graphs[graph].ops[op] if graph >= 0 else step.outside[op]
         forward = i < step.forward_length
@@ -133,14 +135,16 @@ def _graph(plan: PlanRecord, step: StepRecord) -> Graph:
                 workspace_bytes=step.workspace_bytes[i],
                 phase=Phase.FORWARD if forward else Phase.BACKWARD,
                 recomputable=forward and i not in fixed,
-                region=regions.setdefault((graph, execution), len(regions)) if graph >= 0 else GLUE_REGION,
+                region=GLUE_REGION
+                if graph < 0
+                else regions.setdefault((graph, execution), Region(len(regions))),
                 replay=replay.get(i),
                 name=record.name,
                 module=record.module,
             )
         )
-    replay_reads = _ragged(step.replay_read_counts, step.replay_reads)
-    replay_makes = _ragged(step.replay_made_counts, step.replay_makes)
+    replay_reads = _ragged(step.replay_read_counts, [ValueId(v) for v in step.replay_reads])
+    replay_makes = _ragged(step.replay_made_counts, [ValueId(v) for v in step.replay_makes])
     for i, base in enumerate(step.replays):
         first = ops[base]
         ops.append(
@@ -172,9 +176,9 @@ def _schedule(plan: PlanRecord, step: StepRecord, graph: Graph) -> Schedule:
                 elif waiting:
                     before[index, execution, op] = waiting
                     waiting = []
-    row_of: dict[tuple[int, int, int], int] = {}
-    rows: list[int] = []
-    for row, place in enumerate(step.places()):
+    row_of: dict[tuple[int, int, int], BaseOp] = {}
+    rows: list[RowId] = []
+    for row, place in numbered(BaseOp, step.places()):
         row_of.setdefault(place, row)
         for op in before.pop(place, ()):
             if (*place[:2], op) not in row_of:
@@ -184,7 +188,7 @@ def _schedule(plan: PlanRecord, step: StepRecord, graph: Graph) -> Schedule:
     return np.array(rows, dtype=np.int64)
 
 
-def _ragged(counts: Sequence[int], flat: Sequence[int]) -> list[tuple[int, ...]]:
+def _ragged(counts: Sequence[int], flat: Sequence[ValueId]) -> list[tuple[ValueId, ...]]:
     found, start = [], 0
     for count in counts:
         found.append(tuple(flat[start : start + count]))

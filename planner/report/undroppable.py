@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from planner.report.simulated import SimulatedPlan
 from solvers.model.arrays import ValueIds
+from solvers.model.indices import RowId
 from solvers.model.schedule import alive_at
 
 
@@ -39,7 +40,7 @@ class PeakParts:
 def peak_parts(sim: SimulatedPlan) -> PeakParts:
     """Divide what is alive at a plan's peak by whether a plan could do without it."""
     graph, step = sim.graph, sim.timeline.peak_step
-    row, again = int(sim.schedule[step]), bool(sim.reruns[step])
+    row, again = RowId(int(sim.schedule[step])), bool(sim.reruns[step])
     alive = alive_at(graph, sim.schedule, step)
     operands = np.zeros(len(alive), dtype=bool)
     if not again:
@@ -59,7 +60,7 @@ def peak_parts(sim: SimulatedPlan) -> PeakParts:
 
 def droppable(sim: SimulatedPlan) -> ValueIds:
     """The results that are alive at a plan's peak and that another plan could drop and recompute."""
-    row = sim.graph.ops[int(sim.schedule[sim.timeline.peak_step])]
+    row = sim.graph.ops[RowId(int(sim.schedule[sim.timeline.peak_step]))]
     alive = alive_at(sim.graph, sim.schedule, sim.timeline.peak_step)
     used_now = np.isin(alive, [*row.inputs, *row.outputs])
     return alive[~_needed(sim, alive) & ~used_now]

@@ -30,6 +30,7 @@ from planner.runtime.own_errors import is_meant
 from planner.runtime.remap import remap_schedule
 from planner.training_step.step import Loss, Step
 from solvers.model.arrays import Schedule
+from solvers.model.indices import BaseOp, RowId, numbered
 from solvers.model.schedule import simulate
 
 logger = logging.getLogger(__name__)
@@ -300,10 +301,11 @@ def schedule_of(
 ) -> Schedule:
     """The schedule in which the backward of every captured graph runs a sequence of its operations for each
     execution; the last one's for those beyond."""
-    rows = {(s.graph, s.instance, s.op): row for row, s in enumerate(problem.sources) if s.graph >= 0}
+    sources = problem.sources
+    rows = {(s.graph, s.instance, s.op): row for row, s in numbered(BaseOp, sources) if s.graph >= 0}
     begun: set[tuple[int, int]] = set()
-    schedule: list[int] = []
-    for row, source in enumerate(problem.sources):
+    schedule: list[RowId] = []
+    for row, source in numbered(BaseOp, sources):
         joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
         if joint is None or source.op < joint.forward_length:
             schedule.append(row)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.model.arrays import Numbers, PerBlock, PerRow, PerValue, ValueMask
+from solvers.model.arrays import BlockPerOp, BlockPerValue, PerBlock, PerBlockSeconds, ValueMask
 from solvers.model.constraints import Constraints
 from solvers.model.cut_points import Cuts, ForwardUses
 from solvers.model.graph import Graph
+from solvers.model.indices import BaseOp, Position, ValueId, listed
 from solvers.model.just_in_time import recompute
 from solvers.model.schedule import lifetimes, simulate
 from solvers.programs.single_recompute import SECONDS, find_stages, write_program
@@ -37,15 +38,15 @@ class Blocks:
         option_peak: Peak of its backward, beyond what earlier blocks keep.
     """
 
-    walls: list[int]
-    of_value: PerValue
-    forward_seconds: Numbers
+    walls: list[Position]
+    of_value: BlockPerValue
+    forward_seconds: PerBlockSeconds
     forward_bytes: PerBlock
     start_bytes: PerBlock
     boundary: PerBlock
     options: list[ValueMask]
     option_bytes: PerBlock
-    option_seconds: Numbers
+    option_seconds: PerBlockSeconds
     option_peak: PerBlock
 
     @property
@@ -60,7 +61,7 @@ def find_blocks(
     cuts: Cuts,
     pinned: ValueMask,
     constraints: Constraints,
-    walls: list[int],
+    walls: list[Position],
     *,
     prices: int = 6,
     stop: Callable[[], bool] = lambda: False,
@@ -79,8 +80,8 @@ def find_blocks(
     options = [constraints.apply(always.copy()), *options, everything]
     active_block = block_of_backward(graph, of_value)
     table = [evaluate(graph, kept, always, of_value, active_block, count) for kept in options]
-    may = np.array([graph.ops[i].recomputable for i in range(graph.forward_length)], dtype=np.float64)
-    rerun = np.array([graph.rerun(i) for i in range(graph.forward_length)], dtype=np.int64)
+    may = np.array([graph.ops[i].recomputable for i in graph.forward_ops], dtype=np.float64)
+    rerun = np.array([graph.rerun(i) for i in graph.forward_ops], dtype=np.int64)
     seconds = np.bincount(of_op, graph.seconds[rerun] * may, minlength=count).astype(np.float64, copy=False)
     return Blocks(
         walls,
@@ -96,7 +97,7 @@ def find_blocks(
     )
 
 
-def boundary_bytes(graph: Graph, cuts: Cuts, walls: list[int]) -> PerBlock:
+def boundary_bytes(graph: Graph, cuts: Cuts, walls: list[Position]) -> PerBlock:
     """``[i, j]``: bytes that cross into block j and not into block i < j, int64."""
     crosses = np.zeros((len(walls) + 1, len(graph.values)))
     for n, wall in enumerate(walls):
@@ -112,7 +113,7 @@ def priced_options(
     pinned: ValueMask,
     constraints: Constraints,
     cuts: Cuts,
-    walls: list[int],
+    walls: list[Position],
     prices: int,
     stop: Callable[[], bool],
 ) -> list[ValueMask]:
@@ -131,7 +132,7 @@ def priced_options(
     for price in np.geomspace(0.05, 2.0, prices) * SECONDS / total:
         if stop():
             break
-        for v in paid.tolist():
+        for v in listed(ValueId, paid):
             model.program.cost[int(model.keep[v])] = price * float(graph.bytes[v])
         answer = model.program.solve(relax=True)
         if answer.values is not None:
@@ -142,10 +143,10 @@ def priced_options(
     return found
 
 
-def block_of_backward(graph: Graph, of_value: PerValue) -> PerRow:
+def block_of_backward(graph: Graph, of_value: BlockPerValue) -> BlockPerOp:
     """The block that runs at each base operation; the number of blocks before backward."""
     active_block = np.full(graph.base_length, int(of_value.max(initial=0)), dtype=np.int64)
-    for i in range(graph.forward_length, graph.base_length):
+    for i in graph.backward_ops:
         read = [of_value[v] for v in graph.walk_table.inputs[i] if of_value[v] >= 0]
         if read:
             active_block[i] = max(read)
@@ -158,10 +159,10 @@ def evaluate(
     graph: Graph,
     kept: ValueMask,
     always: ValueMask,
-    of_value: PerValue,
-    active_block: PerRow,
+    of_value: BlockPerValue,
+    active_block: BlockPerOp,
     count: int,
-) -> tuple[PerBlock, Numbers, PerBlock]:
+) -> tuple[PerBlock, PerBlockSeconds, PerBlock]:
     """(bytes kept, seconds re-run, backward peak) of every block when all take this option."""
     schedule = recompute(graph, kept)
     lives = lifetimes(graph, schedule)
@@ -191,13 +192,14 @@ def evaluate(
     base = graph.base_of[schedule[again]]
     seconds = np.zeros(count)
     owner = np.array(
-        [max((of_value[v] for v in graph.ops[i].outputs), default=0) for i in base.tolist()], dtype=np.int64
+        [max((of_value[v] for v in graph.ops[i].outputs), default=0) for i in listed(BaseOp, base)],
+        dtype=np.int64,
     )
     np.add.at(seconds, owner, graph.seconds[schedule[again]])
     return kept_bytes, seconds, peak
 
 
-def forward_peaks(graph: Graph, uses: ForwardUses, cuts: Cuts, of_op: PerRow, count: int) -> PerBlock:
+def forward_peaks(graph: Graph, uses: ForwardUses, cuts: Cuts, of_op: BlockPerOp, count: int) -> PerBlock:
     """Peak of running each block forward when nothing of it is kept, beyond what crosses into it."""
     forward = cuts.start >= 0
     change = np.zeros(graph.forward_length + 1, dtype=np.int64)
@@ -213,7 +215,7 @@ def forward_peaks(graph: Graph, uses: ForwardUses, cuts: Cuts, of_op: PerRow, co
     return peak
 
 
-def start_bytes(graph: Graph, active_block: PerRow, count: int) -> PerBlock:
+def start_bytes(graph: Graph, active_block: BlockPerOp, count: int) -> PerBlock:
     """Bytes of backward values (gradients) alive when the backward of each block begins."""
     values = np.flatnonzero(graph.producer >= graph.forward_length)
     lives = lifetimes(graph, graph.base_schedule)

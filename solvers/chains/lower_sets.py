@@ -21,6 +21,7 @@ from solvers.model.arrays import PerPosition, Positions
 from solvers.model.cut_points import Cuts, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
+from solvers.model.indices import BaseOp, Position, listed
 from solvers.model.solver import solver
 from solvers.sqrt_n import held_by_backward, keep_walls, one_extra_forward, weights
 
@@ -73,11 +74,12 @@ def family(cuts: Cuts) -> Positions:
 
 class Segments:
     """For every pair of prefixes i < j: bytes computed between them, bytes that j newly keeps, and
-    seconds to recompute the rest, as matrices ``computed``, ``kept`` and ``seconds``."""
+    seconds to recompute the rest, as matrices ``computed``, ``kept`` and ``seconds``. Prefix i ends at
+    ``positions[i]``."""
 
     def __init__(self, graph: Graph, cuts: Cuts, weight: PerPosition, positions: Positions) -> None:
         count = len(positions)
-        seconds = np.array([graph.seconds[graph.rerun(i)] for i in range(graph.forward_length)])
+        seconds = np.array([graph.seconds[graph.rerun(i)] for i in graph.forward_ops])
         running = np.concatenate(([0.0], np.cumsum(seconds)))
         self.positions = positions
         self.total_seconds = float(running[-1])
@@ -85,9 +87,11 @@ class Segments:
         self.kept = np.zeros((count, count))
         self.seconds = np.zeros((count, count))
         for j in range(count):
-            crossing = cuts.crossing(int(positions[j]))
+            crossing = cuts.crossing(Position(int(positions[j])))
             producers = graph.producer[crossing]
-            alone = np.array([len(graph.ops[p].outputs) == 1 for p in producers.tolist()], dtype=np.float64)
+            alone = np.array(
+                [len(graph.ops[p].outputs) == 1 for p in listed(BaseOp, producers)], dtype=np.float64
+            )
             spared = alone * seconds[producers] if len(crossing) else np.zeros(0)
             behind = producers[None, :] >= positions[:j, None]
             self.kept[:j, j] = behind @ graph.bytes[crossing]
@@ -97,7 +101,7 @@ class Segments:
         self.kept[:, -1] = 0.0
 
 
-def sequences(segments: Segments, held: PerPosition, level: float) -> list[list[int]]:
+def sequences(segments: Segments, held: PerPosition, level: float) -> list[list[Position]]:
     """Algorithm 1 of the paper: the walls of a sequence for every time at which fewer bytes are kept."""
     count = len(segments.positions)
     unit = max(1e-9 * segments.total_seconds, float(segments.seconds[0].max()) / SLOTS, 1e-30)
@@ -119,19 +123,19 @@ def sequences(segments: Segments, held: PerPosition, level: float) -> list[list[
         better[fits] = value[fits] < least[target[fits], slot[fits]]
         least[target[better], slot[better]] = value[better]
         origin[target[better], slot[better]] = i
-    found: list[list[int]] = []
+    found: list[list[Position]] = []
     lowest = np.inf
     for slot_ in np.flatnonzero(np.isfinite(least[-1])).tolist():
         if least[-1, slot_] >= lowest:
             continue
         lowest = float(least[-1, slot_])
-        walls: list[int] = []
+        walls: list[Position] = []
         at, time = count - 1, slot_
         while at:
             before = int(origin[at, time])
             time -= int(steps[before, at])
             at = before
             if at:
-                walls.append(int(segments.positions[at]))
+                walls.append(Position(int(segments.positions[at])))
         found.append(walls[::-1])
     return found

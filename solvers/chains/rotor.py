@@ -26,10 +26,11 @@ import numpy as np
 
 from solvers.chains.blocks import Blocks, find_blocks
 from solvers.local.polish import polish
-from solvers.model.arrays import Integers, Numbers, PerPosition, Positions, ValueMask
+from solvers.model.arrays import BlockIds, Integers, Numbers, PerPosition, Positions, ValueMask
 from solvers.model.cut_points import Cuts, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
+from solvers.model.indices import Block, Position, RowId, ValueId, listed
 from solvers.model.just_in_time import Forget
 from solvers.model.solver import solver
 from solvers.sqrt_n import families, one_extra_forward, segment_walls, weights
@@ -66,8 +67,8 @@ def solve(search: Search) -> None:
 class Tables:
     """Blocks and tables of one graph, which other budgets use again."""
 
-    blocks: dict[tuple[int, ...], Blocks] = field(default_factory=dict)
-    filled: dict[tuple[tuple[int, ...], int], "Table"] = field(default_factory=dict)
+    blocks: dict[tuple[Position, ...], Blocks] = field(default_factory=dict)
+    filled: dict[tuple[tuple[Position, ...], int], "Table"] = field(default_factory=dict)
 
 
 def improve(
@@ -87,7 +88,7 @@ def improve(
     pinned = pinned_values(graph, uses)
     cuts = find_cuts(graph, uses, pinned)
     needed = (uses.last_backward >= 0) & ~pinned
-    tried: set[tuple[int, ...]] = set()
+    tried: set[tuple[Position, ...]] = set()
     for n, count in enumerate(counts):
         for positions in families(cuts)[:kinds]:
             if search.out_of_time():
@@ -142,11 +143,11 @@ def table_bytes(budget: int | None, everything: int) -> int:
     return int(1.25 * everything * 2.0 ** (-steps / 4)) + 1
 
 
-def choose_walls(weight: PerPosition, positions: Positions, count: int) -> list[int]:
+def choose_walls(weight: PerPosition, positions: Positions, count: int) -> list[Position]:
     """At most ``count - 1`` of the positions, so that the blocks' bytes are balanced."""
     low, high = 0.0, float(weight[-1])
     if len(positions) < count:
-        return [int(p) for p in positions]
+        return listed(Position, positions)
     for _ in range(30):
         size = (low + high) / 2
         if len(segment_walls(positions, weight, size)) < count:
@@ -158,13 +159,14 @@ def choose_walls(weight: PerPosition, positions: Positions, count: int) -> list[
 
 @dataclass(frozen=True)
 class Table:
-    """The dynamic program of some blocks: ``seconds[s, t]`` over slots of memory of ``slot`` bytes."""
+    """The dynamic program of some blocks: ``seconds[s, t, m]`` for blocks s to t with m slots of memory, of
+    ``slot`` bytes each."""
 
     blocks: Blocks
     seconds: Numbers
     slot: float
 
-    def choice(self, s: int, t: int, m: int) -> int:
+    def choice(self, s: Block, t: Block, m: int) -> int:
         """The choice that gives ``seconds[s, t, m]``: below the number of blocks a cut s' > s; at or
         above it, the option to keep; -1 is just in time."""
         blocks, n = self.blocks, self.blocks.count
@@ -189,7 +191,7 @@ class Table:
         return n + int(value.argmin())
 
 
-def least_slots(blocks: Blocks, first: Integers, length: int, slot: float) -> Integers:
+def least_slots(blocks: Blocks, first: BlockIds, length: int, slot: float) -> Integers:
     """The slots that it takes to run from each of the ``first`` blocks up to each of the cuts behind
     it, of which there are ``length``."""
     run = first[:, None] + np.arange(length)
@@ -242,7 +244,7 @@ def fill(blocks: Blocks, most: int, slots: int = SLOTS) -> Table:
 class Retained:
     """What a plan keeps: ``at[s, t]`` the values to retain when a stretch from block s reaches t."""
 
-    at: dict[tuple[int, int], set[int]]
+    at: dict[tuple[Block, Block], set[ValueId]]
 
 
 def plan(blocks: Blocks, cuts: Cuts, table: Table, slots: int) -> Retained | None:
@@ -250,30 +252,30 @@ def plan(blocks: Blocks, cuts: Cuts, table: Table, slots: int) -> Retained | Non
     n = blocks.count
     if not np.isfinite(table.seconds[0, n - 1, slots]):
         return None
-    at: dict[tuple[int, int], set[int]] = {}
-    crossing = [set(cuts.crossing(w).tolist()) for w in blocks.walls]
+    at: dict[tuple[Block, Block], set[ValueId]] = {}
+    crossing = [set(listed(ValueId, cuts.crossing(w))) for w in blocks.walls]
     members = [np.flatnonzero(blocks.of_value == b) for b in range(n)]
-    pending = [(0, n - 1, slots)]
+    pending = [(Block(0), Block(n - 1), slots)]
     while pending:
         s, t, m = pending.pop()
-        first, kept = s, set()
+        first, kept = s, set[ValueId]()
         while True:
             c = table.choice(s, t, m)
             if c == -1:
                 break
             if c >= n:
-                kept |= set(members[s][blocks.options[c - n][members[s]]].tolist())
+                kept |= set(listed(ValueId, members[s][blocks.options[c - n][members[s]]]))
                 if s == t:
                     break
                 m -= int(np.rint(blocks.option_bytes[c - n, s] / table.slot))
                 m -= int(np.rint(blocks.boundary[s, s + 1] / table.slot))
                 kept |= crossing[s]
-                s += 1
+                s = Block(s + 1)
             else:
-                pending.append((s, c - 1, m))
+                pending.append((s, Block(c - 1), m))
                 m -= int(np.rint(blocks.boundary[s, c] / table.slot))
                 kept |= crossing[c - 1]
-                s = c
+                s = Block(c)
         at[first, t] = kept
     return Retained(at)
 
@@ -281,17 +283,17 @@ def plan(blocks: Blocks, cuts: Cuts, table: Table, slots: int) -> Retained | Non
 def judge(search: Search, blocks: Blocks, cuts: Cuts, pinned: ValueMask, retained: Retained) -> Candidate:
     """Make and judge the schedule of a plan."""
     kept = pinned.copy()
-    kept[list(retained.at[0, blocks.count - 1])] = True
+    kept[list(retained.at[Block(0), Block(blocks.count - 1)])] = True
     return search.try_kept(kept, forgetting(search.graph, blocks, cuts, retained))
 
 
 def forgetting(graph: Graph, blocks: Blocks, cuts: Cuts, retained: Retained) -> Forget:
     """Forget of a stretch what the plan does not retain, the last block of it left alone."""
-    of_value = blocks.of_value.tolist()
+    of_value = listed(Block, blocks.of_value)
     outputs = graph.walk_table.outputs
-    crossing = [set(cuts.crossing(w).tolist()) for w in blocks.walls]
+    crossing = [set(listed(ValueId, cuts.crossing(w))) for w in blocks.walls]
 
-    def forget(stretch: list[int]) -> list[int]:
+    def forget(stretch: list[RowId]) -> list[ValueId]:
         first = of_value[outputs[stretch[0]][0]]
         last = of_value[outputs[stretch[-1]][0]]
         if first == last:

@@ -31,9 +31,21 @@ import numpy as np
 
 from solvers.local.polish import instances_by_start, is_rerun, prune, reads
 from solvers.milp import Program
-from solvers.model.arrays import PerStep, Schedule
+from solvers.model.arrays import PerStep, Schedule, Steps
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
+from solvers.model.indices import (
+    BaseOp,
+    Instance,
+    Per,
+    Region,
+    RowId,
+    Step,
+    ValueId,
+    Variable,
+    listed,
+    numbered,
+)
 from solvers.model.schedule import Lifetimes, lifetimes
 
 MOST_STEPS = 1_500
@@ -48,6 +60,7 @@ CORRECTIONS = 6
 SECONDS = 2.0
 """Wall seconds that a program gets at most."""
 GAP = 2e-3
+NO_STEP = Step(-1)
 
 
 @dataclass(frozen=True)
@@ -57,8 +70,8 @@ class Move:
     Attributes:
         seconds: What it adds to the schedule's seconds; negative for what it saves.
         change: What it adds to the bytes at every step, int64.
-        gone: The step that it takes out; -1 when none.
-        before: The step before which ``rows`` are inserted; -1 when none are.
+        gone: The step that it takes out, or ``NO_STEP``.
+        before: The step before which ``rows`` are inserted, or ``NO_STEP``.
         rows: Rows to run again, in order.
         dropped: ``(instance, from, to)``: dropped behind step ``from``, back before step ``to``.
         needed: ``(instance, step)``: instances that must be alive at ``step``.
@@ -66,11 +79,11 @@ class Move:
 
     seconds: float
     change: PerStep
-    gone: int
-    before: int
-    rows: tuple[int, ...]
-    dropped: tuple[int, int, int]
-    needed: tuple[tuple[int, int], ...]
+    gone: Step
+    before: Step
+    rows: tuple[RowId, ...]
+    dropped: tuple[Instance, Step, Step]
+    needed: tuple[tuple[Instance, Step], ...]
 
 
 def exchange(search: Search, candidate: Candidate, budget: int) -> Candidate:
@@ -100,9 +113,9 @@ def _round(search: Search, candidate: Candidate, budget: int) -> Candidate | Non
     for a, b in _conflicts(moves):
         program.row({a: 1.0, b: 1.0}, high=1.0)
     first = len(program.row_low)
-    for step in steps.tolist():
+    for step in listed(Step, steps):
         column = change[:, step]
-        program.row({int(m): float(column[m]) / unit for m in np.flatnonzero(column)})
+        program.row({m: float(column[m]) / unit for m in listed(Variable, np.flatnonzero(column))})
     room = (budget - candidate.timeline.step_bytes[steps]) / unit
     owner = np.zeros(len(schedule) + 1, dtype=np.int64)
     owner[steps] = 1
@@ -161,7 +174,7 @@ def _spares(search: Search, schedule: Schedule, lives: Lifetimes) -> list[Move]:
     graph, constraints = search.graph, search.constraints
     firsts = instances_by_start(lives, len(schedule))
     found: list[Move] = []
-    for step in np.flatnonzero(is_rerun(graph, schedule)).tolist():
+    for step in listed(Step, np.flatnonzero(is_rerun(graph, schedule))):
         used = [n for n in firsts[step] if lives.used[n]]
         if not used:
             continue
@@ -171,7 +184,7 @@ def _spares(search: Search, schedule: Schedule, lives: Lifetimes) -> list[Move]:
         for n in used:
             change[lives.end[n - 1] + 1 : step] += graph.bytes[lives.value[n]]
         seconds = -float(graph.seconds[schedule[step]])
-        found.append(Move(seconds, change, step, -1, (), (used[0], step, step), ()))
+        found.append(Move(seconds, change, step, NO_STEP, (), (used[0], step, step), ()))
     return found
 
 
@@ -183,27 +196,27 @@ def _evictions(
     length = len(schedule)
     first = np.full(len(graph.ops), length, dtype=np.int64)
     first[schedule[::-1]] = np.arange(length - 1, -1, -1)
-    following = np.searchsorted(first[: graph.base_length], np.arange(length), side="left")
+    following = listed(BaseOp, np.searchsorted(first[: graph.base_length], np.arange(length), side="left"))
     _, read_step, instance = reads(graph, schedule, lives)
-    read_at: list[list[int]] = [[] for _ in lives.start]
-    for step, n in zip(read_step.tolist(), instance.tolist(), strict=True):
+    read_at: list[list[Step]] = [[] for _ in lives.start]
+    for step, n in zip(listed(Step, read_step), listed(Instance, instance), strict=True):
         read_at[n].append(step)
     held = np.zeros(len(lives.start), dtype=np.int64)
     values, until = graph.held_table
-    for v, op in zip(values.tolist(), until.tolist(), strict=True):
-        n = int(np.searchsorted(lives.value, v))
-        if n < len(held) and lives.value[n] == v:
-            held[n] = first[op]
-    at_start: list[list[int]] = [[] for _ in graph.values]
-    for n, v in enumerate(lives.value.tolist()):
-        at_start[v].append(n)
-    start, end, value = lives.start.tolist(), lives.end.tolist(), lives.value.tolist()
+    for v, op in zip(listed(ValueId, values), listed(BaseOp, until), strict=True):
+        first_life = int(np.searchsorted(lives.value, v))
+        if first_life < len(held) and lives.value[first_life] == v:
+            held[first_life] = first[op]
+    start, end, value = listed(Step, lives.start), listed(Step, lives.end), listed(ValueId, lives.value)
+    instances_of: list[list[Instance]] = [[] for _ in graph.values]
+    for n, v in numbered(Instance, value):
+        instances_of[v].append(n)
 
-    def latest(v: int, step: int) -> int:
-        return next(n for n in reversed(at_start[v]) if start[n] < step)
+    def latest(v: ValueId, step: Step) -> Instance:
+        return next(n for n in reversed(instances_of[v]) if start[n] < step)
 
     found: list[Move] = []
-    for n, uses in enumerate(read_at):
+    for n, uses in numbered(Instance, read_at):
         v = value[n]
         if graph.recompute_row[v] < 0 or (keep is not None and keep[v]) or not graph.bytes[v]:
             continue
@@ -211,7 +224,7 @@ def _evictions(
         for before, after in pairwise(points):
             if after < graph.forward_length or after - before < 2 or held[n] > before:
                 continue
-            region = graph.ops[int(following[after])].region
+            region = graph.ops[following[after]].region
             if region != table.recompute_region[v]:
                 continue
             for again in (False, True):
@@ -236,7 +249,7 @@ def _evictions(
                     Move(
                         seconds,
                         change,
-                        -1,
+                        NO_STEP,
                         after,
                         rows,
                         (n, before, after),
@@ -248,18 +261,18 @@ def _evictions(
 
 def _closure(
     graph: Graph,
-    v: int,
-    step: int,
+    v: ValueId,
+    step: Step,
     again: bool,
-    latest: Callable[[int, int], int],
-    end: list[int],
-    region: int,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    latest: Callable[[ValueId, Step], Instance],
+    end: Per[Instance, Step],
+    region: Region,
+) -> tuple[tuple[RowId, ...], tuple[Instance, ...]]:
     """Rows that recompute ``v`` before ``step``, none when that takes too many, and the instances
     that they read. Inputs that are no longer alive are recomputed too if ``again``."""
     table = graph.walk_table
-    rows: set[int] = set()
-    needed: dict[int, None] = {}
+    rows: set[RowId] = set()
+    needed: dict[Instance, None] = {}
     pending = [v]
     while pending:
         row = table.recompute_row[pending.pop()]
@@ -278,15 +291,15 @@ def _closure(
     return tuple(sorted(rows, key=table.base_of.__getitem__)), tuple(needed)
 
 
-def _conflicts(moves: list[Move]) -> list[tuple[int, int]]:
-    """Pairs of moves that cannot both be made."""
-    by_instance: dict[int, list[int]] = {}
-    readers: dict[int, list[tuple[int, int]]] = {}
-    for i, m in enumerate(moves):
+def _conflicts(moves: Per[Variable, Move]) -> list[tuple[Variable, Variable]]:
+    """Pairs of moves that cannot both be made; each move is the variable of its index."""
+    by_instance: dict[Instance, list[Variable]] = {}
+    readers: dict[Instance, list[tuple[Variable, Step]]] = {}
+    for i, m in numbered(Variable, moves):
         by_instance.setdefault(m.dropped[0], []).append(i)
         for n, step in m.needed:
             readers.setdefault(n, []).append((i, step))
-    pairs: set[tuple[int, int]] = set()
+    pairs: set[tuple[Variable, Variable]] = set()
     for n, members in by_instance.items():
         for a in members:
             for b in members:
@@ -300,28 +313,28 @@ def _conflicts(moves: list[Move]) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _peaks(profile: PerStep, change: PerStep, budget: int) -> PerStep:
+def _peaks(profile: PerStep, change: PerStep, budget: int) -> Steps:
     """The steps that may exceed the budget, whichever moves are made."""
     most = profile + np.maximum(change, 0).sum(axis=0)
     return np.flatnonzero(most > budget)
 
 
-def make(graph: Graph, schedule: Schedule, moves: list[Move]) -> tuple[Schedule, PerStep]:
+def make(graph: Graph, schedule: Schedule, moves: list[Move]) -> tuple[Schedule, Steps]:
     """The schedule with the moves made, and for each of its steps the step of the old one at which,
     or right before which, it stands."""
     base_of = graph.walk_table.base_of
     gone = {m.gone for m in moves if m.gone >= 0}
-    inserted: dict[int, dict[int, None]] = {}
+    inserted: dict[Step, dict[RowId, None]] = {}
     for m in moves:
         if m.before >= 0:
             inserted.setdefault(m.before, {}).update(dict.fromkeys(m.rows))
-    steps: list[int] = []
-    origin: list[int] = []
-    for step, row in enumerate(schedule.tolist()):
+    rows: list[RowId] = []
+    origin: list[Step] = []
+    for step, row in numbered(Step, listed(RowId, schedule)):
         again = sorted(inserted.get(step, {}), key=base_of.__getitem__)
-        steps += again
+        rows += again
         origin += [step] * len(again)
         if step not in gone:
-            steps.append(row)
+            rows.append(row)
             origin.append(step)
-    return np.array(steps, dtype=np.int64), np.array(origin, dtype=np.int64)
+    return np.array(rows, dtype=np.int64), np.array(origin, dtype=np.int64)

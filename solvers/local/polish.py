@@ -14,10 +14,11 @@ pairs of kept values).
 
 import numpy as np
 
-from solvers.model.arrays import Integers, Schedule, StepMask
+from solvers.model.arrays import Instances, Schedule, StepMask, Steps, ValueIds
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
+from solvers.model.indices import Instance, Per, RowId, Step, ValueId, listed, numbered
 from solvers.model.schedule import Lifetimes, lifetimes, simulate
 
 
@@ -69,13 +70,13 @@ def take_out(
     firsts = instances_by_start(lives, len(schedule))
     needed = [
         sum(int(graph.bytes[lives.value[n]]) for n in firsts[step] if lives.used[n])
-        for step in again.tolist()
+        for step in listed(Step, again)
     ]
     worth = graph.seconds[schedule[again]] / np.maximum(1, needed)
-    gone: set[int] = set()
+    gone: set[Step] = set()
     end = lives.end.copy()
     merged = np.zeros(len(end), dtype=bool)
-    for step in again[np.argsort(-worth, kind="stable")].tolist():
+    for step in listed(Step, again[np.argsort(-worth, kind="stable")]):
         if search.out_of_time():
             break
         used = [n for n in firsts[step] if lives.used[n]]
@@ -101,10 +102,10 @@ def take_out(
     return shorter
 
 
-def instances_by_start(lives: Lifetimes, length: int) -> list[list[int]]:
-    """The indices of the instances computed at each step."""
-    table: list[list[int]] = [[] for _ in range(length)]
-    for n, start in enumerate(lives.start.tolist()):
+def instances_by_start(lives: Lifetimes, length: int) -> Per[Step, list[Instance]]:
+    """The instances computed at each step."""
+    table: list[list[Instance]] = [[] for _ in range(length)]
+    for n, start in numbered(Instance, listed(Step, lives.start)):
         table[start].append(n)
     return table
 
@@ -120,7 +121,7 @@ def delay(search: Search, candidate: Candidate) -> Candidate:
     first_use = np.full(len(lives.start), len(schedule), dtype=np.int64)
     np.minimum.at(first_use, instance, read_step)
     position = np.arange(len(schedule), dtype=np.float64)
-    for step in np.flatnonzero(again)[::-1].tolist():
+    for step in listed(Step, np.flatnonzero(again)[::-1]):
         use = min((int(first_use[n]) for n in firsts[step] if lives.used[n]), default=step)
         if use < len(schedule) and use > step + 1:
             position[step] = np.nextafter(position[use], -1)
@@ -130,8 +131,8 @@ def delay(search: Search, candidate: Candidate) -> Candidate:
     return search.try_schedule(moved)
 
 
-def reads(graph: Graph, schedule: Schedule, lives: Lifetimes) -> tuple[Integers, Integers, Integers]:
-    """Every read of a schedule: (value, step, index of the instance that is read)."""
+def reads(graph: Graph, schedule: Schedule, lives: Lifetimes) -> tuple[ValueIds, Steps, Instances]:
+    """Every read of a schedule: (value, step, instance that is read)."""
     offsets, flat = graph.input_table
     counts = offsets[schedule + 1] - offsets[schedule]
     step = np.repeat(np.arange(len(schedule), dtype=np.int64), counts)
@@ -151,12 +152,12 @@ def trade(search: Search, candidate: Candidate, *, rounds: int = 3) -> Candidate
         before = candidate.seconds
         free = (graph.recompute_row >= 0) & (graph.bytes > 0)
         again = np.zeros(len(graph.values), dtype=bool)
-        for row in candidate.schedule[is_rerun(graph, candidate.schedule)].tolist():
+        for row in listed(RowId, candidate.schedule[is_rerun(graph, candidate.schedule)]):
             again[list(graph.ops[row].outputs)] = True
         out = np.flatnonzero(free & candidate.kept)
         into = np.flatnonzero(free & again & ~candidate.kept)
         into = into[np.argsort(-graph.seconds[graph.recompute_row[into]])]
-        for v in into.tolist():
+        for v in listed(ValueId, into):
             if search.out_of_time():
                 return candidate
             kept = np.array(candidate.kept)
@@ -165,9 +166,8 @@ def trade(search: Search, candidate: Candidate, *, rounds: int = 3) -> Candidate
             if search.fits(tried) and tried.seconds < candidate.seconds:
                 candidate = tried
                 continue
-            for w in out[
-                graph.seconds[graph.recompute_row[out]] < graph.seconds[graph.recompute_row[v]]
-            ].tolist():
+            cheaper = graph.seconds[graph.recompute_row[out]] < graph.seconds[graph.recompute_row[v]]
+            for w in listed(ValueId, out[cheaper]):
                 if search.out_of_time():
                     return candidate
                 swapped = kept.copy()

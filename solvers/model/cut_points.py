@@ -10,14 +10,16 @@ too small to matter, and small values that very many operations share (attention
 biases, normalisation statistics).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import networkx as nx
 import numpy as np
 
-from solvers.model.arrays import PerPosition, PerValue, RowMask, ValueIds, ValueMask
+from solvers.model.arrays import BaseOpPerValue, PerPosition, PerValue, PositionMask, ValueIds, ValueMask
 from solvers.model.graph import Graph
+from solvers.model.indices import BaseOp, Position, ValueId, numbered
 
 SMALL_FRACTION = 2.5e-3
 """The smallest values, as long as they are together below this fraction of the forward bytes, are pinned."""
@@ -38,10 +40,10 @@ class ForwardUses:
         forward_count: Number of forward operations whose re-run reads it.
     """
 
-    last_forward: PerValue
-    first_backward: PerValue
-    last_backward: PerValue
-    last_any: PerValue
+    last_forward: BaseOpPerValue
+    first_backward: BaseOpPerValue
+    last_backward: BaseOpPerValue
+    last_any: BaseOpPerValue
     forward_count: PerValue
 
 
@@ -61,7 +63,7 @@ def _forward_uses(graph: Graph) -> ForwardUses:
     last_backward = np.full(count, -1, dtype=np.int64)
     forward_count = np.zeros(count, dtype=np.int64)
     region = graph.region[np.maximum(graph.producer, 0)]
-    for i, op in enumerate(graph.ops[: graph.base_length]):
+    for i, op in numbered(BaseOp, graph.ops[: graph.base_length]):
         for v in graph.walk_table.inputs[i]:
             last_any[v] = i
             if i >= graph.forward_length and op.region == region[v]:
@@ -76,10 +78,10 @@ def _forward_uses(graph: Graph) -> ForwardUses:
     return ForwardUses(last_forward, first_backward, last_backward, last_any, forward_count)
 
 
-def last_forward_use(graph: Graph) -> PerValue:
+def last_forward_use(graph: Graph) -> BaseOpPerValue:
     """For each value the last forward operation that reads it; its producer when none does."""
     last = graph.producer.copy()
-    for i in range(graph.forward_length):
+    for i in graph.forward_ops:
         last[list(graph.walk_table.inputs[i])] = i
     return last
 
@@ -115,27 +117,27 @@ class Cuts:
 
     bytes: PerPosition
     count: PerPosition
-    articulation: RowMask
-    start: PerValue
-    end: PerValue
+    articulation: PositionMask
+    start: BaseOpPerValue
+    end: BaseOpPerValue
     sizes: PerValue
 
-    def crossing(self, position: int) -> ValueIds:
+    def crossing(self, position: Position) -> ValueIds:
         """The values that cross a position, sorted indices."""
         return np.flatnonzero((self.start >= 0) & (self.start < position) & (position <= self.end))
 
     @cached_property
-    def _by_start(self) -> tuple[PerValue, PerValue, PerValue]:
+    def _by_start(self) -> tuple[BaseOpPerValue, BaseOpPerValue, PerValue]:
         order = np.argsort(self.start, kind="stable")
         return self.start[order], self.end[order], self.sizes[order]
 
-    def new_bytes(self, earlier: int, position: int) -> float:
+    def new_bytes(self, earlier: Position, position: Position) -> float:
         """Bytes that cross ``position`` and were computed at or behind the ``earlier`` one."""
         start, end, sizes = self._by_start
         window = slice(*np.searchsorted(start, (earlier, position)).tolist())
         return float(sizes[window][end[window] >= position].sum())
 
-    def kept_at(self, positions: "list[int]") -> ValueMask:
+    def kept_at(self, positions: Iterable[Position]) -> ValueMask:
         """Which values cross at least one of the positions, bool."""
         walls = np.array(sorted(positions), dtype=np.int64)
         first = np.searchsorted(walls, self.start, side="right")
@@ -180,12 +182,12 @@ def _find_cuts(graph: Graph, uses: ForwardUses, pinned: ValueMask) -> Cuts:
     )
 
 
-def articulation_values(graph: Graph, pinned: ValueMask) -> list[int]:
+def articulation_values(graph: Graph, pinned: ValueMask) -> list[ValueId]:
     """Values that alone connect what is computed before them with what comes after (Chen et al.
     2016 cut there): articulation points of the undirected graph of forward operations and values."""
     flow: nx.Graph[int] = nx.Graph()
     offset = len(graph.values)
-    for i, op in enumerate(graph.ops[: graph.forward_length]):
+    for i, op in numbered(BaseOp, graph.ops[: graph.forward_length]):
         if not op.recomputable:
             continue
         row = graph.rerun(i)

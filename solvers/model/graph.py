@@ -28,17 +28,21 @@ from typing import Any
 import numpy as np
 
 from solvers.model.arrays import (
+    BaseOpPerRow,
+    BaseOpPerValue,
+    BaseOps,
     Integers,
     PerRow,
     PerRowSeconds,
     PerValue,
-    RowIds,
+    RowPerValue,
     Schedule,
     ValueIds,
     ValueMask,
 )
+from solvers.model.indices import BaseOp, Per, Region, RowId, ValueId, indices, listed, numbered
 
-GLUE_REGION = -1
+GLUE_REGION = Region(-1)
 
 
 class Phase(IntEnum):
@@ -55,14 +59,14 @@ class Value:
     Attributes:
         bytes: Size, rounded as the device's allocator rounds.
         name: For people.
-        held_until: Index of the base operation after which the outside world lets go of the first
+        held_until: The base operation after which the outside world lets go of the first
             computed instance; ``None`` when only operations hold it.
         on_demand: Allocated only in schedules that use it (a saved random generator state).
     """
 
     bytes: int
     name: str = ""
-    held_until: int | None = None
+    held_until: BaseOp | None = None
     on_demand: bool = False
 
 
@@ -71,31 +75,31 @@ class Op:
     """One operation.
 
     Attributes:
-        inputs: Indices of the values that it reads.
-        outputs: Indices of the values that it allocates.
+        inputs: The values that it reads.
+        outputs: The values that it allocates.
         seconds: Its duration.
         workspace_bytes: What its kernel allocates and frees inside.
         phase: Forward or backward.
         recomputable: May it be run a second time (in its ``replay`` form, if it has one)?
         region: The captured graph it belongs to; ``GLUE_REGION`` for what ran outside of any.
-        replay: Index of the row that stands for its re-run; ``None`` when that is itself.
+        replay: The row that stands for its re-run; ``None`` when that is itself.
         name: For people: the operator and its stable index.
         module: Path of the module that it came from, "" for the root.
         writes: Values of other operations that it writes its results into.
         blocks: Named parts of the program that it is in, outermost first: ``number kind name`` of each.
     """
 
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
     seconds: float = 0.0
     workspace_bytes: int = 0
     phase: Phase = Phase.FORWARD
     recomputable: bool = True
-    region: int = 0
-    replay: int | None = None
+    region: Region = Region(0)  # noqa: RUF009
+    replay: RowId | None = None
     name: str = ""
     module: str = ""
-    writes: tuple[int, ...] = ()
+    writes: tuple[ValueId, ...] = ()
     blocks: tuple[str, ...] = ()
 
 
@@ -116,8 +120,8 @@ class Graph:
         GraphError: If a value is used before it is produced, produced twice, or an index is off.
     """
 
-    ops: tuple[Op, ...]
-    values: tuple[Value, ...]
+    ops: Per[RowId, Op]
+    values: Per[ValueId, Value]
     base_length: int = field(default=-1)
 
     def __post_init__(self) -> None:
@@ -126,7 +130,7 @@ class Graph:
         self._check()
 
     def _check(self) -> None:
-        produced: set[int] = set()
+        produced: set[ValueId] = set()
         seen_backward = False
         for i, op in enumerate(self.ops[: self.base_length]):
             for v in op.inputs:
@@ -147,6 +151,31 @@ class Graph:
         for i, op in enumerate(self.ops[self.base_length :], self.base_length):
             if not set(op.inputs) | set(op.outputs) <= produced:
                 raise GraphError(f"replay row {i} ({op.name}) has a value that no base op produces")
+
+    @cached_property
+    def value_ids(self) -> Sequence[ValueId]:
+        """All values."""
+        return indices(ValueId, len(self.values))
+
+    @cached_property
+    def row_ids(self) -> Sequence[RowId]:
+        """All rows: base operations, then replays."""
+        return indices(RowId, len(self.ops))
+
+    @cached_property
+    def base_ops(self) -> Sequence[BaseOp]:
+        """The base operations, in captured order."""
+        return indices(BaseOp, self.base_length)
+
+    @cached_property
+    def forward_ops(self) -> Sequence[BaseOp]:
+        """Those of the forward phase, which come first."""
+        return self.base_ops[: self.forward_length]
+
+    @cached_property
+    def backward_ops(self) -> Sequence[BaseOp]:
+        """Those of the backward phase."""
+        return self.base_ops[self.forward_length :]
 
     @cached_property
     def forward_length(self) -> int:
@@ -174,7 +203,7 @@ class Graph:
         return np.array([op.workspace_bytes for op in self.ops], dtype=np.int64)
 
     @cached_property
-    def producer(self) -> PerValue:
+    def producer(self) -> BaseOpPerValue:
         """The base operation that first computes each value, int64; -1 for a value of no op."""
         producer = np.full(len(self.values), -1, dtype=np.int64)
         for i, op in enumerate(self.ops[: self.base_length]):
@@ -182,24 +211,24 @@ class Graph:
         return producer
 
     @cached_property
-    def consumers(self) -> tuple[tuple[int, ...], ...]:
+    def consumers(self) -> Per[ValueId, tuple[BaseOp, ...]]:
         """For each value the base operations that read it, in captured order."""
-        consumers: list[list[int]] = [[] for _ in self.values]
-        for i, op in enumerate(self.ops[: self.base_length]):
+        consumers: list[list[BaseOp]] = [[] for _ in self.values]
+        for i, op in numbered(BaseOp, self.ops[: self.base_length]):
             for v in set(op.inputs):
                 consumers[v].append(i)
         return tuple(map(tuple, consumers))
 
-    def rerun(self, op: int) -> int:
+    def rerun(self, op: BaseOp) -> RowId:
         """The row to put in a schedule to run base operation ``op`` a second time."""
         replay = self.ops[op].replay
         return op if replay is None else replay
 
     @cached_property
-    def recompute_row(self) -> PerValue:
+    def recompute_row(self) -> RowPerValue:
         """For each value the row that recomputes it, int64; -1 where nothing may."""
         row = np.full(len(self.values), -1, dtype=np.int64)
-        for i, op in enumerate(self.ops[: self.forward_length]):
+        for i, op in numbered(BaseOp, self.ops[: self.forward_length]):
             if op.recomputable and op.region != GLUE_REGION:
                 again = self.rerun(i)
                 row[list(self.ops[again].outputs)] = again
@@ -208,23 +237,22 @@ class Graph:
     @cached_property
     def walk_table(self) -> "WalkTable":
         """The rows as Python lists, for walks that are no matter for NumPy."""
-        row = self.recompute_row.tolist()
+        row = listed(RowId, self.recompute_row)
         region = [self.ops[r].region if r >= 0 else None for r in row]
         inputs = [tuple(dict.fromkeys(op.inputs)) for op in self.ops]
         recomputable_inputs = [
             tuple(v for v in values if region[v] == op.region)
             for op, values in zip(self.ops, inputs, strict=True)
         ]
-        backward = range(self.forward_length, self.base_length)
         return WalkTable(
             row,
             region,
             inputs,
             recomputable_inputs,
-            [i for i in backward if recomputable_inputs[i]],
+            [i for i in self.backward_ops if recomputable_inputs[i]],
             [op.outputs for op in self.ops],
             [op.region for op in self.ops],
-            self.base_of.tolist(),
+            listed(BaseOp, self.base_of),
         )
 
     @cached_property
@@ -233,14 +261,14 @@ class Graph:
         return np.array([op.region for op in self.ops], dtype=np.int64)
 
     @cached_property
-    def held_table(self) -> tuple[ValueIds, RowIds]:
+    def held_table(self) -> tuple[ValueIds, BaseOps]:
         """The values that the outside world holds and the base operations until which it does."""
         held = [(v, x.held_until) for v, x in enumerate(self.values) if x.held_until is not None]
         table = np.array(held, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
     @cached_property
-    def base_of(self) -> PerRow:
+    def base_of(self) -> BaseOpPerRow:
         """For each row of ``ops`` the base operation that it is a form of, int64."""
         base = np.arange(len(self.ops), dtype=np.int64)
         for i, op in enumerate(self.ops[: self.base_length]):
@@ -289,17 +317,17 @@ class WalkTable:
         base_of: The base operation that each row is a form of.
     """
 
-    recompute_row: list[int]
-    recompute_region: list[int | None]
-    inputs: list[tuple[int, ...]]
-    recomputable_inputs: list[tuple[int, ...]]
-    consumers: list[int]
-    outputs: list[tuple[int, ...]]
-    region: list[int]
-    base_of: list[int]
+    recompute_row: Per[ValueId, RowId]
+    recompute_region: Per[ValueId, Region | None]
+    inputs: Per[RowId, tuple[ValueId, ...]]
+    recomputable_inputs: Per[RowId, tuple[ValueId, ...]]
+    consumers: Sequence[BaseOp]
+    outputs: Per[RowId, tuple[ValueId, ...]]
+    region: Per[RowId, Region]
+    base_of: Per[RowId, BaseOp]
 
 
-def _ragged(rows: Sequence[Sequence[int]]) -> tuple[Integers, ValueIds]:
+def _ragged(rows: Sequence[Sequence[ValueId]]) -> tuple[Integers, ValueIds]:
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(r) for r in rows], out=offsets[1:])
     flat = np.fromiter((v for r in rows for v in r), dtype=np.int64, count=int(offsets[-1]))

@@ -20,8 +20,9 @@ import numpy as np
 
 from solvers.model.arrays import Schedule, ValueMask
 from solvers.model.graph import Graph
+from solvers.model.indices import RowId, ValueId
 
-Forget = Callable[[list[int]], Iterable[int]]
+Forget = Callable[[list[RowId]], Iterable[ValueId]]
 """Given the rows just re-run for one operation, in order: the values to forget after it."""
 
 
@@ -43,21 +44,22 @@ def recompute(graph: Graph, kept: ValueMask, *, forget: Forget | None = None) ->
     recomputable_inputs, outputs = table.recomputable_inputs, table.outputs
     for_good = kept | (graph.recompute_row < 0)
     available = bytearray(for_good.astype(np.uint8).tobytes())
-    steps: list[int] = []
+    base_ops = graph.base_ops
+    schedule: list[RowId] = []
     done = 0
     for op in table.consumers:
         missing = [v for v in recomputable_inputs[op] if not available[v]]
         if not missing:
             continue
-        rerun: set[int] = set()
+        rerun: set[RowId] = set()
         while missing:
             row = row_of[missing.pop()]
             if row not in rerun:
                 rerun.add(row)
                 missing += [v for v in recomputable_inputs[row] if not available[v]]
         stretch = sorted(rerun, key=base_of.__getitem__)
-        steps += range(done, op)
-        steps += stretch
+        schedule += base_ops[done:op]
+        schedule += stretch
         done = op
         for row in stretch:
             for v in outputs[row]:
@@ -66,5 +68,5 @@ def recompute(graph: Graph, kept: ValueMask, *, forget: Forget | None = None) ->
             for v in forget(stretch):
                 if not for_good[v]:
                     available[v] = 0
-    steps += range(done, graph.base_length)
-    return np.array(steps, dtype=np.int64)
+    schedule += base_ops[done:]
+    return np.array(schedule, dtype=np.int64)

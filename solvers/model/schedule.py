@@ -9,8 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.model.arrays import Integers, PerStep, RowMask, Schedule, ValueIds
+from solvers.model.arrays import (
+    InstanceMask,
+    Integers,
+    PerStep,
+    Schedule,
+    StepPerInstance,
+    Steps,
+    ValueIds,
+    ValuePerInstance,
+)
 from solvers.model.graph import Graph, GraphError, Phase
+from solvers.model.indices import BaseOp, RowId, Step, listed
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class Timeline:
             (its outputs included, its workspace not), int64.
         step_bytes: ``live_bytes`` plus the workspace of the step, int64.
         peak_bytes: Maximum of ``step_bytes``.
-        peak_step: Index of the first step that reaches the peak.
+        peak_step: The first step that reaches the peak.
         final_bytes: What is alive when the schedule has ended (gradients, outputs).
         seconds: Sum over the steps.
     """
@@ -30,7 +40,7 @@ class Timeline:
     live_bytes: PerStep
     step_bytes: PerStep
     peak_bytes: int
-    peak_step: int
+    peak_step: Step
     final_bytes: int
     seconds: float
 
@@ -41,10 +51,10 @@ class Lifetimes:
     ``start[i]`` and alive up to and including step ``end[i]``; ``used[i]`` is False for an instance
     that is dropped at once. All int64 (``used``: bool), sorted by value, then start."""
 
-    value: ValueIds
-    start: Integers
-    end: Integers
-    used: RowMask
+    value: ValuePerInstance
+    start: StepPerInstance
+    end: StepPerInstance
+    used: InstanceMask
 
 
 def lifetimes(graph: Graph, schedule: Schedule) -> Lifetimes:
@@ -102,7 +112,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     length = len(schedule)
     if length == 0:
         empty = np.zeros(0, dtype=np.int64)
-        return Timeline(empty, empty, 0, 0, 0, 0.0)
+        return Timeline(empty, empty, 0, Step(0), 0, 0.0)
     lives = lifetimes(graph, schedule)
     size = graph.bytes[lives.value]
     if graph.on_demand.any():
@@ -112,14 +122,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     np.subtract.at(change, lives.end + 1, size)
     live = np.cumsum(change[:length])
     total = live + graph.workspace_bytes[schedule]
-    peak_step = int(total.argmax())
+    peak_step = Step(int(total.argmax()))
     final = int(size[lives.end == length - 1].sum())
     return Timeline(
         live, total, int(total[peak_step]), peak_step, final, float(graph.seconds[schedule].sum())
     )
 
 
-def alive_at(graph: Graph, schedule: Schedule, step: int) -> ValueIds:
+def alive_at(graph: Graph, schedule: Schedule, step: Step) -> ValueIds:
     """The values alive while ``step`` of the schedule runs, as sorted indices."""
     lives = lifetimes(graph, schedule)
     alive = (lives.start <= step) & (step <= lives.end)
@@ -138,32 +148,31 @@ def check(graph: Graph, schedule: Schedule) -> None:
     schedule = np.asarray(schedule, dtype=np.int64)
     if len(schedule) and not (schedule.min() >= 0 and schedule.max() < len(graph.ops)):
         raise GraphError(f"schedule names rows outside 0..{len(graph.ops) - 1}")
-    expected, region = 0, None
-    for step, row in enumerate(schedule.tolist()):
+    expected, base_of = 0, listed(BaseOp, graph.base_of)
+    for step, row in enumerate(listed(RowId, schedule)):
         op = graph.ops[row]
-        if row == expected:
+        if row == expected < graph.base_length:  # the row behind the last base operation is a replay
             expected += 1
             continue
-        base = int(graph.base_of[row])
+        base = base_of[row]
         if base >= expected:
             raise GraphError(f"step {step} runs row {row} ({op.name}) before base op {expected}")
         if row != graph.rerun(base):
             raise GraphError(f"step {step} re-runs op {base} ({op.name}) in a form that is not its replay")
         if not graph.ops[base].recomputable or graph.ops[base].phase is not Phase.FORWARD:
             raise GraphError(f"step {step} re-runs op {base} ({op.name}), which may not be re-run")
-        region = graph.ops[expected].region if expected < graph.base_length else None
-        if expected >= graph.base_length or graph.ops[expected].phase is not Phase.BACKWARD:
+        following = graph.ops[graph.base_ops[expected]] if expected < graph.base_length else None
+        if following is None or following.phase is not Phase.BACKWARD:
             raise GraphError(f"step {step} re-runs op {base} ({op.name}) outside the backward phase")
-        if region != graph.ops[base].region:
-            raise GraphError(
-                f"step {step} re-runs op {base} of region {graph.ops[base].region} in region {region}"
-            )
+        own, there = graph.ops[base].region, following.region
+        if own != there:
+            raise GraphError(f"step {step} re-runs op {base} of region {own} in region {there}")
     if expected != graph.base_length:
         raise GraphError(f"schedule ends before base op {expected} of {graph.base_length}")
     lifetimes(graph, schedule)
 
 
-def _expand(table: tuple[Integers, ValueIds], schedule: Schedule) -> tuple[ValueIds, Integers]:
+def _expand(table: tuple[Integers, ValueIds], schedule: Schedule) -> tuple[ValueIds, Steps]:
     """(value, step) of every entry of a ragged table along a schedule."""
     offsets, flat = table
     counts = offsets[schedule + 1] - offsets[schedule]

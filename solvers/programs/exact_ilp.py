@@ -33,6 +33,7 @@ from solvers.milp import Outcome, Program
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
+from solvers.model.indices import BaseOp, Per, RowId, SlotId, ValueId, Variable, indices, numbered
 from solvers.model.solution import Solution, Status
 from solvers.model.solver import solver
 
@@ -87,15 +88,15 @@ def least_peak(search: Search, slots: "list[Slot]", high: int, *, seconds: float
 class Slot:
     """A place in time: row ``row`` of the graph may run (``optional``) or does."""
 
-    row: int
+    row: RowId
     optional: bool
 
 
 def find_slots(graph: Graph) -> list[Slot]:
     """All slots: forward, then before each backward operation the re-runs of its region."""
-    slots = [Slot(i, False) for i in range(graph.forward_length)]
+    slots = [Slot(i, False) for i in graph.forward_ops]
     again = _again(graph)
-    for t in range(graph.forward_length, graph.base_length):
+    for t in graph.backward_ops:
         slots += [Slot(graph.rerun(i), True) for i in again if graph.ops[i].region == graph.ops[t].region]
         slots.append(Slot(t, False))
     return slots
@@ -106,13 +107,9 @@ def count_slots(graph: Graph) -> int:
     return graph.base_length + len(_again(graph)) * (graph.base_length - graph.forward_length)
 
 
-def _again(graph: Graph) -> list[int]:
+def _again(graph: Graph) -> list[BaseOp]:
     """The forward operations that may be re-run."""
-    return [
-        i
-        for i in range(graph.forward_length)
-        if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)
-    ]
+    return [i for i in graph.forward_ops if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)]
 
 
 def answer(search: Search, slots: list[Slot], budget: int, *, seconds: float = float("inf")) -> float | None:
@@ -130,12 +127,12 @@ def answer(search: Search, slots: list[Slot], budget: int, *, seconds: float = f
         )
         for s in slots
     ]
-    memory: list[dict[int, float]] = [{} for _ in slots]
+    memory: list[dict[Variable, float]] = [{} for _ in slots]
     for j, s in enumerate(slots):
         if graph.workspace_bytes[s.row]:
             memory[j][run[j]] = float(graph.workspace_bytes[s.row]) / unit
-    last_base = {s.row: j for j, s in enumerate(slots) if not s.optional}
-    for v, value in enumerate(graph.values):
+    last_base = {s.row: j for j, s in numbered(SlotId, slots) if not s.optional}
+    for v, value in numbered(ValueId, graph.values):
         if graph.producer[v] >= 0:
             _write_value(
                 graph,
@@ -154,8 +151,8 @@ def answer(search: Search, slots: list[Slot], budget: int, *, seconds: float = f
     result = program.solve(time_limit=None if np.isinf(left) else max(0.1, left), gap=1e-6)
     if result.values is None:
         return None
-    steps = [s.row for j, s in enumerate(slots) if result.values[run[j]] > 0.5]
-    search.try_schedule(prune(graph, np.array(steps, dtype=np.int64)))
+    schedule = [s.row for j, s in enumerate(slots) if result.values[run[j]] > 0.5]
+    search.try_schedule(prune(graph, np.array(schedule, dtype=np.int64)))
     if result.outcome is Outcome.UNKNOWN or not np.isfinite(result.bound):
         return None
     return graph.base_seconds + (result.bound - 1e-6 * len(slots)) / scale
@@ -165,19 +162,18 @@ def _write_value(
     graph: Graph,
     constraints: Constraints,
     program: Program,
-    slots: list[Slot],
-    run: list[int],
-    memory: list[dict[int, float]],
-    v: int,
+    slots: Per[SlotId, Slot],
+    run: Per[SlotId, Variable],
+    memory: Per[SlotId, dict[Variable, float]],
+    v: ValueId,
     size: float,
-    last_base: dict[int, int],
+    last_base: dict[RowId, SlotId],
 ) -> None:
     """The life of one value: its A variables, their rows, their place in the memory rows."""
     inputs, outputs = graph.walk_table.inputs, graph.walk_table.outputs
-    begin = last_base[int(graph.producer[v])]
-    touching = [
-        j for j in range(begin, len(slots)) if v in inputs[slots[j].row] or v in outputs[slots[j].row]
-    ]
+    begin = last_base[RowId(int(graph.producer[v]))]
+    later = indices(SlotId, len(slots), begin)
+    touching = [j for j in later if v in inputs[slots[j].row] or v in outputs[slots[j].row]]
     end = touching[-1]
     until = graph.values[v].held_until
     held = begin if until is None else max(begin, last_base[until])
@@ -185,20 +181,20 @@ def _write_value(
     on_demand = graph.values[v].on_demand
     first_read = next((j for j in touching if j >= graph.forward_length and not slots[j].optional), end)
     keep = constraints.keep is not None and bool(constraints.keep[v])
-    banned_from = -1
+    banned_from: SlotId | None = None
     if constraints.recompute is not None and constraints.recompute[v] and graph.recompute_row[v] >= 0:
         own = graph.walk_table.recompute_region[v]
         banned_from = next(
-            (j for j, s in enumerate(slots) if s.optional and graph.ops[s.row].region == own), -1
+            (j for j, s in numbered(SlotId, slots) if s.optional and graph.ops[s.row].region == own), None
         )
-    previous = -1
-    for j in range(begin, end + 1):
+    previous: Variable | None = None
+    for j in indices(SlotId, end + 1, begin):
         forced = not on_demand and (j == begin or j <= held or (keep and j <= first_read))
         alive = program.variable(low=float(forced))
         memory[j][alive] = memory[j].get(alive, 0.0) + size
         row = slots[j].row
         writes, reads = v in outputs[row], v in inputs[row]
-        if previous >= 0:
+        if previous is not None:
             terms = {alive: 1.0, previous: -1.0}
             if j == banned_from:
                 terms = {alive: 1.0}

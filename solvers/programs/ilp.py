@@ -50,11 +50,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers import sqrt_n
-from solvers.model.arrays import PerMoment, RowIds, ValueMask
+from solvers.model.arrays import BaseOps, PerMoment, ValueMask
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.cut_points import Cuts, ForwardUses, find_cuts, forward_uses, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
+from solvers.model.indices import Position
 from solvers.model.solver import solver
 from solvers.programs.single_recompute import SECONDS, SingleRecompute, find_stages, write_program
 
@@ -105,26 +106,26 @@ class Programs:
         self.uses: ForwardUses = forward_uses(self.graph)
         self.pinned: ValueMask = pinned_values(self.graph, self.uses)
         self.cuts: Cuts = find_cuts(self.graph, self.uses, self.pinned)
-        self._written: dict[tuple[int, ...], SingleRecompute] = {}
+        self._written: dict[tuple[Position, ...], SingleRecompute] = {}
 
     def sizes(self) -> list[int]:
         """The sizes of program worth solving for this graph, ascending."""
-        different: dict[tuple[int, ...], int] = {}
+        different: dict[tuple[Position, ...], int] = {}
         for size in SIZES:
             different.setdefault(self.walls(size), size)
         return list(different.values())
 
-    def walls(self, size: int) -> tuple[int, ...]:
+    def walls(self, size: int) -> tuple[Position, ...]:
         """Cuts, the narrowest around, that make a program of about ``size`` re-run variables."""
         length = self.graph.forward_length
         if length * length <= 2 * size:
             return ()
         width = max(8, 2 * size // length)
-        walls: list[int] = []
-        position = 0
+        walls: list[Position] = []
+        position = Position(0)
         while position + 1.5 * width < length:
             window = slice(position + width // 2, position + width + width // 2)
-            position = window.start + int(self.cuts.bytes[window].argmin())
+            position = Position(window.start + int(self.cuts.bytes[window].argmin()))
             walls.append(position)
         return tuple(walls)
 
@@ -213,7 +214,7 @@ def correct(
         model.correction[short] = np.maximum(model.correction[short] + 1, excess[short])
 
 
-def peak_by_moment(graph: Graph, moments: RowIds, candidate: Candidate) -> PerMoment:
+def peak_by_moment(graph: Graph, moments: BaseOps, candidate: Candidate) -> PerMoment:
     """The highest simulated bytes from each moment up to the next, re-runs counted to the base
     operation that they precede."""
     schedule = candidate.schedule

@@ -31,6 +31,7 @@ from solvers.milp import Outcome, Program
 from solvers.model.arrays import PerStep
 from solvers.model.cut_points import ForwardUses, forward_uses
 from solvers.model.graph import Graph
+from solvers.model.indices import BaseOp, ValueId, Variable, base_op, listed
 from solvers.model.schedule import simulate
 
 SECONDS = 1000.0
@@ -42,13 +43,17 @@ INTEGER_SECONDS = 2.0
 """Wall seconds that the integer program gets."""
 
 
+CAPTURED_ORDER = base_op(-1)
+"""In the place of a moment: the bound is what the step takes when nothing is recomputed."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """``seconds`` that no schedule within the budget undercuts; inf when there is no such schedule.
-    ``moment`` is the base operation that proves it, -1 when that is the captured order itself."""
+    ``moment`` is the base operation that proves it, or ``CAPTURED_ORDER``."""
 
     seconds: float
-    moment: int
+    moment: BaseOp
 
 
 def lower_bound(
@@ -76,7 +81,7 @@ def lower_bound(
     def left() -> float | None:
         return None if time_limit is None else time_limit - (time.perf_counter() - begin)
 
-    best = Bound(graph.base_seconds, -1)
+    best = Bound(graph.base_seconds, CAPTURED_ORDER)
     profile = simulate(graph, graph.base_schedule).step_bytes
     if not len(profile) or profile.max() <= budget:
         return best
@@ -105,7 +110,7 @@ def tightened(
     return Bound(max(bound.seconds, proven), bound.moment)
 
 
-def holds_for_every_order(graph: Graph, moment: int) -> bool:
+def holds_for_every_order(graph: Graph, moment: BaseOp) -> bool:
     """Whether what base operation ``moment`` proves is true however the operations are ordered: every
     earlier one must come before it and every later one behind it, because of what they read."""
     wanted = set(graph.ops[moment].inputs)
@@ -121,12 +126,13 @@ def holds_for_every_order(graph: Graph, moment: int) -> bool:
     return True
 
 
-def highest(profile: PerStep, forward_length: int, count: int) -> list[int]:
-    """The highest backward moments of the profile, apart from each other."""
+def highest(profile: PerStep, forward_length: int, count: int) -> list[BaseOp]:
+    """The highest backward moments of the captured order's profile, whose steps are the base operations;
+    apart from each other."""
     backward = np.arange(forward_length, len(profile))
     apart = max(1, len(backward) // (4 * count))
-    chosen: list[int] = []
-    for moment in backward[np.argsort(-profile[backward], kind="stable")].tolist():
+    chosen: list[BaseOp] = []
+    for moment in listed(BaseOp, backward[np.argsort(-profile[backward], kind="stable")]):
         if all(abs(moment - other) >= apart for other in chosen):
             chosen.append(moment)
             if len(chosen) == count:
@@ -138,7 +144,7 @@ def bound_at(
     graph: Graph,
     uses: ForwardUses,
     budget: int,
-    moment: int,
+    moment: BaseOp,
     time_limit: float | None,
     *,
     integer: bool = False,
@@ -159,23 +165,25 @@ def bound_at(
     unit = max(1.0, budget / 1e4)
     rerun = [
         program.variable(float(graph.seconds[graph.rerun(i)]) * scale, high=1.0 if _may(graph, i) else 0.0)
-        for i in range(graph.forward_length)
+        for i in graph.forward_ops
     ]
-    hold: dict[int, int] = {}
-    memory: dict[int, float] = {}
-    for v in np.flatnonzero(computed & ~fixed_values & (graph.producer < graph.forward_length)).tolist():
+    producer = listed(BaseOp, graph.producer)
+    hold: dict[ValueId, Variable] = {}
+    memory: dict[Variable, float] = {}
+    decided = computed & ~fixed_values & (graph.producer < graph.forward_length)
+    for v in listed(ValueId, np.flatnonzero(decided)):
         hold[v] = program.variable(integer=integer)
         memory[hold[v]] = float(graph.bytes[v]) / unit
         if later[v]:
-            program.row({hold[v]: 1.0, rerun[int(graph.producer[v])]: 1.0}, low=1.0)
-    for i in range(graph.forward_length):
+            program.row({hold[v]: 1.0, rerun[producer[v]]: 1.0}, low=1.0)
+    for i in graph.forward_ops:
         if not _may(graph, i):
             continue
         for v in graph.walk_table.inputs[graph.rerun(i)]:
             if v in hold:
                 terms = {hold[v]: 1.0, rerun[i]: -1.0}
                 if graph.recompute_row[v] >= 0:
-                    terms[rerun[int(graph.producer[v])]] = 1.0
+                    terms[rerun[producer[v]]] = 1.0
                 program.row(terms, low=0.0)
     program.row(memory, high=(budget - fixed) / unit)
     if len(program.cost) > (MOST_INTEGER if integer else MOST_VARIABLES):
@@ -188,5 +196,5 @@ def bound_at(
     return graph.base_seconds + max(0.0, answer.bound * (1 - 1e-7) / scale)
 
 
-def _may(graph: Graph, op: int) -> bool:
+def _may(graph: Graph, op: BaseOp) -> bool:
     return any(graph.recompute_row[v] >= 0 for v in graph.ops[op].outputs)

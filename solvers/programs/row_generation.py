@@ -21,11 +21,12 @@ import numpy as np
 
 from solvers.local.polish import polish
 from solvers.milp import Outcome, Program
-from solvers.model.arrays import Numbers, PerStep, PerValue, Schedule, ValueMask
+from solvers.model.arrays import BaseOpPerValue, PerBaseOp, PerStep, PerVariable, Schedule, ValueMask
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.cut_points import ForwardUses, forward_uses, last_forward_use, pinned_values
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate, Search
+from solvers.model.indices import BaseOp, Per, ProgramRow, ValueId, Variable, base_op, listed, numbered
 from solvers.model.schedule import simulate
 from solvers.programs.single_recompute import (
     SECONDS,
@@ -71,15 +72,15 @@ class LazyRows:
         self.uses: ForwardUses = forward_uses(self.graph)
         self.pinned: ValueMask = pinned_values(self.graph, self.uses)
         profile = simulate(self.graph, self.graph.base_schedule).step_bytes
-        self.first: tuple[int, ...] = (int(profile.argmax()),) if len(profile) else ()
-        self._written: dict[tuple[tuple[int, ...], float, bool], SingleRecompute] = {}
+        self.first: tuple[BaseOp, ...] = (base_op(int(profile.argmax())),) if len(profile) else ()
+        self._written: dict[tuple[tuple[BaseOp, ...], float, bool], SingleRecompute] = {}
 
     def kept(self, small: bool) -> ValueMask:
         """The values that are kept whatever happens, those too small to matter not among them if the
         program decides about ``small`` values as well."""
         return self.graph.recompute_row < 0 if small else self.pinned
 
-    def program(self, moments: tuple[int, ...], reach: float, small: bool = False) -> SingleRecompute:
+    def program(self, moments: tuple[BaseOp, ...], reach: float, small: bool = False) -> SingleRecompute:
         """The program with rows for these moments."""
         key = moments, reach, small
         if key not in self._written:
@@ -98,7 +99,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
     graph = search.graph
     lazy = lazy or LazyRows(graph, search.constraints)
     end = search.process_elapsed + seconds
-    moments, correction, level, rounds, stage = lazy.first, dict[int, float](), 0, 0, 0
+    moments, correction, level, rounds, stage = lazy.first, dict[BaseOp, float](), 0, 0, 0
     for n in range(ROUNDS):
         left = search.wall(end - search.process_elapsed)
         small = stage == len(GAPS) - 1
@@ -159,7 +160,7 @@ def improve(search: Search, budget: int, lazy: LazyRows | None = None, *, second
     return stage > 1
 
 
-def chosen(model: SingleRecompute, values: Numbers, pinned: ValueMask, least: float) -> ValueMask:
+def chosen(model: SingleRecompute, values: PerVariable, pinned: ValueMask, least: float) -> ValueMask:
     """What a point of the program keeps: what it keeps to a share of ``least``, and what is pinned."""
     kept = pinned | (model.keep < 0)
     decided = model.keep >= 0
@@ -168,7 +169,7 @@ def chosen(model: SingleRecompute, values: Numbers, pinned: ValueMask, least: fl
 
 
 def round_off(
-    search: Search, model: SingleRecompute, values: Numbers, pinned: ValueMask, budget: int
+    search: Search, model: SingleRecompute, values: PerVariable, pinned: ValueMask, budget: int
 ) -> Candidate:
     """Judge roundings of a fractional point: the most of it that fits, found by bisection, polished; the
     nearest rounding when none fits."""
@@ -189,7 +190,7 @@ def round_off(
     return nearest if best is None else polish(search, best, budget)
 
 
-def profile_by_base(graph: Graph, schedule: Schedule, step_bytes: PerStep) -> Numbers:
+def profile_by_base(graph: Graph, schedule: Schedule, step_bytes: PerStep) -> PerBaseOp:
     """For each base operation the highest simulated bytes at it and at re-runs right before it."""
     first = np.full(len(graph.ops), len(schedule), dtype=np.int64)
     first[schedule[::-1]] = np.arange(len(schedule) - 1, -1, -1)
@@ -199,12 +200,12 @@ def profile_by_base(graph: Graph, schedule: Schedule, step_bytes: PerStep) -> Nu
     return highest
 
 
-def highest_over(profile: Numbers, budget: int, moments: tuple[int, ...]) -> list[int]:
+def highest_over(profile: PerBaseOp, budget: int, moments: tuple[BaseOp, ...]) -> list[BaseOp]:
     """The highest points above the budget, apart from each other and none of the moments."""
     apart = max(1, len(profile) // APART)
-    chosen: list[int] = []
+    chosen: list[BaseOp] = []
     over = np.setdiff1d(np.flatnonzero(profile > budget), np.array(moments))
-    for moment in over[np.argsort(-profile[over], kind="stable")].tolist():
+    for moment in listed(BaseOp, over[np.argsort(-profile[over], kind="stable")]):
         if all(abs(moment - other) >= apart for other in chosen):
             chosen.append(moment)
             if len(chosen) == NEW_MOMENTS:
@@ -226,10 +227,10 @@ class Causes:
     """
 
     free: ValueMask
-    times: list[list[int]]
-    direct: PerValue
-    readers: list[list[int]]
-    end: PerValue
+    times: Per[BaseOp, list[BaseOp]]
+    direct: BaseOpPerValue
+    readers: Per[ValueId, list[BaseOp]]
+    end: BaseOpPerValue
 
 
 def find_causes(
@@ -237,7 +238,7 @@ def find_causes(
     uses: ForwardUses,
     pinned: ValueMask,
     constraints: Constraints,
-    moments: tuple[int, ...],
+    moments: tuple[BaseOp, ...],
     reach: float,
 ) -> Causes:
     """By which of the moments every operation may have been re-run, by chains of re-runs that span at
@@ -246,42 +247,45 @@ def find_causes(
     readers = find_readers(graph, decided)
     direct = np.full(len(graph.values), -1, dtype=np.int64)
     end = uses.last_backward.copy()
-    times: list[list[int]] = [[] for _ in range(graph.forward_length)]
-    root: list[dict[int, int]] = [{} for _ in range(graph.forward_length)]
+    times: list[list[BaseOp]] = [[] for _ in graph.forward_ops]
+    root: list[dict[BaseOp, BaseOp]] = [{} for _ in graph.forward_ops]
     latest = np.full(graph.forward_length, -1, dtype=np.int64)
     free = np.zeros(len(graph.values), dtype=bool)
-    ticks = [*moments, graph.base_length]
+    after_all = base_op(graph.base_length)
+    ticks = [*moments, after_all]
+    first_backward = listed(BaseOp, uses.first_backward)
     alive = last_reads(graph, uses, decided)
-    for i in reversed(range(graph.forward_length)):
-        own: dict[int, int] = {}
+    for i in reversed(graph.forward_ops):
+        own: dict[BaseOp, BaseOp] = {}
         outputs = [v for v in graph.walk_table.outputs[i] if decided[v]]
         for v in outputs:
-            read = int(uses.first_backward[v])
+            read = first_backward[v]
             again = [r for r in readers[v] if times[r]]
             if read >= 0:
-                direct[v] = ticks[bisect_left(ticks, read)]
-                own[int(direct[v])] = i
+                moment = ticks[bisect_left(ticks, read)]
+                direct[v] = moment
+                own[moment] = i
                 latest[i] = max(latest[i], read)
             else:
                 latest[i] = max([int(latest[i]), *(int(latest[r]) for r in again)])
             for r in again:
                 for t, origin in root[r].items():
                     if read < 0 or t < direct[v]:
-                        own[t] = max(own.get(t, -1), origin)
+                        own[t] = max(own.get(t, origin), origin)
             end[v] = max([int(end[v]), *(int(latest[r]) for r in again)])
             free[v] = read >= 0 or bool(again)
         near = {t: origin for t, origin in own.items() if t <= alive[i] and origin - i <= reach}
         if len(near) < len(own):
-            near[graph.base_length] = max(own.values())
+            near[after_all] = max(own.values())
         root[i], times[i] = near, sorted(near)
     return Causes(free, times, direct, readers, end)
 
 
-def last_reads(graph: Graph, uses: ForwardUses, decided: ValueMask) -> list[int]:
+def last_reads(graph: Graph, uses: ForwardUses, decided: ValueMask) -> Per[BaseOp, int]:
     """For each forward operation the last backward operation that reads a decided value of it, or of
     what its re-run may need to be re-run itself: later moments need no account of their own."""
     last = [-1] * graph.forward_length
-    for i in range(graph.forward_length):
+    for i in graph.forward_ops:
         read = [int(uses.last_backward[v]) for v in graph.walk_table.outputs[i] if decided[v]]
         needed = [
             last[int(graph.producer[v])]
@@ -292,46 +296,48 @@ def last_reads(graph: Graph, uses: ForwardUses, decided: ValueMask) -> list[int]
     return last
 
 
-def write(graph: Graph, uses: ForwardUses, causes: Causes, moments: tuple[int, ...]) -> SingleRecompute:
+def write(graph: Graph, uses: ForwardUses, causes: Causes, moments: tuple[BaseOp, ...]) -> SingleRecompute:
     """Write the program with a memory row for each of the moments."""
     program = Program()
     scale = SECONDS / max(graph.base_seconds, 1e-30)
     unit = max(1.0, float(graph.bytes.sum()) / 1e4)
     free = np.flatnonzero(causes.free)
     keep = np.full(len(graph.values), -1, dtype=np.int64)
-    for v in free.tolist():
+    for v in listed(ValueId, free):
         keep[v] = program.variable(integer=True)
-    rerun: list[list[int]] = []
-    for i, times in enumerate(causes.times):
+    rerun: list[list[Variable]] = []
+    for i, times in numbered(BaseOp, causes.times):
         cost = float(graph.seconds[graph.rerun(i)]) * scale
         rerun.append([program.variable(cost if k == len(times) - 1 else 0.0) for k in range(len(times))])
         for earlier, later in pairwise(rerun[-1]):
             program.row({later: 1.0, earlier: -1.0}, low=0.0)
-    for v in free.tolist():
-        i, direct = int(graph.producer[v]), int(causes.direct[v])
+    producer, kept = listed(BaseOp, graph.producer), listed(Variable, keep)
+    directs = listed(BaseOp, causes.direct)
+    for v in listed(ValueId, free):
+        i, direct = producer[v], directs[v]
         times = causes.times[i]
         if direct >= 0:
-            program.row({rerun[i][bisect_left(times, direct)]: 1.0, int(keep[v]): 1.0}, low=1.0)
+            program.row({rerun[i][bisect_left(times, direct)]: 1.0, kept[v]: 1.0}, low=1.0)
         for reader in causes.readers[v]:
             for time, variable in zip(causes.times[reader], rerun[reader], strict=True):
                 if 0 <= direct <= time:
                     break
                 own = rerun[i][bisect_left(times, time)]
-                program.row({own: 1.0, int(keep[v]): 1.0, variable: -1.0}, low=0.0)
+                program.row({own: 1.0, kept[v]: 1.0, variable: -1.0}, low=0.0)
     model = SingleRecompute(
         program,
         keep,
         np.array(moments, dtype=np.int64),
-        len(program.row_low),
+        ProgramRow(len(program.row_low)),
         fixed_bytes(graph, uses, causes.free, causes.end)[list(moments)],
         np.zeros(len(moments)),
         unit,
     )
     last_use = last_forward_use(graph)
-    made = [(i, v) for v in free.tolist() if causes.times[i := int(graph.producer[v])]]
+    made = [(i, v) for v in listed(ValueId, free) if causes.times[i := producer[v]]]
     for moment in moments:
         alive = free[(last_use[free] < moment) & (moment <= causes.end[free])]
-        row = {int(keep[v]): float(graph.bytes[v]) / unit for v in alive.tolist()}
+        row = {kept[v]: float(graph.bytes[v]) / unit for v in listed(ValueId, alive)}
         for i, v in made:
             if causes.times[i][0] <= moment <= uses.last_backward[v]:
                 variable = rerun[i][bisect_right(causes.times[i], moment) - 1]

@@ -10,11 +10,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers.milp import Program
-from solvers.model.arrays import Numbers, PerMoment, PerRow, PerValue, RowIds, ValueMask
+from solvers.model.arrays import (
+    BaseOpPerValue,
+    BaseOps,
+    BlockPerOp,
+    PerBaseOp,
+    PerMoment,
+    PerVariable,
+    ValueMask,
+    VariablePerValue,
+)
 from solvers.model.constraints import Constraints
 from solvers.model.cut_points import ForwardUses, last_forward_use
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Candidate
+from solvers.model.indices import (
+    BaseOp,
+    Per,
+    Position,
+    ProgramRow,
+    Segment,
+    ValueId,
+    Variable,
+    base_op,
+    listed,
+    numbered,
+)
 
 SECONDS = 1000.0
 """The objective's unit: the seconds of the step without recomputation are this many."""
@@ -42,11 +63,11 @@ class Stages:
     """
 
     free: ValueMask
-    segment: PerRow
-    times: list[list[int]]
-    direct: PerValue
-    readers: list[list[int]]
-    end: PerValue
+    segment: BlockPerOp
+    times: Per[BaseOp, list[BaseOp]]
+    direct: BaseOpPerValue
+    readers: Per[ValueId, list[BaseOp]]
+    end: BaseOpPerValue
 
 
 def find_stages(
@@ -54,7 +75,7 @@ def find_stages(
     uses: ForwardUses,
     pinned: ValueMask,
     constraints: Constraints,
-    walls: list[int],
+    walls: list[Position],
     stages: int,
 ) -> Stages:
     """Cut the forward phase at ``walls`` and find for every operation the times that matter.
@@ -68,37 +89,40 @@ def find_stages(
     kept = constraints.apply(pinned.copy())
     decided = (graph.recompute_row >= 0) & ~kept
     readers = find_readers(graph, decided)
-    grid: dict[int, list[int]] = {}
-    for v in np.flatnonzero(decided & (uses.first_backward >= 0)).tolist():
-        grid.setdefault(int(segment[graph.producer[v]]), []).append(int(uses.first_backward[v]))
+    grid: dict[Segment, list[BaseOp]] = {}
+    segments, producer = listed(Segment, segment), listed(BaseOp, graph.producer)
+    first_backward = listed(BaseOp, uses.first_backward)
+    for v in listed(ValueId, np.flatnonzero(decided & (uses.first_backward >= 0))):
+        grid.setdefault(segments[producer[v]], []).append(first_backward[v])
     grid = {g: thin(sorted(set(times)), stages) for g, times in grid.items()}
     direct = np.full(len(graph.values), -1, dtype=np.int64)
     end = uses.last_backward.copy()
-    times: list[list[int]] = [[] for _ in range(graph.forward_length)]
+    times: list[list[BaseOp]] = [[] for _ in graph.forward_ops]
     free = np.zeros(len(graph.values), dtype=bool)
-    for i in reversed(range(graph.forward_length)):
-        own: set[int] = set()
+    for i in reversed(graph.forward_ops):
+        own: set[BaseOp] = set()
         for v in graph.walk_table.outputs[i]:
             if not decided[v]:
                 continue
-            if uses.first_backward[v] >= 0:
-                ticks = grid[int(segment[i])]
-                direct[v] = ticks[max(0, bisect_right(ticks, int(uses.first_backward[v])) - 1)]
-                own.add(int(direct[v]))
+            if first_backward[v] >= 0:
+                ticks = grid[segments[i]]
+                stage = ticks[max(0, bisect_right(ticks, first_backward[v]) - 1)]
+                direct[v] = stage
+                own.add(stage)
             for reader in readers[v]:
                 if times[reader]:
                     end[v] = max(end[v], times[reader][-1])
-                    if segment[reader] == segment[i]:
+                    if segments[reader] == segments[i]:
                         own.update(times[reader])
             free[v] = direct[v] >= 0 or end[v] >= 0
         times[i] = sorted(own)
     return Stages(free, segment, times, direct, readers, end)
 
 
-def find_readers(graph: Graph, decided: ValueMask) -> list[list[int]]:
+def find_readers(graph: Graph, decided: ValueMask) -> list[list[BaseOp]]:
     """For each of the decided values the forward operations whose re-run reads it."""
-    readers: list[list[int]] = [[] for _ in graph.values]
-    for i in range(graph.forward_length):
+    readers: list[list[BaseOp]] = [[] for _ in graph.values]
+    for i in graph.forward_ops:
         if graph.ops[i].recomputable:
             for v in graph.walk_table.inputs[graph.rerun(i)]:
                 if decided[v] and graph.walk_table.recompute_region[v] == graph.ops[i].region:
@@ -106,7 +130,7 @@ def find_readers(graph: Graph, decided: ValueMask) -> list[list[int]]:
     return readers
 
 
-def thin(times: list[int], most: int) -> list[int]:
+def thin(times: list[BaseOp], most: int) -> list[BaseOp]:
     """At most ``most`` of the times, evenly, the first among them."""
     if len(times) <= most:
         return times
@@ -121,16 +145,16 @@ class SingleRecompute:
         program: The linear program; its memory rows come last, one for each of ``moments``.
         keep: Variable of every value; -1 where nothing is decided.
         moments: The base operations that the memory rows stand for, ascending.
-        first_row: Index of the first memory row.
+        first_row: The first memory row.
         fixed: For each memory row the bytes that do not depend on the decisions.
         correction: For each memory row what simulation found it to be off by.
         unit: Bytes of one unit in the memory rows.
     """
 
     program: Program
-    keep: PerValue
-    moments: RowIds
-    first_row: int
+    keep: VariablePerValue
+    moments: BaseOps
+    first_row: ProgramRow
     fixed: PerMoment
     correction: PerMoment
     unit: float
@@ -140,7 +164,7 @@ class SingleRecompute:
         limit = (budget - self.fixed - self.correction) / self.unit
         self.program.row_high[self.first_row :] = limit.tolist()
 
-    def use(self, values: Numbers) -> PerMoment:
+    def use(self, values: PerVariable) -> PerMoment:
         """Bytes that each memory row accounts for at a point of the program."""
         program = self.program
         begin = program.row_start[self.first_row]
@@ -154,7 +178,7 @@ class SingleRecompute:
         total += self.fixed
         return total
 
-    def start(self, candidate: Candidate | None) -> Numbers | None:
+    def start(self, candidate: Candidate | None) -> PerVariable | None:
         """The choice of a known answer, as a point to start from: NaN where it says nothing."""
         if candidate is None or candidate.kept is None:
             return None
@@ -163,7 +187,7 @@ class SingleRecompute:
         point[self.keep[decided]] = candidate.kept[decided]
         return point
 
-    def kept(self, values: Numbers, otherwise: ValueMask) -> ValueMask:
+    def kept(self, values: PerVariable, otherwise: ValueMask) -> ValueMask:
         """Which values a point of the program keeps; ``otherwise`` where it does not decide."""
         kept = otherwise.copy()
         decided = self.keep >= 0
@@ -176,37 +200,42 @@ def write_program(graph: Graph, uses: ForwardUses, stages: Stages, *, memory: bo
     program = Program()
     scale = SECONDS / max(graph.base_seconds, 1e-30)
     keep = np.full(len(graph.values), -1, dtype=np.int64)
-    for v in np.flatnonzero(stages.free).tolist():
+    free = listed(ValueId, np.flatnonzero(stages.free))
+    for v in free:
         keep[v] = program.variable(integer=True)
-    rerun: list[list[int]] = []
-    for i, times in enumerate(stages.times):
+    rerun: list[list[Variable]] = []
+    for i, times in numbered(BaseOp, stages.times):
         cost = float(graph.seconds[graph.rerun(i)]) * scale
         rerun.append([program.variable(cost if k == len(times) - 1 else 0.0) for k in range(len(times))])
         for earlier, later in zip(rerun[-1], rerun[-1][1:], strict=False):
             program.row({later: 1.0, earlier: -1.0}, low=0.0)
-    for v in np.flatnonzero(stages.free).tolist():
-        i = int(graph.producer[v])
+    producer, direct = listed(BaseOp, graph.producer), listed(BaseOp, stages.direct)
+    kept = listed(Variable, keep)
+    for v in free:
+        i = producer[v]
         times = stages.times[i]
-        if stages.direct[v] >= 0:
-            program.row({rerun[i][times.index(int(stages.direct[v]))]: 1.0, int(keep[v]): 1.0}, low=1.0)
+        if direct[v] >= 0:
+            program.row({rerun[i][times.index(direct[v])]: 1.0, kept[v]: 1.0}, low=1.0)
         for reader in stages.readers[v]:
             if stages.segment[reader] != stages.segment[i]:
                 if rerun[reader]:
-                    program.row({int(keep[v]): 1.0, rerun[reader][-1]: -1.0}, low=0.0)
+                    program.row({kept[v]: 1.0, rerun[reader][-1]: -1.0}, low=0.0)
                 continue
             for time, variable in zip(stages.times[reader], rerun[reader], strict=True):
                 own = rerun[i][times.index(time)]
-                program.row({own: 1.0, int(keep[v]): 1.0, variable: -1.0}, low=0.0)
+                program.row({own: 1.0, kept[v]: 1.0, variable: -1.0}, low=0.0)
     fixed = fixed_bytes(graph, uses, stages.free, stages.end)
     moments = find_moments(graph, stages, fixed)
     unit = max(1.0, float(graph.bytes.sum()) / 1e4)
-    model = SingleRecompute(program, keep, moments, 0, fixed[moments], np.zeros(len(moments)), unit)
+    model = SingleRecompute(
+        program, keep, moments, ProgramRow(0), fixed[moments], np.zeros(len(moments)), unit
+    )
     if memory:
         write_memory(graph, uses, stages, model, rerun)
     return model
 
 
-def fixed_bytes(graph: Graph, uses: ForwardUses, free: ValueMask, end: PerValue) -> PerMoment:
+def fixed_bytes(graph: Graph, uses: ForwardUses, free: ValueMask, end: BaseOpPerValue) -> PerBaseOp:
     """For each base operation the bytes alive whatever is decided about the ``free`` values, others
     living up to ``end`` at least, its workspace included."""
     last = np.where(free, last_forward_use(graph), np.maximum(uses.last_any, end))
@@ -216,12 +245,12 @@ def fixed_bytes(graph: Graph, uses: ForwardUses, free: ValueMask, end: PerValue)
     change = np.zeros(graph.base_length + 1, dtype=np.int64)
     np.add.at(change, graph.producer[exists], graph.bytes[exists])
     np.subtract.at(change, last[exists] + 1, graph.bytes[exists])
-    fixed: PerMoment = np.cumsum(change[:-1]).astype(np.float64)
+    fixed: PerBaseOp = np.cumsum(change[:-1]).astype(np.float64)
     fixed += graph.workspace_bytes[: graph.base_length]
     return fixed
 
 
-def find_moments(graph: Graph, stages: Stages, fixed: PerMoment) -> RowIds:
+def find_moments(graph: Graph, stages: Stages, fixed: PerBaseOp) -> BaseOps:
     """The base operations that get a memory row: every stage, and the highest between two stages."""
     most = fixed.copy()
     change = np.zeros(graph.base_length + 1)
@@ -244,24 +273,28 @@ def find_moments(graph: Graph, stages: Stages, fixed: PerMoment) -> RowIds:
 
 
 def write_memory(
-    graph: Graph, uses: ForwardUses, stages: Stages, model: SingleRecompute, rerun: list[list[int]]
+    graph: Graph,
+    uses: ForwardUses,
+    stages: Stages,
+    model: SingleRecompute,
+    rerun: Per[BaseOp, list[Variable]],
 ) -> None:
     """Write the memory rows. What a segment keeps enters a row as one variable, less what is no
     longer read; segments that backward has not come to enter as one variable all together."""
     program = model.program
     size = (graph.bytes / model.unit).tolist()
     last_use = last_forward_use(graph)
-    lives = [_Life(*life) for life in segment_lives(graph, uses, stages, last_use)]
-    own: list[int] = []
-    prefix: list[int] = []
+    lives = list(segment_lives(graph, uses, stages, last_use))
+    keep, last_backward = listed(Variable, model.keep), listed(BaseOp, uses.last_backward)
+    own: list[Variable] = []
+    prefix: list[Variable] = []
     for life in lives:
         own.append(program.variable(high=np.inf))
-        program.row({**{int(model.keep[v]): size[v] for v in life.members}, own[-1]: -1.0}, high=0.0)
+        program.row({**{keep[v]: size[v] for v in life.members}, own[-1]: -1.0}, high=0.0)
         chain = {own[-1]: 1.0, prefix[-1]: 1.0} if prefix else {own[-1]: 1.0}
         prefix.append(program.variable(high=np.inf))
         program.row({**chain, prefix[-1]: -1.0}, high=0.0)
-    keep, last_backward = model.keep.tolist(), uses.last_backward.tolist()
-    model.first_row = len(program.row_low)
+    model.first_row = ProgramRow(len(program.row_low))
     entries = count_entries(lives, model.moments)
     if entries > MOST_ENTRIES:
         stretches = np.array_split(
@@ -270,11 +303,11 @@ def write_memory(
         highest = [int(s[model.fixed[s].argmax()]) for s in stretches if len(s)]
         model.moments, model.fixed = model.moments[highest], model.fixed[highest]
         model.correction = np.zeros(len(highest))
-    for moment in model.moments.tolist():
+    for moment in listed(BaseOp, model.moments):
         whole = 0
         while whole < len(lives) and lives[whole].settled <= moment <= lives[whole].untouched:
             whole += 1
-        row: dict[int, float] = {prefix[whole - 1]: 1.0} if whole else {}
+        row: dict[Variable, float] = {prefix[whole - 1]: 1.0} if whole else {}
         for g, life in enumerate(lives[whole:], whole):
             if moment <= life.begin or moment > life.finish:
                 continue
@@ -293,7 +326,7 @@ def write_memory(
         program.row(row)
 
 
-def count_entries(lives: "list[_Life]", moments: RowIds) -> int:
+def count_entries(lives: "list[_Life]", moments: BaseOps) -> int:
     """About how many coefficients the memory rows of these moments have."""
     total = 0
     for life in lives:
@@ -305,38 +338,52 @@ def count_entries(lives: "list[_Life]", moments: RowIds) -> int:
 
 @dataclass(frozen=True)
 class _Life:
-    """When the free values of a segment matter: from behind ``begin`` to ``finish``; all of them are
-    up to decision from ``settled`` on, and whatever is kept is alive up to ``untouched``."""
+    """When the free values of a segment matter.
 
-    begin: int
-    settled: int
-    untouched: int
-    finish: int
-    members: list[int]
-    ends: list[int]
-    reruns: list[tuple[int, list[int]]]
-    firsts: list[int]
+    Attributes:
+        begin: They do behind this base operation.
+        settled: From here on all of them are up to decision.
+        untouched: Up to here whatever is kept is alive.
+        finish: They do no longer behind this one.
+        members: The free values, those whose last possible use comes first in front.
+        ends: The last possible use of each of them.
+        reruns: The operations that may be re-run, by when that may first be caused, and what each makes of
+            ``members``.
+        firsts: When that is.
+    """
+
+    begin: BaseOp
+    settled: BaseOp
+    untouched: BaseOp
+    finish: BaseOp
+    members: list[ValueId]
+    ends: list[BaseOp]
+    reruns: list[tuple[BaseOp, list[ValueId]]]
+    firsts: list[BaseOp]
 
 
 def segment_lives(
-    graph: Graph, uses: ForwardUses, stages: Stages, last_use: PerValue
-) -> Iterator[tuple[int, int, int, int, list[int], list[int], list[tuple[int, list[int]]], list[int]]]:
-    """The fields of :class:`_Life` for every segment that has free values, in forward order."""
-    groups: dict[int, list[int]] = {}
-    for v in np.flatnonzero(stages.free).tolist():
-        groups.setdefault(int(stages.segment[graph.producer[v]]), []).append(v)
+    graph: Graph, uses: ForwardUses, stages: Stages, last_use: BaseOpPerValue
+) -> Iterator[_Life]:
+    """One for every segment that has free values, in forward order."""
+    producer, segment = listed(BaseOp, graph.producer), listed(Segment, stages.segment)
+    end, last_backward = listed(BaseOp, stages.end), listed(BaseOp, uses.last_backward)
+    last_uses = listed(BaseOp, last_use)
+    groups: dict[Segment, list[ValueId]] = {}
+    for v in listed(ValueId, np.flatnonzero(stages.free)):
+        groups.setdefault(segment[producer[v]], []).append(v)
     for g in sorted(groups):
-        members = sorted(groups[g], key=lambda v: int(stages.end[v]))
-        ends = [int(stages.end[v]) for v in members]
-        made: dict[int, list[int]] = {}
+        members = sorted(groups[g], key=end.__getitem__)
+        ends = [end[v] for v in members]
+        made: dict[BaseOp, list[ValueId]] = {}
         for v in members:
-            made.setdefault(int(graph.producer[v]), []).append(v)
+            made.setdefault(producer[v], []).append(v)
         reruns = sorted(
             ((i, m) for i, m in made.items() if stages.times[i]), key=lambda r: stages.times[r[0]][0]
         )
         firsts = [stages.times[i][0] for i, _ in reruns]
-        last = max([*ends, *(int(uses.last_backward[v]) for v in members)])
-        begin = min(int(last_use[v]) for v in members)
-        settled = max(int(last_use[v]) for v in members) + 1
-        untouched = min([ends[0], *(f - 1 for f in firsts[:1])])
-        yield begin, settled, untouched, last, members, ends, reruns, firsts
+        last = max([*ends, *(last_backward[v] for v in members)])
+        begin = min(last_uses[v] for v in members)
+        settled = base_op(max(last_uses[v] for v in members) + 1)
+        untouched = base_op(min([ends[0], *(f - 1 for f in firsts[:1])]))
+        yield _Life(begin, settled, untouched, last, members, ends, reruns, firsts)

@@ -13,6 +13,7 @@ import pulp
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.cut_points import ForwardUses, last_forward_use
 from solvers.model.graph import Graph
+from solvers.model.indices import BaseOp, Per, SlotId, ValueId, indices, listed, numbered
 from solvers.programs.exact_ilp import find_slots
 from solvers.programs.single_recompute import Stages, fixed_bytes
 
@@ -28,8 +29,8 @@ class Reference:
     """
 
     problem: pulp.LpProblem
-    keep: dict[int, pulp.LpVariable]
-    run: list[pulp.LpVariable]
+    keep: dict[ValueId, pulp.LpVariable]
+    run: Per[SlotId, pulp.LpVariable]
 
     def least_seconds(self, time_limit: float = 60.0) -> float | None:
         """The optimum in seconds; None where nothing fits.
@@ -46,7 +47,7 @@ class Reference:
 
 
 def single_recompute_model(
-    graph: Graph, uses: ForwardUses, stages: Stages, moments: Iterable[int], budget: int
+    graph: Graph, uses: ForwardUses, stages: Stages, moments: Iterable[BaseOp], budget: int
 ) -> Reference:
     """The program of :mod:`solvers.programs.ilp`: keep each free value, or re-run its operation once.
 
@@ -58,9 +59,9 @@ def single_recompute_model(
         budget: Bytes.
     """
     problem = pulp.LpProblem("single_recompute", pulp.LpMinimize)
-    free = [v for v in range(len(graph.values)) if stages.free[v]]
-    producer = {v: int(graph.producer[v]) for v in free}
-    operations = [o for o, times in enumerate(stages.times) if times]
+    free = [v for v in graph.value_ids if stages.free[v]]
+    producer, direct = listed(BaseOp, graph.producer), listed(BaseOp, stages.direct)
+    operations = [o for o, times in numbered(BaseOp, stages.times) if times]
 
     keep = {v: pulp.LpVariable(f"keep_{v}", cat=pulp.LpBinary) for v in free}
     rerun = {  # operation o has been re-run by time t
@@ -77,7 +78,7 @@ def single_recompute_model(
             problem += rerun[o, earlier] <= rerun[o, later], f"once_rerun_{o}_stays_rerun_at_{later}"
 
     for v in free:
-        o, first_use = producer[v], int(stages.direct[v])
+        o, first_use = producer[v], direct[v]
         if first_use >= 0:
             problem += rerun[o, first_use] + keep[v] >= 1, f"backward_reads_{v}"
         for reader in stages.readers[v]:
@@ -115,22 +116,23 @@ def exact_model(graph: Graph, budget: int, constraints: Constraints = NO_CONSTRA
     """
     problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
     slots = find_slots(graph)
-    count = range(len(slots))
-    first_slot = {slot.row: j for j, slot in enumerate(slots) if not slot.optional}
+    count = indices(SlotId, len(slots))
+    first_slot = {slot.row: j for j, slot in numbered(SlotId, slots) if not slot.optional}
+    producer = listed(BaseOp, graph.producer)
     inputs, outputs = graph.walk_table.inputs, graph.walk_table.outputs
 
     run = [
         pulp.LpVariable(f"run_{slot.row}_in_{j}", 0 if slot.optional else 1, 1, pulp.LpInteger)
         for j, slot in enumerate(slots)
     ]
-    alive: dict[tuple[int, int], pulp.LpVariable] = {}
+    alive: dict[tuple[ValueId, SlotId], pulp.LpVariable] = {}
 
     problem += pulp.lpSum(float(graph.seconds[slots[j].row]) * run[j] for j in count), "seconds"
 
-    for v, value in enumerate(graph.values):
-        if graph.producer[v] < 0:
+    for v, value in numbered(ValueId, graph.values):
+        if producer[v] < 0:
             continue
-        made = first_slot[int(graph.producer[v])]
+        made = first_slot[producer[v]]
         held = made if value.held_until is None else max(made, first_slot[value.held_until])
         touching = [j for j in count if j >= made and v in (*inputs[slots[j].row], *outputs[slots[j].row])]
         needed = [j for j in touching if j >= graph.forward_length and not slots[j].optional]
@@ -143,17 +145,17 @@ def exact_model(graph: Graph, budget: int, constraints: Constraints = NO_CONSTRA
             region = graph.walk_table.recompute_region[v]
             reruns = (j for j in count if slots[j].optional and graph.ops[slots[j].row].region == region)
             gone_from = next(reruns, None)
-        for j in range(made, last + 1):
+        for j in indices(SlotId, last + 1, made):
             certain = j == made or j <= held or j <= kept_until
             alive[v, j] = pulp.LpVariable(f"alive_{v}_in_{j}", 1 if certain and not value.on_demand else 0, 1)
             makes, reads = v in outputs[slots[j].row], v in inputs[slots[j].row]
             if j > made:
-                source = (0 if j == gone_from else alive[v, j - 1]) + (run[j] if makes else 0)
+                source = (0 if j == gone_from else alive[v, SlotId(j - 1)]) + (run[j] if makes else 0)
                 problem += alive[v, j] <= source, f"{v}_in_{j}_was_there_or_is_made"
             if reads or (makes and not (value.on_demand and j == made)):
                 problem += alive[v, j] >= run[j], f"{v}_is_there_in_{j}"
 
-    in_slot: list[list[int]] = [[] for _ in count]
+    in_slot: list[list[ValueId]] = [[] for _ in count]
     for v, j in alive:
         in_slot[j].append(v)
     for j in count:
