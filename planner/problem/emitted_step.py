@@ -25,6 +25,7 @@ from planner.lowering.partition import partition
 from planner.lowering.roles import Role
 from planner.training_step.call import Call
 from planner.training_step.recorder import Recording, StepRecorder
+from solvers.model.arrays import PerStep
 
 if TYPE_CHECKING:
     from planner.lowering.inductor import InductorLowering  # which imports Inductor
@@ -56,7 +57,7 @@ class EmittedStep:
         digests: Of the programs, of each graph and each of its schedules the forward's and the backward's.
     """
 
-    step_bytes: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+    step_bytes: PerStep
     forward_length: int
     digests: Mapping[tuple[int, "Program"], tuple[str, str]]
 
