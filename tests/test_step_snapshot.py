@@ -210,6 +210,16 @@ def test_compare_draws_nothing_and_leaves_what_a_loss_refers_to(monkeypatch: pyt
     assert not head.running_mean.any()
 
 
+def test_max_batch_draws_nothing() -> None:
+    own = random.Random(1)
+    limits: dict[str, Any] = {"start": 1, "most": 1, "solver": "sqrt_n", "max_overhead": None}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    drawn = torch.get_rng_state()
+    planner.max_batch(model, lambda size: torch.randn(size, 8) * own.random(), "1MiB", **limits)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert own.random() == random.Random(1).random()
+
+
 def test_a_block_that_runs_again_sees_what_it_saw() -> None:
     class Drawing(nn.Module):
         """Draws from generators in a list, and counts in a variable of a function."""

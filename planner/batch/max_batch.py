@@ -43,7 +43,8 @@ def max_batch(
     Args:
         model: Any module; it is not touched.
         make_args: Makes the inputs of a batch, in any form that :func:`planner.plan` takes as ``args``, or
-            a pair of positional and keyword arguments. Tensors on the meta device do, and cost nothing.
+            a pair of positional and keyword arguments. Tensors on the meta device do, and cost nothing. The
+            states of random generators are restored after each call.
         budget: Bytes as an int or text ("32GiB") for the whole step; on a GPU for all that it takes of
             the device.
         max_overhead: The most that time per sample may rise over that of the largest unplanned batch:

@@ -16,7 +16,9 @@ from planner.planning.make_plan import make_plan
 from planner.planning.solve import find_solver
 from planner.planning.within_budget import within_budget
 from planner.progress import Progress
+from planner.training_step.generators import generators_restored
 from planner.training_step.inputs import InputError, read_inputs, read_step
+from planner.training_step.python_state import PythonState
 from planner.training_step.step import Loss, Outputs, Step
 from planner.user_plan import Plan
 from solvers import portfolio
@@ -39,9 +41,10 @@ _NEAR = 0.02
 def step(
     model: torch.nn.Module, make_args: MakeArguments, size: int, loss: Loss | None, outputs: Outputs
 ) -> Step:
-    """The step of a batch."""
+    """The step of a batch; the states of random generators are restored."""
     try:
-        made = make_args(size)
+        with generators_restored(PythonState([], [make_args]).generators):
+            made = make_args(size)
     except Exception as error:
         raise InputError(f"make_args({size}) raised {type(error).__name__}: {error}") from error
     args, kwargs = read_inputs(made, f"make_args({size})")

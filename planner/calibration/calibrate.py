@@ -10,7 +10,7 @@ import torch
 from planner.calibration.measurements import ON_A_GPU, Measured, Sizes, measure, used_bytes
 from planner.costs.devices import Device, DeviceError, calibrated_path, find_device
 from planner.planfile.atomic_file import check_writable, write_atomically
-from planner.training_step.generators import GeneratorStates
+from planner.training_step.generators import generators_restored
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,8 @@ def calibrate(
         path = calibrated_path(table.name)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     check_writable(path)
-    generators = GeneratorStates.now()
-    try:
+    with generators_restored():
         measured = measure(here, sizes, used_before)
-    finally:
-        generators.restore()
     found = with_figures(table, measured)
     write_atomically(path, json.dumps(as_file(found), indent=1) + "\n")
     return Calibration(found, table, measured, os.fspath(path))

@@ -1,7 +1,8 @@
 """The random generators that a training step may draw from: PyTorch's, Python's, numpy's, and others."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -69,6 +70,16 @@ class GeneratorStates:
     def _states(self) -> list[Any]:
         others = [state for _, state in self.others]
         return [self.cpu, self.cuda, self.python, self.numpy, others]
+
+
+@contextmanager
+def generators_restored(others: Iterable[Any] = ()) -> Iterator[None]:
+    """A context that leaves random generators, the default ones and others, as they were."""
+    states = GeneratorStates.now(others)
+    try:
+        yield
+    finally:
+        states.restore()
 
 
 def _state(generator: Any) -> Any:

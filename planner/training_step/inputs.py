@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from planner._torch.module_paths import calls_forward_as_given
 from planner.errors import PlannerError
-from planner.training_step.generators import GeneratorStates
+from planner.training_step.generators import generators_restored
 from planner.training_step.python_state import PythonState
 from planner.training_step.step import Loss, Outputs, Step, checked_outputs
 
@@ -172,13 +172,11 @@ def _first_batch(loader: DataLoader[Any]) -> Any:
     batches = loader.batch_sampler
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset)
     attributes = [vars(holder) for holder in holders if hasattr(holder, "__dict__")]
-    states = GeneratorStates.now(PythonState([], attributes).generators)
-    try:
-        return next(iter(loader))
-    except StopIteration:
-        raise InputError("the DataLoader has no batch; one is needed as the example inputs") from None
-    finally:
-        states.restore()
+    with generators_restored(PythonState([], attributes).generators):
+        try:
+            return next(iter(loader))
+        except StopIteration:
+            raise InputError("the DataLoader has no batch; one is needed as the example inputs") from None
 
 
 def _check_gradients_are_on(of: str) -> None:
