@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import gc
+import itertools
 import signal
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from planner.graph.heap import older_objects_set_aside
 from tests.browser import CHROMIUM
 
 # No test asserts a time: on a busy machine any example may take long.
@@ -42,6 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+_FILES = itertools.count(1)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _a_small_heap() -> Iterator[None]:
     """Of what a file of tests has captured nothing stays, and the garbage collector passes over what does.
@@ -49,9 +54,10 @@ def _a_small_heap() -> Iterator[None]:
     A process that runs hundreds of tests has millions of objects otherwise, and each measurement of memory,
     which collects garbage first, would go through all of them.
     """
-    gc.freeze()
-    yield
-    if "torch" in sys.modules:
-        sys.modules["torch"].compiler.reset()
-    gc.unfreeze()
-    gc.collect()
+    with older_objects_set_aside():
+        yield
+        if "torch" in sys.modules:
+            sys.modules["torch"].compiler.reset()
+        gc.collect()
+    if next(_FILES) % 10 == 0:  # what became garbage of older files
+        gc.collect()

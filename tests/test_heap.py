@@ -2,10 +2,12 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 
-from planner.graph.heap import older_objects_set_aside
+from planner.graph import heap
+from planner.graph.heap import newer_objects, older_objects_set_aside
 
 
 class Ring:
@@ -16,7 +18,9 @@ class Ring:
 
 
 @pytest.fixture
-def nothing_frozen() -> None:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of a user's, not in the tests'."""
+    monkeypatch.setattr(heap, "_set_aside", False)
     gc.unfreeze()
 
 
@@ -49,6 +53,7 @@ def test_an_error_and_a_context_inside_leave_nothing_frozen() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_somebody_froze_on_purpose_stays_frozen() -> None:
     gc.freeze()
     kept = Ring()
@@ -62,3 +67,14 @@ def test_what_somebody_froze_on_purpose_stays_frozen() -> None:
         pass
     gc.collect()
     assert there() is not None  # it is frozen still
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "inside"])
+def test_newer_objects_are_listed(around: bool) -> None:
+    older = Ring()
+    with older_objects_set_aside() if around else nullcontext(), newer_objects() as newer:
+        younger = Ring()
+        found = newer()
+    assert any(o is younger for o in found)
+    assert not any(o is older for o in found)

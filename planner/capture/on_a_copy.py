@@ -10,7 +10,7 @@ import torch
 from planner._torch.compat import check_version
 from planner._torch.without_data.imports import imports_without_modes
 from planner.errors import CaptureError
-from planner.graph.heap import older_objects_set_aside
+from planner.graph.heap import newer_objects
 from planner.progress import Progress
 from planner.training_step.copies import StepCopy, fake_copy, lacks_data, real_copy
 from planner.training_step.left_behind import LeftBehind, left_behind, put_right
@@ -65,7 +65,7 @@ def on_a_copy(
         left = LeftBehind()
         copied, result = None, None
         try:
-            with older_objects_set_aside() as newer, imports_without_modes():
+            with newer_objects() as newer, imports_without_modes():
                 try:
                     copied = copy(module, step)
                     result = use(RunOfACopy(copied, before))

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import ReferenceType
 
+_set_aside = False
+
 
 @contextmanager
-def older_objects_set_aside() -> Iterator[Callable[[], list[object]]]:
+def older_objects_set_aside() -> Iterator[bool]:
     """Let the garbage collector pass over all objects that are there already.
 
     Tracing makes hundreds of thousands of objects, and with every so many the collector goes through all
@@ -15,18 +17,36 @@ def older_objects_set_aside() -> Iterator[Callable[[], list[object]]]:
     as ever. Where somebody has frozen objects on purpose (see :func:`gc.freeze`), nothing is set aside.
 
     Returns:
+        Whether it was done here, not in a call around this one, and not prevented.
+    """
+    global _set_aside
+    # The interpreter counts frozen objects one by one, which takes as long as going through them.
+    if _set_aside or gc.get_freeze_count():
+        yield False
+        return
+    gc.freeze()
+    _set_aside = True
+    try:
+        yield True
+    finally:
+        _set_aside = False
+        gc.unfreeze()
+
+
+@contextmanager
+def newer_objects() -> Iterator[Callable[[], list[object]]]:
+    """Set older objects aside, and tell which ones are newer.
+
+    Returns:
         What lists the objects that were made since.
     """
-    if gc.get_freeze_count():
+    with older_objects_set_aside() as all_of_them:
+        if all_of_them:
+            yield gc.get_objects
+            return
         # Held, so that no other object gets the id of one of them; but for weak references, whose owners
         # trust in their end.
         older = [o for o in gc.get_objects() if not issubclass(type(o), ReferenceType)]
         ids = {id(o) for o in older}
         yield lambda: [o for o in gc.get_objects() if id(o) not in ids and o is not older]
         older.clear()
-        return
-    gc.freeze()
-    try:
-        yield gc.get_objects
-    finally:
-        gc.unfreeze()

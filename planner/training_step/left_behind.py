@@ -5,8 +5,8 @@ Models fill caches: a table of positions in a dictionary of some library, the re
 fail in the first real step. Each such tensor gets the values that the step itself would have computed, where
 they depend on no data; else it is taken out, and that is said.
 
-The garbage collector knows who holds what. Only objects made since :func:`planner.graph.heap` set the older
-ones aside are looked at: a tensor, or a container of tensors, that one of the older objects holds has more
+The garbage collector knows who holds what. Only objects made since :func:`planner.graph.heap.newer_objects` set the
+older ones aside are looked at: a tensor, or a container of tensors, that one of the older objects holds has more
 references than the new objects explain.
 """
 
@@ -60,10 +60,17 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
             if (at := place.get(id(referent))) is not None:
                 holders[at].append(n)
     own = {id(result), *(id(o) for o in ours)}
-    skip = {n for n in range(len(young)) if id(young[n]) in own or _is_internal(young[n])}
+    skipped: dict[int, bool] = {}
+
+    def skip(at: int) -> bool:
+        # Few of the new objects are ever reached from a tensor.
+        if at not in skipped:
+            skipped[at] = id(young[at]) in own or _is_internal(young[at])
+        return skipped[at]
+
     found = []
     for n in range(len(young)):
-        if n in skip or not _without_data(young[n]):
+        if not _without_data(young[n]) or id(young[n]) in own:
             continue
         seen, pending, held = {n}, [n], []
         while pending:
@@ -71,7 +78,7 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
             # Two references more: the list of all, and the argument.
             if sys.getrefcount(young[at]) > len(holders[at]) + 2 + _references_of_pytorch(young[at]):
                 held.append(at)
-            more = [m for m in holders[at] if m not in seen and m not in skip]
+            more = [m for m in holders[at] if m not in seen and not skip(m)]
             seen.update(more)
             pending += more
         if held:
