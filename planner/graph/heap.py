@@ -9,25 +9,22 @@ _set_aside = False
 
 
 @contextmanager
-def older_objects_set_aside() -> Iterator[bool]:
+def older_objects_set_aside() -> Iterator[None]:
     """Let the garbage collector pass over all objects that are there already.
 
     Tracing makes hundreds of thousands of objects, and with every so many the collector goes through all
     that the process has: libraries, the model, the user's data. Garbage that is made meanwhile is collected
     as ever. Where somebody has frozen objects on purpose (see :func:`gc.freeze`), nothing is set aside.
-
-    Returns:
-        Whether it was done here, not in a call around this one, and not prevented.
     """
     global _set_aside
     # The interpreter counts frozen objects one by one, which takes as long as going through them.
     if _set_aside or gc.get_freeze_count():
-        yield False
+        yield
         return
     gc.freeze()
     _set_aside = True
     try:
-        yield True
+        yield
     finally:
         _set_aside = False
         gc.unfreeze()
@@ -40,8 +37,9 @@ def newer_objects() -> Iterator[Callable[[], list[object]]]:
     Returns:
         What lists the objects that were made since.
     """
-    with older_objects_set_aside() as all_of_them:
-        if all_of_them:
+    with older_objects_set_aside():
+        if _set_aside:
+            gc.freeze()  # what was made since a call around this one did so, until that one ends
             yield gc.get_objects
             return
         # Held, so that no other object gets the id of one of them; but for weak references, whose owners
