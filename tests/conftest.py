@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from planner.graph.heap import older_objects_set_aside
+from planner.heap import older_objects_set_aside
 from tests.browser import CHROMIUM
 
 # No test asserts a time: on a busy machine any example may take long.

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from planner.graph import heap
-from planner.graph.heap import newer_objects, older_objects_set_aside
+from planner import heap
+from planner.heap import newer_objects, older_objects_set_aside
 
 
 class Ring:

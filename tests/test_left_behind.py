@@ -1,5 +1,6 @@
 """What a step leaves in objects of others while it is planned has data afterwards, or is taken out."""
 
+import gc
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import planner
+from planner import heap
 
 LIBRARY = """
 import functools
@@ -132,6 +134,18 @@ def test_caches_of_other_files_hold_tensors_with_data(library: ModuleType, name:
     planned_as_unplanned(Adding(make))
     assert type(make(8)) is torch.Tensor
     assert torch.equal(make(8), WANTED[name])
+
+
+@pytest.mark.parametrize("by_us", [True, False], ids=["by planning around it", "by somebody else"])
+def test_caches_that_are_frozen_hold_tensors_with_data(
+    library: ModuleType, by_us: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of another shape is planned anew while the first call is compiled."""
+    monkeypatch.setattr(heap, "_set_aside", by_us)
+    gc.freeze()
+    planned_as_unplanned(Adding(library.positions))
+    assert gc.get_freeze_count()
+    assert torch.equal(library.positions(8), WANTED["positions"])
 
 
 def test_an_object_and_a_nested_result_hold_tensors_with_data(library: ModuleType) -> None:

@@ -10,7 +10,7 @@ import torch
 from planner._torch.compat import check_version
 from planner._torch.without_data.imports import imports_without_modes
 from planner.errors import CaptureError
-from planner.graph.heap import newer_objects
+from planner.heap import newer_objects
 from planner.progress import Progress
 from planner.training_step.copies import StepCopy, fake_copy, lacks_data, real_copy
 from planner.training_step.left_behind import LeftBehind, left_behind, put_right

@@ -18,12 +18,12 @@ from planner.compiled.calls import Calls
 from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
 from planner.errors import CaptureError, warn
 from planner.graph.dynamo_graph import is_tensor_output, structure_of
-from planner.graph.heap import older_objects_set_aside
 from planner.graph.joint_graph import JointGraph
 from planner.graph.joint_pass import AutocastContext
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
+from planner.heap import older_objects_set_aside
 from planner.hooks import hooks_for
 from planner.hooks.undefined_gradients import UndefinedGradients
 from planner.hooks.unused_outputs import UnusedOutputs

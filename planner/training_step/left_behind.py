@@ -5,9 +5,9 @@ Models fill caches: a table of positions in a dictionary of some library, the re
 fail in the first real step. Each such tensor gets the values that the step itself would have computed, where
 they depend on no data; else it is taken out, and that is said.
 
-The garbage collector knows who holds what. Only objects made since :func:`planner.graph.heap.newer_objects` set the
-older ones aside are looked at: a tensor, or a container of tensors, that one of the older objects holds has more
-references than the new objects explain.
+The garbage collector knows who holds what. Only objects made since :func:`planner.heap.newer_objects` set
+the older ones aside are looked at: a tensor, or a container of tensors, that one of the older objects holds
+has more references than the new objects explain.
 """
 
 import functools
@@ -23,6 +23,7 @@ import torch
 
 from planner._torch import fake, tensors
 from planner.errors import warn
+from planner.heap import nothing_set_aside
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _NOTHING = object()
@@ -93,12 +94,18 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
 
 
 def put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Replace tensors without data where older objects hold them; nothing may be set aside any more.
+    """Replace tensors without data where older objects hold them.
 
     Args:
         left: The tensors.
         value_of: The tensor with data, or None if that is not known.
     """
+    if left.tensors:
+        with nothing_set_aside():
+            _put_right(left, value_of)
+
+
+def _put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
     own: list[object] = [left.tensors, *left.held]
     while left.tensors:
         tensor, held = left.tensors.pop(), left.held.pop()
