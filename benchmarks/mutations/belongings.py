@@ -48,6 +48,32 @@ BELONGINGS = [
         ),
     ),
     Mutation(
+        "what-a-step-reaches",
+        "Planning and verify leave alone what inputs and the loss refer to: objects, generators, gradients.",
+        "Only what the module itself holds is noted.",
+        (
+            Change(
+                "planner/training_step/snapshot.py",
+                'PythonState([module], (*given, step.loss), objects=runs == "module")\n',
+                'PythonState([module], objects=runs == "module")\n',
+            ),
+        ),
+        ("tests/test_step_snapshot.py::test_a_step_that_changes_all_that_it_can",),
+    ),
+    Mutation(
+        "inputs-of-each-pass",
+        "Each pass of planning sees the inputs that a step sees, not what the pass before put into them.",
+        "They go on as the last pass left them.",
+        (
+            Change(
+                "planner/capture/capture.py",
+                "        self._given.restore()\n",
+                "",
+            ),
+        ),
+        ("tests/test_step_snapshot.py::test_each_pass_of_planning_begins_with_what_the_step_has[an input]",),
+    ),
+    Mutation(
         "inputs-overwritten",
         "Planned with inputs='overwritten', what the user writes into inputs and biases changes no gradient.",
         "Re-runs read the inputs themselves.",
