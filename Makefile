@@ -18,6 +18,8 @@ TORCHVISION ?= torchvision==0.28.0
 OUT ?= out
 
 BIN := $(VENV)/bin
+# Python compiles what is imported when it is; most of what is installed never is.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 # One thread for each of the two test workers, so that they do not fight over cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -34,17 +36,17 @@ venv: $(BIN)/.installed  ## Make the virtual environment.
 # torch, libraries that find it fail.
 $(BIN)/.installed: pyproject.toml
 	$(if $(wildcard $(BIN)/python),,$(or $(PYTHON),$(error $(NO_PYTHON))) -m venv $(VENV))
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --no-deps "$(TIMM)"
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/trainers $(TRAINERS)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)"
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[dev]"
+	$(PIP) --no-deps "$(TIMM)"
+	$(PIP) --no-deps --upgrade --target $(VENV)/trainers $(TRAINERS)
+	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)"
 	touch $@
 
 packages: venv $(VENV)/packages  ## Install the packages that the zoo has models of, apart from the others.
 
 $(VENV)/packages: tests/zoo/packages.txt
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ --requirement $<
+	$(PIP) --no-deps --upgrade --target $@ --requirement $<
 	touch $@
 
 demo: venv  ## Plan a BERT for 60 % of its memory, train with the plan, compare with the unplanned step.
@@ -78,7 +80,7 @@ docs: $(BIN)/.docs  ## Build the documentation site into $(OUT)/site; warnings, 
 
 # The site is built from the text of the code: no PyTorch is needed for it, only what makes pages.
 $(BIN)/.docs: pyproject.toml | $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(PIP) --editable ".[docs]"
 	touch $@
 
 picture: venv  ## Draw the picture of the README from the demo's plan.

@@ -73,12 +73,12 @@ def _train(folder: Path, *, planned: bool, resume: bool = False, **options: Any)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"bf16": True, "gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}],
+    ("options", "resumes"),
+    [({"bf16": True, "gradient_accumulation_steps": 2}, True), ({"gradient_checkpointing": True}, False)],
     ids=["bfloat16, accumulating", "its own checkpointing on"],
 )
 def test_it_trains_to_the_same_weights(
-    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], resumes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = _train(tmp_path / "planned", planned=True, **options)
     assert "planner: LlamaForCausalLM planned for 60% in " in capsys.readouterr().err
@@ -86,7 +86,9 @@ def test_it_trains_to_the_same_weights(
     assert trainer.peak == pytest.approx(trainer.plan.predicted.dynamic_peak_bytes, rel=0.005)
     assert installed_plan(trainer.model) is None
     theirs = _train(tmp_path / "unplanned", planned=False, **options).model.state_dict()
-    resumed = _train(tmp_path / "planned", planned=True, resume=True, **options).model.state_dict()
-    for ours in (trainer.model.state_dict(), resumed):
+    states = [trainer.model.state_dict()]
+    if resumes:
+        states.append(_train(tmp_path / "planned", planned=True, resume=True, **options).model.state_dict())
+    for ours in states:
         assert list(ours) == list(theirs)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,6 +1,7 @@
 """Two processes that train by plans for two ranks: they measure what was predicted, and compute the same."""
 
 import copy
+import gc
 import importlib
 import os
 import sys
@@ -91,6 +92,7 @@ def _trained(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, di
     some time after it said that it had: a step in which it is late takes up to what was sent more. It is not
     late in every one of six steps.
     """
+    gc.freeze()  # each measurement collects garbage, and would go through all that was imported
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())
     peaks = []
