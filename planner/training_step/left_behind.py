@@ -23,7 +23,7 @@ import torch
 
 from planner._torch import fake, tensors
 from planner.errors import warn
-from planner.heap import nothing_set_aside
+from planner.heap import collector_off, nothing_set_aside
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _NOTHING = object()
@@ -53,7 +53,11 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
         ours: Objects at which no search goes on, as a copy of the module.
     """
     gc.collect()
-    young = newer()
+    with collector_off():
+        return _left_behind(newer(), result, ours)
+
+
+def _left_behind(young: list[object], result: object, ours: Iterable[object]) -> LeftBehind:
     place = {id(o): n for n, o in enumerate(young)}
     holders: list[list[int]] = [[] for _ in young]
     for n in range(len(young)):

@@ -63,16 +63,19 @@ class DataFreeLog:
         """Note a call that has just been made on tensors without data."""
         if _standing_in or not isinstance(function, torch._ops.OpOverload):
             return
+        mutable = function._schema.is_mutable
+        if not mutable and any(isinstance(x, FakeTensor) and not hasattr(x, _MARK) for x in args):
+            return  # nearly every call
         given = call_tensors((args, kwargs))
         tensors = [t for t in given if isinstance(t, FakeTensor)]  # the others have their values
         origins = [self._origin(t) for t in tensors]
         drawn = torch.Tag.nondeterministic_seeded in function.tags
         if drawn or None in origins or _has_symbols(args, kwargs):
-            if function._schema.is_mutable:
+            if mutable:
                 self._storages -= {o.storage for o in origins if o is not None}
             return
         made = [t for t in tree_leaves(result) if isinstance(t, FakeTensor)]
-        if not made or (function._schema.is_mutable and len(given) > len(tensors)):
+        if not made or (mutable and len(given) > len(tensors)):
             return
         known = [(t, o) for t, o in zip(tensors, origins, strict=True) if o is not None]
         storages = {t.untyped_storage()._cdata: o.storage for t, o in known}
@@ -89,7 +92,7 @@ class DataFreeLog:
             setattr(tensor, _MARK, results[-1])
         read = frozenset(o.storage for _, o in known)
         written = frozenset(o.storage for o in results if o is not None)
-        if function._schema.is_mutable:
+        if mutable:
             written |= read
         held, named = tree_map_only(FakeTensor, lambda t: getattr(t, _MARK), (args, kwargs))
         self._calls.append(_Call(function, held, named, read, written, tuple(results)))

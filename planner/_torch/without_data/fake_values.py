@@ -117,6 +117,8 @@ class ConstantTrackingFakeMode(FakeTensorMode):
 
     def _devices(self, func: Any, args: Any, kwargs: Any) -> list[torch.device] | None:
         """The devices of a call whose tensors are all known, if one of them is not the CPU."""
+        if any(isinstance(x, torch.Tensor) and getattr(x, "constant", None) is None for x in args):
+            return None  # nearly every call
         if (
             not isinstance(func, torch._ops.OpOverload)
             or func.namespace == "prim"  # asks for a device
