@@ -1,8 +1,9 @@
 """Data-parallel training in two processes: with the plan inside, every rank gets what it gets without."""
 
 import copy
-import os
+import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
+from planner._torch import distributed
 from planner.runtime import ddp
 from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
 from tests.two_ranks import run_two_ranks
@@ -113,13 +115,21 @@ def _other_plans(folder: Path) -> None:
 
 
 def _alone(folder: Path) -> None:
-    ddp.PATIENCE = ddp.PATIENCE / 30
+    ddp.PATIENCE = timedelta(seconds=1)
     model = planner.Plan.load(folder / "plan.json").apply(layers(Normalised)[0])
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)
     if dist.get_rank() == 0:
         wrapped(_batch(0))  # only looks: rank 1 comes later
     dist.barrier()
     _train(wrapped, every, 1)
+
+
+def _alone_at_a_file(folder: Path) -> None:
+    """The store of ``init_method="file://..."`` raises another error when nobody comes."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "default_store", lambda: store)
+        _alone(folder)
 
 
 def _first_call(folder: Path) -> None:
@@ -137,15 +147,17 @@ def _first_call(folder: Path) -> None:
     assert raised.value.minimum_bytes > 1024
 
 
-def _process(wanted: frozenset[str], rank: int, port: int, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _rank(wanted: frozenset[str], plan: Path, folder: Path) -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        shutil.copy(plan, folder / "plan.json")
+    dist.barrier()
     work: dict[str, Callable[[], None]] = {n: lambda n=n: _compared(n, folder) for n in LOOPS}  # type: ignore[misc]
     work["applied to what is wrapped"] = lambda: _applied_to_what_is_wrapped(folder)
     work["other plans"] = lambda: _other_plans(folder)
     work["planned at the first call"] = lambda: _first_call(folder)
     work["alone"] = lambda: _alone(folder)
+    work["alone, at a file"] = lambda: _alone_at_a_file(folder)
     for name, run in work.items():
         if name not in wanted:
             continue
@@ -157,7 +169,6 @@ def _process(wanted: frozenset[str], rank: int, port: int, folder: Path) -> None
         (folder / f"{name}.{rank}").write_text(outcome)
         if outcome != "fine":
             break  # the ranks are no longer in step
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -165,14 +176,21 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A folder with what each rank says of each loop that is asked for; all in one pair of processes."""
     tests = [item for item in request.session.items if item.path == request.path]
     wanted = frozenset(item.callspec.params["name"] for item in tests if hasattr(item, "callspec"))
-    folder = tmp_path_factory.mktemp("ranks")
-    plan_of(layers(Normalised)[0], (torch.randn(64, 32),), loss=sum).save(folder / "plan.json")
-    run_two_ranks(partial(_process, wanted), folder)
-    return folder
+    plan = tmp_path_factory.mktemp("ranks") / "plan.json"
+    plan_of(layers(Normalised)[0], (torch.randn(64, 32),), loss=sum).save(plan)
+    return run_two_ranks(partial(_rank, wanted, plan), tmp_path_factory, "ddp")
 
 
 @pytest.mark.parametrize(
-    "name", [*LOOPS, "applied to what is wrapped", "other plans", "planned at the first call", "alone"]
+    "name",
+    [
+        *LOOPS,
+        "applied to what is wrapped",
+        "other plans",
+        "planned at the first call",
+        "alone",
+        "alone, at a file",
+    ],
 )
 def test_two_ranks(name: str, outcomes: Path) -> None:
     for rank in range(2):

@@ -3,7 +3,7 @@
 import copy
 import gc
 import importlib
-import os
+import math
 import sys
 import traceback
 import warnings
@@ -85,17 +85,20 @@ def _distributed(model: nn.Module, pattern: str, parallel: planner.FSDP2 | plann
     return model
 
 
-def _trained(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
-    """The least peak over what was there of the steps after the second, and the weights after them.
+def _trained(
+    model: nn.Module, inputs: dict[str, torch.Tensor], most: float
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """The least peak over what was there of the steps after the second, and the weights after eight steps.
 
     DistributedDataParallel makes its buckets anew in the second. A thread of gloo lets go of what it sent
-    some time after it said that it had: a step in which it is late takes up to what was sent more. It is not
-    late in every one of six steps.
+    some time after it said that it had: a step in which it is late takes up to what was sent more. How often
+    it is late is the machine's matter. So where the least of six steps is over ``most`` bytes on one of the
+    ranks, both take more, up to 100: it is not late in every one of them.
     """
     gc.freeze()  # each measurement collects garbage, and would go through all that was imported
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())
-    peaks = []
+    least = math.inf
 
     def step() -> object:
         output = model(**inputs)
@@ -103,15 +106,23 @@ def _trained(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, di
         loss.backward()
         return output
 
-    for number in range(8):
+    weights = {}
+    for number in range(100):
         optimizer.zero_grad()
         if number >= 2:
-            peaks.append(measure_peak(step, "cpu").peak_bytes)
+            least = min(least, measure_peak(step, "cpu").peak_bytes)
         else:
             step()
         optimizer.step()
-    state = model.state_dict()
-    return min(peaks), {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+        if number == 7:
+            state = model.state_dict()
+            weights = {n: v.full_tensor() if isinstance(v, DTensor) else v.clone() for n, v in state.items()}
+        if number >= 7:
+            late = torch.tensor(float(least > most))
+            dist.all_reduce(late)
+            if not late:
+                break
+    return int(least), weights
 
 
 def _compared(name: str) -> str:
@@ -126,45 +137,41 @@ def _compared(name: str) -> str:
     dist.broadcast_object_list(text)
     plan = planner.Plan.loads(text[0])
     plain = _distributed(plain, pattern, parallel)
+    whole = plan.resident.total
+    predictions = {
+        "planned": plan.predicted.dynamic_peak_bytes,
+        "unplanned": plan.baseline.dynamic_peak_bytes,
+    }
+    most = {what: 1.005 * (predicted + whole) - whole for what, predicted in predictions.items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", planner.PlanWarning)
         plan.apply(model)
-        measured, ours = _trained(_distributed(model, pattern, parallel), inputs)
-    unplanned, theirs = _trained(plain, inputs)
+        measured, ours = _trained(_distributed(model, pattern, parallel), inputs, most["planned"])
+    unplanned, theirs = _trained(plain, inputs, most["unplanned"])
     said = [str(w.message) for w in caught if issubclass(w.category, planner.PlanWarning)]
     problems = [*said, *(n for n, value in theirs.items() if not torch.equal(ours[n], value))]
-    whole = plan.resident.total
-    for what, there, predicted in (
-        ("unplanned", unplanned, plan.baseline.dynamic_peak_bytes),
-        ("planned", measured, plan.predicted.dynamic_peak_bytes),
-    ):
-        over = (there + whole) / (predicted + whole) - 1
+    for what, there in {"planned": measured, "unplanned": unplanned}.items():
+        over = (there + whole) / (predictions[what] + whole) - 1
         if abs(over) > 0.005:
-            problems.append(f"{what} measured {there}, predicted {predicted}")
+            problems.append(f"{what} measured {there}, predicted {predictions[what]}")
     if plan.predicted.dynamic_peak_bytes > 0.9 * plan.baseline.dynamic_peak_bytes:
         problems.append("nothing is gained")
     return "\n".join(problems) or "as predicted"
 
 
-def _process(rank: int, port: int, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _rank(folder: Path) -> None:
     for name in CASES:
         try:
             said = _compared(name)
         except Exception:
             said = traceback.format_exc()
-        (folder / f"{name}.{rank}").write_text(said)
-    dist.destroy_process_group()
+        (folder / f"{name}.{dist.get_rank()}").write_text(said)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each rank says of each case; all in one pair of processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(_process, folder)
-    return folder
+    return run_two_ranks(_rank, tmp_path_factory, "parallel")
 
 
 @pytest.mark.heavy

@@ -1,6 +1,5 @@
 """Two processes that train by a plan with regions, as the examples do it: the weights are those without."""
 
-import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _process(rank: int, port: int, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _rank(folder: Path) -> None:
+    rank = dist.get_rank()
     (folder / f"other plans.{rank}").write_text(_other_plans())
     for name, (example, options) in CASES.items():
         train = runpy.run_path(str(_EXAMPLES / f"{example}.py"))["train"]
@@ -35,7 +32,6 @@ def _process(rank: int, port: int, folder: Path) -> None:
         unequal = [n for n, value in theirs.items() if not torch.equal(ours[n], value)]
         # Of each step the embedding, three blocks and the head.
         (folder / f"{name}.{rank}").write_text(f"{runs.backward} backwards, {unequal or 'all'} equal")
-    dist.destroy_process_group()
 
 
 def _other_plans() -> str:
@@ -55,9 +51,7 @@ def _other_plans() -> str:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each rank says of each case; all in one pair of processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(_process, folder)
-    return folder
+    return run_two_ranks(_rank, tmp_path_factory, "sharded")
 
 
 @pytest.mark.heavy

@@ -1,26 +1,59 @@
 """Two processes that train together, over gloo on this machine."""
 
-import socket
+import faulthandler
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
+from filelock import FileLock
 
 SECONDS = 500
 
 
-def run_two_ranks(process: Callable[[int, int, Path], None], folder: Path) -> None:
-    """Run a function in two processes, given the rank, the port to meet at, and a folder for what they say.
+def run_two_ranks(work: Callable[[Path], None], factory: pytest.TempPathFactory, name: str) -> Path:
+    """Run a function in two processes of one group, given a folder for what they say; return that folder.
 
-    A process that takes longer than ``SECONDS`` is ended; what it did not write is missing in the folder.
+    It runs once, also where pytest's workers share the tests that read the folder. A process that takes
+    longer than ``SECONDS`` is ended; what it did not write is missing, and ``stack.0`` or ``stack.1`` says
+    where it was.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=process, args=(rank, port, folder), daemon=True) for rank in (0, 1)]
-    for started in processes:
-        started.start()
-    for started in processes:
-        started.join(SECONDS)
-        started.kill()
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"two ranks of {name}"
+    with FileLock(f"{folder}.lock"):
+        if folder.exists():
+            return folder
+        folder.mkdir()
+        context = torch.multiprocessing.get_context("spawn")
+        processes = [context.Process(target=_rank, args=(r, work, folder), daemon=True) for r in (0, 1)]
+        for started in processes:
+            started.start()
+        for started in processes:
+            started.join(SECONDS)
+            started.kill()
+    return folder
+
+
+def _rank(rank: int, work: Callable[[Path], None], folder: Path) -> None:
+    with (folder / f"stack.{rank}").open("w") as stack:
+        faulthandler.dump_traceback_later(SECONDS - 10, file=stack)
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=_store(rank, folder / "port"), rank=rank, world_size=2)
+        work(folder)
+        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _store(rank: int, port: Path) -> dist.Store:
+    """Where the ranks meet, as under torchrun; at a port that rank 0 has already, so that none takes it."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+        return store
+    while not port.exists():
+        time.sleep(0.05)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), 2, is_master=False)
