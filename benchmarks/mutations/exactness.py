@@ -230,4 +230,33 @@ EXACTNESS = [
         ),
         ("tests/test_unused_outputs.py::test_what_graphs_hand_on_gets_its_gradient_or_none",),
     ),
+    Mutation(
+        "masks-before-pooling",
+        "A gradient is masked before the backward of max-pooling only where ReLU's result is what was pooled.",
+        "Every mask that comes after is taken for ReLU's.",
+        (
+            Change("planner/graph/passes/max_pooling.py", "        or mask.args[2] != 0\n", ""),
+            Change(
+                "planner/graph/passes/max_pooling.py",
+                "        or _undetached(mask.args[1]) is not _undetached(pooled)\n"
+                "        or _undetached(pooled).target is not aten.relu.default"
+                "  # whose results are zero, above, or NaN\n",
+                "",
+            ),
+        ),
+        ("tests/test_max_pooling.py::test_other_masks_stay_after_pooling",),
+    ),
+    Mutation(
+        "what-was-pooled",
+        "Of what was pooled, backward keeps nothing but the sizes.",
+        "It is kept.",
+        (
+            Change(
+                "planner/graph/passes/max_pooling.py",
+                '    if memory_format(pooled.meta["val"]) is not memory_format(indices):\n',
+                "    if True:\n",
+            ),
+        ),
+        ("tests/test_max_pooling.py::test_nothing_that_is_pooled_is_kept[rows]",),
+    ),
 ]

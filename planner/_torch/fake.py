@@ -65,6 +65,13 @@ def empty_of(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
 
 
+def called(function: Any, first: torch.Tensor, *rest: Any) -> Any:
+    """What a function returns of tensors without data, without data."""
+    mode = first.fake_mode if isinstance(first, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return function(first, *rest)
+
+
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without data."""
     return isinstance(value, FakeTensor)

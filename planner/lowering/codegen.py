@@ -17,7 +17,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from planner._torch.execution import mask_operators, op_bindings
+from planner._torch.execution import mask_operators, op_bindings, pooling_operators
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.joint.aot import BoxedFunction
 from planner.graph.dying_operands import writing
@@ -30,6 +30,7 @@ aten = torch.ops.aten
 _numbers = count()
 _MISSING = object()
 _LITERALS = (int, bool, str, type(None))
+_OWN = mask_operators.FUNCTIONS | pooling_operators.FUNCTIONS
 
 
 def compile_graph(module: GraphModule, name: str, *, fixed_outputs: int | None = None) -> BoxedFunction:
@@ -131,7 +132,7 @@ class _Writer:
             return self._written(function, str(into.operator), node, kwargs)
         if is_sum_in_place(node):
             return self._written(add_as_in_place, "add", node)
-        own = mask_operators.FUNCTIONS.get(target)
+        own = _OWN.get(target)
         if own is not None:
             return self._written(own, str(target), node)
         binding = self._binding(target, node.args, node.kwargs)

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from planner._torch import fake, operators
 from planner._torch.execution.mask_operators import MASKED_PRODUCT
+from planner._torch.execution.pooling_operators import GIVEN_TENSORS, memory_format
 from planner._torch.inductor import compiling, random_operators
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError
@@ -130,6 +131,11 @@ class _ForInductor(Interpreter):
         if target is MASKED_PRODUCT:
             value, mask, keep = args
             return (mask.to(value.dtype) / keep) * value
+        if target in GIVEN_TENSORS:  # whose lowerings Inductor has, and of which they read no value
+            gradient, sizes, *rest = args
+            layout = memory_format(rest[-1])
+            pooled = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
+            return GIVEN_TENSORS[target](gradient, pooled, *rest)
         if operators.may_draw(target):
             *results, self.token = random_operators.in_order(target)(self._token(), *args, **kwargs)
             return results[0] if operators.returns_one(target) else tuple(results)
