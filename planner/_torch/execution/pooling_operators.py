@@ -8,9 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format as memory_format
+from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
+
+
+def memory_format(value: torch.Tensor) -> torch.memory_format:
+    """The memory format in which kernels that keep it return their results."""
+    return suggest_memory_format(value)
+
 
 _library = torch.library.Library("planner", "FRAGMENT")
 

@@ -33,7 +33,7 @@ def keep_nothing_pooled(joint: GraphModule, context: TraceContext) -> None:
 
 def _mask_before(joint: GraphModule, node: Node) -> None:
     """Mask the gradient of pooling by its result, where its own result would be masked by what was pooled."""
-    gradient, pooled, *_, indices = node.args
+    gradient, pooled, *_, indices = _arguments(node)
     mask = next(iter(node.users), None)
     if (
         mask is None
@@ -59,13 +59,13 @@ def _mask_before(joint: GraphModule, node: Node) -> None:
 
 
 def _read_sizes_only(joint: GraphModule, node: Node) -> None:
-    gradient, pooled, *rest = node.args
+    gradient, pooled, *rest = _arguments(node)
     shape, indices = pooled.meta["val"].shape, rest[-1].meta["val"]
     if memory_format(pooled.meta["val"]) is not memory_format(indices):
         return
     if pooled.op == "placeholder" and not all(isinstance(size, int) for size in shape):
         return
-    sizes = [size if isinstance(size, int) else _size(joint, pooled, i) for i, size in enumerate(shape)]
+    sizes: list[Any] = [s if isinstance(s, int) else _size(joint, pooled, i) for i, s in enumerate(shape)]
     with joint.graph.inserting_before(node):
         by_sizes = joint.graph.call_function(GIVEN_SIZES[node.target], (gradient, sizes, *rest))
     by_sizes.meta = dict(node.meta)
@@ -90,6 +90,10 @@ def _result_beside(indices: Node, pooled: Node) -> Node | None:
     if not isinstance(call, Node) or _undetached(call.args[0]) is not _undetached(pooled):
         return None
     return next((user for user in call.users if user.args == (call, 0)), None)
+
+
+def _arguments(node: Node) -> list[Any]:
+    return list(node.args)
 
 
 def _undetached(node: Any) -> Any:
