@@ -232,7 +232,7 @@ EXACTNESS = [
     ),
     Mutation(
         "masks-before-pooling",
-        "A gradient is masked before the backward of max-pooling only where ReLU's result is what was pooled.",
+        "Gradients are masked before max-pooling's backward only where what was pooled is ReLU's result.",
         "Every mask that comes after is taken for ReLU's.",
         (
             Change("planner/graph/passes/max_pooling.py", "        or mask.args[2] != 0\n", ""),
