@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,15 +12,14 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
-SECONDS = 500
+SECONDS = 400
 
 
 def run_two_ranks(work: Callable[[Path], None], factory: pytest.TempPathFactory, name: str) -> Path:
     """Run a function in two processes of one group, given a folder for what they say; return that folder.
 
     It runs once, also where pytest's workers share the tests that read the folder. A process that takes
-    longer than ``SECONDS`` is ended; what it did not write is missing, and ``stack.0`` or ``stack.1`` says
-    where it was.
+    longer than ``SECONDS`` is ended. ``what_a_rank_says`` reads what is there.
     """
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"two ranks of {name}"
@@ -31,20 +31,34 @@ def run_two_ranks(work: Callable[[Path], None], factory: pytest.TempPathFactory,
         processes = [context.Process(target=_rank, args=(r, work, folder), daemon=True) for r in (0, 1)]
         for started in processes:
             started.start()
+        end = time.monotonic() + SECONDS
         for started in processes:
-            started.join(SECONDS)
+            started.join(max(end - time.monotonic(), 1))
             started.kill()
     return folder
 
 
+def what_a_rank_says(folder: Path, name: str, rank: int) -> str:
+    """What a rank wrote to the file ``name.rank``; where it did not come to it, how it ended."""
+    report = folder / f"{name}.{rank}"
+    if report.exists():
+        return report.read_text()
+    return f"rank {rank} did not come to it: {(folder / f'end.{rank}').read_text()[-2000:]}"
+
+
 def _rank(rank: int, work: Callable[[Path], None], folder: Path) -> None:
-    with (folder / f"stack.{rank}").open("w") as stack:
-        faulthandler.dump_traceback_later(SECONDS - 10, file=stack)
+    with (folder / f"end.{rank}").open("w") as end:
+        faulthandler.dump_traceback_later(SECONDS - 10, file=end)
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=_store(rank, folder / "port"), rank=rank, world_size=2)
-        work(folder)
+        try:
+            work(folder)
+        except BaseException:
+            traceback.print_exc(file=end)
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _store(rank: int, port: Path) -> dist.Store:
