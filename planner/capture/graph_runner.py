@@ -120,7 +120,7 @@ class GraphRunner:
         if self._compiled is not None:
             return self._compiled(*args)
         outputs = list(self.graph(*args))
-        self._known.append([fake_values.known_values(o) for o in outputs])
+        self._known.append(fake_values.known_values(outputs))
         given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
         handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
         for i, tensor in enumerate(outputs):
@@ -272,8 +272,7 @@ class GraphRunner:
 
     def _remember(self, results: list[Any], execution: int) -> None:
         if execution < len(self._known):
-            for result, values in zip(results, self._known[execution], strict=False):
-                fake_values.know_values(result, values)
+            fake_values.know_values(results, self._known[execution])
 
     def _call(self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int) -> None:
         recorder = self.recorder

@@ -6,8 +6,9 @@ on a GPU, and nothing is run there, to know them. Tested with torch 2.13.
 """
 
 import contextlib
+import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -180,15 +181,32 @@ def forget_changes(fake: torch.Tensor, original: torch.Tensor) -> None:
         fake.constant.copy_(_values(original))
 
 
-def known_values(tensor: object) -> torch.Tensor | None:
-    """The values of a tensor without data, where they are known."""
-    return tensor.constant if isinstance(tensor, FakeTensor) else None
+def known_values(tensors: Sequence[object]) -> list[torch.Tensor | None]:
+    """The values that tensors without data have now, where they are known; None where not."""
+    known = [tensor.constant if isinstance(tensor, FakeTensor) else None for tensor in tensors]
+    return _copied(known)
 
 
-def know_values(tensor: object, values: torch.Tensor | None) -> None:
-    """Let a tensor without data know its values."""
-    if values is not None and isinstance(tensor, FakeTensor):
+def _copied(known: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    with no_dispatch():
+        return copy.deepcopy(list(known))  # those of one storage stay in one
+
+
+def know_values(tensors: Sequence[object], known: Sequence[torch.Tensor | None]) -> None:
+    """Let tensors without data know values of :func:`known_values`, as if they were made with them.
+
+    The values are copied: the step may write into the tensors, and be run again. The mode is told whose
+    values they are: a view of known values lies in the storage that it knows them by, else an older one.
+    """
+    for tensor, values in zip(tensors, _copied(known), strict=False):
+        if values is None or not isinstance(tensor, FakeTensor):
+            continue
         tensor.constant = values
+        converter: Any = tensor.fake_mode.fake_tensor_converter
+        described = converter.meta_converter.describer.describe_storage(values.untyped_storage())
+        converter.meta_converter.set_storage_memo(described, tensor.untyped_storage())
+        converter.set_tensor_memo(values, tensor)
+        converter.add_constant_storage_mapping(tensor)
 
 
 @contextlib.contextmanager
