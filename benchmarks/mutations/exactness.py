@@ -238,8 +238,8 @@ EXACTNESS = [
             Change("planner/graph/passes/max_pooling.py", "        or mask.args[2] != 0\n", ""),
             Change(
                 "planner/graph/passes/max_pooling.py",
-                "        or _undetached(mask.args[1]) is not _undetached(pooled)\n"
-                "        or _undetached(pooled).target is not aten.relu.default"
+                "        or undetached(mask.args[1]) is not undetached(pooled)\n"
+                "        or undetached(pooled).target is not aten.relu.default"
                 "  # whose results are zero, above, or NaN\n",
                 "",
             ),
@@ -258,5 +258,31 @@ EXACTNESS = [
             ),
         ),
         ("tests/test_max_pooling.py::test_nothing_that_is_pooled_is_kept[rows]",),
+    ),
+    Mutation(
+        "not-a-number-after-relu",
+        "What is not a number after ReLU lets gradients pass where only signs are kept, as in eager.",
+        "It is taken for zero.",
+        (
+            Change(
+                "planner/_torch/execution/sign_operators.py",
+                "        np.not_equal(part, 0, out",
+                "        np.greater(part, 0, out",
+            ),
+        ),
+        ("tests/test_signs.py::test_relu_by_its_signs",),
+    ),
+    Mutation(
+        "results-are-not-their-signs",
+        "Where signs are kept, other re-runs still compute what ReLU returned.",
+        "Nothing needs a ReLU's result again whose signs are kept.",
+        (
+            Change(
+                "planner/problem/encodings.py",
+                "        if if_unpacked and row not in masks:\n            unpacked[row]",
+                "        if False:\n            unpacked[row]",
+            ),
+        ),
+        ("tests/test_signs.py::test_bits_and_bytes_are_as_promised",),
     ),
 ]

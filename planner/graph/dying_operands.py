@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from planner._torch import fake, operators
 from planner._torch.execution.op_bindings import same_sizes, same_steps
+from planner._torch.execution.sign_operators import MASK_GRADIENT, MASK_GRADIENT_
 from planner._torch.joint import aot_metadata
 from planner.graph.in_place import operator_in_place
 from planner.graph.passes.in_place_accumulation import is_sum_in_place
@@ -52,6 +53,7 @@ _WRITERS: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
     aten.tanh_backward.default: (_FIRST, None, aten.tanh_backward.grad_input),
     aten.sigmoid_backward.default: (_FIRST, None, aten.sigmoid_backward.grad_input),
     aten.threshold_backward.default: (_FIRST, None, aten.threshold_backward.grad_input),
+    MASK_GRADIENT: (_FIRST, MASK_GRADIENT_, None),
     aten.gelu_backward.default: (_FIRST, None, aten.gelu_backward.grad_input),
     aten.silu_backward.default: (_FIRST, None, aten.silu_backward.grad_input),
     **{

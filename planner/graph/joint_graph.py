@@ -153,6 +153,15 @@ class JointGraph:
         """Number of forward operations; they come first in ``ops``."""
         return sum(not op.backward for op in self.ops)
 
+    @cached_property
+    def read_in_backward(self) -> dict[int, list[JointOp]]:
+        """The operations of the backward that read each storage, by its number."""
+        readers: dict[int, list[JointOp]] = {}
+        for op in self.ops[self.forward_length :]:
+            for storage in op.reads:
+                readers.setdefault(storage, []).append(op)
+        return readers
+
     def is_view(self, node: Node) -> bool:
         """Whether a node is a view of storages that other nodes allocated."""
         return node.op == "call_function" and node not in self.op_of and not self.is_size(node)

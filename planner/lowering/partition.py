@@ -8,7 +8,7 @@ read of inputs, are views of an alias or a copy that the forward takes. Symbolic
 the numbers they are.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +18,13 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from planner._torch import fake
 from planner.errors import CaptureError
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias, copied
 from planner.graph.replay.packed import PACKED, read_sizes
 from planner.graph.replay_rule import ReplayRule
+from planner.graph.signs import emit_masked, relu_before, save_signs, signs_of
 
 _USER_OUTPUTS = "user_outputs"
 
@@ -56,14 +58,15 @@ def partition(
             among them are re-runs.
         copying: Re-runs read copies of ``joint.to_copy``.
         packed: The operations whose masks the forward leaves as bits, by index; that they run again means
-            that these are unpacked.
+            that these are unpacked. Those of the backward are ReLU's, and read its signs.
 
     Raises:
         CaptureError: If the backward needs an input that the step overwrites.
     """
-    masks = frozenset(joint.ops[index] for index in packed)
+    masks = frozenset(joint.ops[index] for index in packed if index < joint.forward_length)
     read_sizes(joint.graph, [op.node for op in masks])
-    body = _Backward(joint, joint.to_copy if copying else frozenset(), masks)
+    signs = {joint.ops[i]: relu for i in packed if (relu := relu_before(joint, joint.ops[i])) is not None}
+    body = _Backward(joint, joint.to_copy if copying else frozenset(), masks, signs)
     for index in backward:
         body.run(joint.ops[index])
     body.finish()
@@ -91,9 +94,14 @@ class _Backward:
     """
 
     def __init__(
-        self, joint: JointGraph, to_copy: Collection[Node], packed: Collection[JointOp] = ()
+        self,
+        joint: JointGraph,
+        to_copy: Collection[Node],
+        packed: Collection[JointOp],
+        signs: Mapping[JointOp, JointOp],
     ) -> None:
         self.joint, self._to_copy, self.packed = joint, to_copy, packed
+        self._relu_of, self.signs = signs, frozenset(signs.values())
         self.reads = InputReads(joint)
         self.taken: dict[tuple[Node, bool], Node] = {}  # of an input, or of its copy
         self.read: set[Node] = set()  # inputs, by the backward's own operations
@@ -113,7 +121,9 @@ class _Backward:
     def run(self, op: JointOp) -> None:
         """Append an operation: a backward one, or a forward one again."""
         if op.backward:
-            self._current[op.node] = (self._versions(op.node), self.graph.node_copy(op.node, self.node))
+            relu = self._relu_of.get(op)
+            emitted = self.graph.node_copy(op.node, self.node) if relu is None else self._masked(op, relu)
+            self._current[op.node] = (self._versions(op.node), emitted)
             for user in op.node.users:
                 # Read only at its first use, a size would keep the tensor alive until then.
                 if self.joint.is_size(user) and user.all_input_nodes == [op.node]:
@@ -127,6 +137,11 @@ class _Backward:
         for writer in op.writers:
             emitted = writer.rule.emit_again(self.graph, writer.node, self._node_again, None)
             self._current[writer.node] = (self._versions(writer.node), emitted)
+
+    def _masked(self, op: JointOp, relu: JointOp) -> Node:
+        self.states[relu] = signs = self._placeholder(f"{relu.node.name}_signs", None)
+        signs.meta["val"] = torch.empty(fake.storage_bytes(signs_of(relu)), dtype=torch.uint8, device="meta")
+        return emit_masked(self.graph, op, self.node(op.node.args[0]), signs)
 
     def _again(self, op: JointOp) -> Node:
         state = self.rule(op).state(op.node)
@@ -254,7 +269,7 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     for size in sizes.get(-1, ()):
         node(size)
     for op in joint.ops[: joint.forward_length]:
-        if op in body.states and op not in body.packed:
+        if op in body.states and op not in body.packed and op not in body.signs:
             state_of[op] = op.rule.save_state(graph, op.node)
             state_of[op].meta["val"] = torch.empty(0, dtype=torch.uint8)
         for primal in first_readers.get(op.index, ()):
@@ -263,6 +278,8 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
         node(op.node)
         if op in body.states and op in body.packed:
             state_of[op] = PACKED.save_state(graph, node(op.node))
+        if op in body.signs:
+            state_of[op] = save_signs(graph, op, node(op.node))
         for size in sizes.get(op.index, ()):
             node(size)
     wanted = [*outputs, *saved, *body.sizes]

@@ -1,6 +1,7 @@
 """The record of one captured graph: its operations, and what its backward runs at each of its executions."""
 
 import itertools
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,6 +19,9 @@ from planner.planfile.schema import (
 )
 
 _MOST_PROGRAMS = 10_000
+
+MASKED_BY_RESULT = "aten.threshold_backward.default"
+"""The backward operation of ReLU, of which a plan may keep signs."""
 
 
 class OpRecord(Record):
@@ -62,7 +66,8 @@ class Program(Record):
         default=[],
         max_length=MOST_OPS,
         description="ids of forward operations whose masks the forward keeps as bits, eight to a byte; where "
-        "`backward` names them, these are unpacked",
+        "`backward` names them, these are unpacked. And ids of ReLU's backwards: each reads the signs of its "
+        "result, which the forward keeps as bits",
     )
     kept: list[Index] = Field(
         default=[],
@@ -80,16 +85,17 @@ class Program(Record):
     def __repr__(self) -> str:
         return f"<Program of {len(self.backward)} operations>"
 
-    def check(self, forward_length: int, count: int) -> None:
-        """See that it runs the backward of a graph of so many operations.
+    def check(self, forward_length: int, count: int, masked: Collection[int]) -> None:
+        """See that it runs the backward of a graph of so many operations, of which some are ReLU's backward.
 
         Raises:
             InconsistentError: It does not.
         """
-        for name in ("kept", "packed"):
+        for name, readers in (("kept", frozenset()), ("packed", masked)):
             for position, op_id in enumerate(getattr(self, name)):
-                if op_id >= forward_length:
-                    raise InconsistentError(f"operation {op_id} is not of the forward", name, position)
+                if op_id >= forward_length and op_id not in readers:
+                    other = ", nor the backward of ReLU" if name == "packed" else ""
+                    raise InconsistentError(f"operation {op_id} is not of the forward{other}", name, position)
         awaited = forward_length
         for position, op_id in enumerate(self.backward):
             if op_id >= count:
@@ -194,10 +200,11 @@ class GraphRecord(Program):
                 raise InconsistentError(
                     "a forward operation stands after a backward one", "ops", index, "phase"
                 )
-        self.check(forward_length, count)
+        masked = {i for i, op in enumerate(self.ops) if op.name == MASKED_BY_RESULT}
+        self.check(forward_length, count, masked)
         for number, program in enumerate(self.other_programs):
             try:
-                program.check(forward_length, count)
+                program.check(forward_length, count, masked)
             except InconsistentError as error:
                 raise InconsistentError(str(error), "other_programs", number, *error.field) from None
         for position, index in enumerate(self.executions):

@@ -113,7 +113,7 @@ class PlanRecord(Record):
     def recomputed_operations(self) -> int:
         """How many operations of the forward the backward re-runs, in all executions of all graphs."""
         runs = [run for graph in self.graphs for run in graph.by_execution]
-        return sum(len(run.recomputed) - len(run.packed) for run in runs)
+        return sum(len(set(run.recomputed).difference(run.packed)) for run in runs)
 
     @property
     def forward_operations(self) -> int:

@@ -12,6 +12,9 @@ from solvers.model.constraints import Constraints
 from solvers.model.schedule import simulate
 from solvers.model.solution import Solution
 
+_LEAST_SHARE = 0.02
+"""Results of ReLU that together take less of the unplanned step's memory are not worth solving again."""
+
 
 @dataclass(frozen=True)
 class Solved:
@@ -29,7 +32,8 @@ class Solved:
 
 
 def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | None:
-    """The problem in which every mask may be kept as bits; None where there is none to offer it for.
+    """The problem in which every mask may be kept as bits, and the signs of every result of ReLU; None where
+    there is none to offer it for.
 
     Masks that users insist to keep or to recompute are left as they are, and checkpointing by hand decides
     on everything.
@@ -42,6 +46,10 @@ def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | Non
         if insisted is not None:
             pinned |= insisted
     free = [p for p in prepared.packings if not pinned[p.value]]
+    if all(p.reader is not None for p in free):
+        sizes = (prepared.problem.graph.values[p.value].bytes for p in free)
+        if sum(sizes) < _LEAST_SHARE * prepared.problem.eager.peak_bytes:
+            return None
     return packed(prepared.problem, free, if_unpacked=True) if free else None
 
 
@@ -70,8 +78,9 @@ def better(first: Solved, second: Solved, room: int | None) -> Solved:
 
     def rank(solved: Solved) -> tuple[bool, float, float]:
         seconds, peak = solved.solution.seconds, solved.solution.peak_bytes
-        if room is None or not solved.solution.feasible:
-            return not solved.solution.feasible, peak, seconds
+        fits = solved.solution.feasible and (room is None or peak <= room)
+        if room is None or not fits:
+            return not fits, peak, seconds
         return False, seconds, peak
 
     return min(first, second, key=rank)

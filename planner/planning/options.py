@@ -118,8 +118,9 @@ class PlanOptions:
         effort: How long solver "auto" searches: "fast" answers in seconds, "best" goes on for about three
             times as long, for extra time that is lower by up to some tenths of a percent of the step.
         encodings: "auto" keeps masks (of dropout, say) as bits, eight to a byte, where that is better than to
-            keep them as they are or to draw them again; "none" does not. On the CPU only; searches for the
-            largest batch do without.
+            keep them as they are or to draw them again, and of a result of ReLU one bit for each element,
+            where only its backward needs it; "none" does not. On the CPU only; searches for the largest
+            batch do without.
         backend: What runs the plan's graphs: "eager", operators one by one, bit for bit as without a plan;
             or "inductor", the programs that Inductor makes of them, as under ``torch.compile``. The plan's
             peak is then that of these programs. On the CPU only, for one shape at a time.

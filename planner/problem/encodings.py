@@ -1,25 +1,34 @@
-"""Masks kept as bits, as part of the problem.
+"""Masks and signs kept as bits, as part of the problem.
 
 A boolean value that backward needs has three forms: kept as it is, kept as bits, eight to a byte, or made
 again. Where the result of an operation is packed, its re-run unpacks the bits, and a row right after its
 first run packs them; the bits are there only in schedules that unpack them. Solvers see what they always see:
 values to keep, and rows that make them again.
 
+What ReLU returned is read by its backward for the signs of its elements. Where these are packed, that reads
+the bits, and nothing unpacks them. While it is not yet decided where they are, the backward reads a value of
+its own, which unpacking makes again, since ReLU's result has other readers.
+
 After Gist (Jain et al., ISCA 2018), which encodes what is kept and recomputes nothing.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from planner._torch import fake
 from planner._torch.execution.mask_operators import PACK_BITS, UNPACK_BITS
+from planner._torch.execution.sign_operators import PACK_SIGNS
 from planner.capture.captured_step import CapturedStep
 from planner.costs.devices import Device, round_bytes
 from planner.costs.roofline import Costs
 from planner.costs.workspace import NOT_RUN, WorkspaceMeter
 from planner.graph.replay.packed import bits_of, is_packable
+from planner.graph.signs import relu_before, sign_calls, signs_of
 from planner.problem.build import Problem, Source
 from planner.training_step.call import Call
 from solvers.model.arrays import Schedule
@@ -29,14 +38,15 @@ from solvers.model.indices import BaseOp, RowId, ValueId, base_op, listed, numbe
 
 @dataclass(frozen=True)
 class Packing:
-    """An operation of the forward whose mask can be kept as bits.
+    """An operation of the forward whose mask, or the signs of whose result, can be kept as bits.
 
     Attributes:
         row: Its base row in the problem without packing.
-        value: The mask.
+        value: The mask, or the result.
         bytes: Size of the bits.
         pack_seconds, pack_workspace_bytes: Of packing.
-        unpack_seconds, unpack_workspace_bytes: Of unpacking.
+        unpack_seconds, unpack_workspace_bytes: Of unpacking; of signs, of the backward that reads them.
+        reader: Of signs the base row of that backward; None for a mask.
     """
 
     row: BaseOp
@@ -46,6 +56,7 @@ class Packing:
     pack_workspace_bytes: int
     unpack_seconds: float
     unpack_workspace_bytes: int
+    reader: BaseOp | None = None
 
 
 def find_packings(
@@ -60,9 +71,40 @@ def find_packings(
     """
     if device.kind != "cpu":
         return ()
+    found = [*_masks(captured, problem), *_signs(captured, problem)]
+    calls = [call for each in found for call in (each.pack, each.unpack)]
+    results = [result for each in found for result in (each.bits, each.result)]
+    memories = meter.measure(calls) if meter is not None else [NOT_RUN] * len(calls)
+    seconds = [costs.seconds(c.func, c.args, c.kwargs, out) for c, out in zip(calls, results, strict=True)]
+    return tuple(
+        Packing(
+            each.row,
+            each.value,
+            round_bytes(device, fake.storage_bytes(each.bits)),
+            seconds[2 * i],
+            memories[2 * i].workspace_bytes,
+            seconds[2 * i + 1],
+            memories[2 * i + 1].workspace_bytes,
+            each.reader,
+        )
+        for i, each in enumerate(found)
+    )
+
+
+class _Found(NamedTuple):
+    """What can be packed, and by which calls; ``result`` is what unpacking makes."""
+
+    row: BaseOp
+    value: ValueId
+    reader: BaseOp | None
+    pack: Call
+    bits: torch.Tensor
+    unpack: Call
+    result: torch.Tensor
+
+
+def _masks(captured: CapturedStep, problem: Problem) -> Iterator[_Found]:
     graph = problem.graph
-    found: list[tuple[BaseOp, ValueId]] = []
-    calls: list[Call] = []
     again = np.unique(graph.recompute_row[graph.recompute_row >= 0])
     for base in listed(BaseOp, graph.base_of[again]):
         source, op = problem.sources[base], graph.ops[base]
@@ -74,23 +116,26 @@ def find_packings(
         if made.writers or not is_packable(made.node):
             continue
         mask = made.node.meta["val"]
-        found.append((base, results[0]))
-        calls += [Call(PACK_BITS, (mask,), {}), Call(UNPACK_BITS, (bits_of(mask), list(mask.shape)), {})]
-    memories = meter.measure(calls) if meter is not None else [NOT_RUN] * len(calls)
-    results_of = [out for c in calls[::2] for out in (bits_of(c.args[0]), c.args[0])]
-    seconds = [costs.seconds(c.func, c.args, c.kwargs, out) for c, out in zip(calls, results_of, strict=True)]
-    return tuple(
-        Packing(
-            row,
-            value,
-            round_bytes(device, (graph.values[value].bytes + 7) // 8),
-            seconds[2 * i],
-            memories[2 * i].workspace_bytes,
-            seconds[2 * i + 1],
-            memories[2 * i + 1].workspace_bytes,
-        )
-        for i, (row, value) in enumerate(found)
-    )
+        bits = bits_of(mask)
+        unpack = Call(UNPACK_BITS, (bits, list(mask.shape)), {})
+        yield _Found(base, results[0], None, Call(PACK_BITS, (mask,), {}), bits, unpack, mask)
+
+
+def _signs(captured: CapturedStep, problem: Problem) -> Iterator[_Found]:
+    row_of = {(s.graph, s.instance, s.op): base for base, s in numbered(BaseOp, problem.sources)}
+    for reader, source in numbered(BaseOp, problem.sources):
+        joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
+        masked = None if joint is None else joint.ops[source.op]
+        relu = None if joint is None or masked is None else relu_before(joint, masked)
+        if relu is None or masked is None:
+            continue
+        row = row_of[source.graph, source.instance, relu.index]
+        made = problem.graph.ops[row].outputs or problem.graph.ops[row].writes
+        if made[0] not in problem.graph.ops[reader].inputs:
+            continue
+        pack, unpack = sign_calls(relu, masked)
+        bits, gradient = signs_of(relu), masked.node.meta["val"]
+        yield _Found(row, made[0], reader, pack, bits, unpack, gradient)
 
 
 @dataclass(frozen=True)
@@ -113,7 +158,7 @@ class PackedProblem:
         return {form: row for row, form in numbered(RowId, self.forms)}
 
     def unpacked_in(self, schedule: Schedule) -> tuple[Packing, ...]:
-        """The masks whose bits a schedule unpacks."""
+        """The masks, and the signs, whose bits a schedule unpacks."""
         run = set(schedule.tolist())
         return tuple(p for p in self.packings if self.row_of["unpack", p.row] in run)
 
@@ -133,57 +178,78 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
             schedules take of which it is not decided yet what they pack.
     """
     chosen: dict[RowId, Packing] = {packing.row: packing for packing in packings}
+    masks = {row for row, packing in chosen.items() if packing.reader is None}
+    readers = {p.reader: p for p in chosen.values() if p.reader is not None}
     graph = problem.graph
-    forms: list[tuple[str, RowId]] = [
-        form
-        for row in graph.base_ops
-        for form in ([("run", row), ("pack", row)] if row in chosen else [("run", row)])
-    ]
+    forms: list[tuple[str, RowId]] = []
+    for row in graph.base_ops:
+        forms.append(("run", row))
+        if row in chosen:
+            forms += [("carry", row)] if if_unpacked and row not in masks else []
+            forms.append(("pack", row))
     base_length = len(forms)
-    replaced = {graph.ops[row].replay for row in chosen}
+    replaced = {graph.ops[row].replay for row in masks}
     forms += [("run", row) for row in graph.row_ids[graph.base_length :] if row not in replaced]
-    forms += [("unpack", row) for row in chosen]
+    forms += [("unpack", row) for row in chosen if if_unpacked or row in masks]
     row_of = {form: row for row, form in numbered(RowId, forms)}
     values = [
         v if v.held_until is None else replace(v, held_until=base_op(row_of["run", v.held_until]))
         for v in graph.values
     ]
     bits: dict[RowId, ValueId] = {}
-    for packing in chosen.values():
-        bits[packing.row] = ValueId(len(values))
-        values.append(Value(packing.bytes, f"{values[packing.value].name} as bits", on_demand=True))
+    unpacked: dict[RowId, ValueId] = {}
+    for row, packing in chosen.items():
+        name = values[packing.value].name
+        bits[row] = ValueId(len(values))
+        values.append(Value(packing.bytes, f"{name} as bits", on_demand=True))
+        unpacked[row] = packing.value
+        if if_unpacked and row not in masks:
+            unpacked[row] = ValueId(len(values))
+            values.append(Value(values[packing.value].bytes, f"{name} by its signs", on_demand=True))
     ops: list[Op] = []
     for form, row in forms:
         op = graph.ops[row]
         if form == "run":
             again = None if op.replay is None else row_of.get(("run", op.replay))
-            replay = row_of.get(("unpack", row), again)
-            ops.append(replace(op, replay=replay))
+            replay = row_of.get(("unpack", row), again) if row in masks else again
+            op = replace(op, replay=replay)
+            reads = readers.get(base_op(row)) if row < graph.base_length else None
+            ops.append(op if reads is None else _reading(op, reads, bits, unpacked, if_unpacked))
             continue
         packing = chosen[row]
         pack_seconds = 0.0 if if_unpacked else packing.pack_seconds
+        first = Op(
+            (packing.value,),
+            (bits[row],),
+            seconds=pack_seconds,
+            workspace_bytes=packing.pack_workspace_bytes,
+            phase=Phase.FORWARD,
+            recomputable=False,
+            region=op.region,
+            name=f"{PACK_BITS if row in masks else PACK_SIGNS} of {op.name}",
+            module=op.module,
+        )
         if form == "pack":
+            ops.append(first)
+        elif form == "carry":
+            outputs, replay = (unpacked[row],), row_of["unpack", row]
             ops.append(
-                Op(
-                    (packing.value,),
-                    (bits[row],),
-                    seconds=pack_seconds,
-                    workspace_bytes=packing.pack_workspace_bytes,
-                    phase=Phase.FORWARD,
-                    recomputable=False,
-                    region=op.region,
-                    name=f"{PACK_BITS} of {op.name}",
-                    module=op.module,
+                replace(
+                    first, outputs=outputs, seconds=0.0, workspace_bytes=0, recomputable=True, replay=replay
                 )
             )
         else:
+            seconds, workspace = packing.unpack_seconds, packing.unpack_workspace_bytes
+            if packing.reader is not None:  # that unpacks itself, in its own time
+                seconds, workspace = max(0.0, seconds - graph.ops[packing.reader].seconds), 0
             ops.append(
                 replace(
                     op,
                     inputs=(bits[row],),
-                    outputs=(packing.value,),
-                    seconds=packing.unpack_seconds + packing.pack_seconds - pack_seconds,
-                    workspace_bytes=packing.unpack_workspace_bytes,
+                    outputs=(unpacked[row],),
+                    writes=(),
+                    seconds=seconds + packing.pack_seconds - pack_seconds,
+                    workspace_bytes=workspace,
                     replay=None,
                 )
             )
@@ -192,15 +258,27 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
         problem,
         graph=Graph(tuple(ops), tuple(values), base_length),
         sources=sources,
-        packed=frozenset(problem.sources[row] for row in chosen),
+        packed=frozenset(problem.sources[p.row if p.reader is None else p.reader] for p in chosen.values()),
     )
     return PackedProblem(made, tuple(chosen.values()), forms)
+
+
+def _reading(
+    op: Op, packing: Packing, bits: dict[RowId, ValueId], unpacked: dict[RowId, ValueId], if_unpacked: bool
+) -> Op:
+    """The backward of a ReLU, reading bits, or what stands for its result while that is not decided."""
+    read = unpacked[packing.row] if if_unpacked else bits[packing.row]
+    inputs = tuple(read if v == packing.value else v for v in op.inputs)
+    if if_unpacked:
+        return replace(op, inputs=inputs)
+    workspace = packing.unpack_workspace_bytes
+    return replace(op, inputs=inputs, seconds=packing.unpack_seconds, workspace_bytes=workspace)
 
 
 def packed_as(
     problem: Problem, packings: Iterable[Packing], operations: Collection[tuple[int, int, int]]
 ) -> Problem:
     """The problem that packs the masks of some operations, named by graph, execution and index there."""
-    sources = ((p, problem.sources[p.row]) for p in packings)
+    sources = ((p, problem.sources[p.row if p.reader is None else p.reader]) for p in packings)
     wanted = [p for p, source in sources if (source.graph, source.instance, source.op) in operations]
     return packed(problem, wanted).problem if wanted else problem

@@ -88,9 +88,9 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
     gap = "" if solver.gap is None else f", at most {solver.gap:.2%} slower than possible"
     if solver.bound_seconds is not None and solver.bound_covers != "every schedule":
         gap += f" (of {solver.bound_covers})"
-    masks = [
-        graph.ops[index].bytes for graph in plan.graphs for run in graph.by_execution for index in run.packed
-    ]
+    packed = [graph.ops[index] for graph in plan.graphs for run in graph.by_execution for index in run.packed]
+    masks = [op.bytes for op in packed if op.phase == "forward"]
+    signs = len(packed) - len(masks)
     facts = {
         "model": f"{model.class_name}, {model.parameter_count:,} parameters, {mode}",
         "inputs": f"{inputs}{more}" or "none",
@@ -100,11 +100,13 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
         "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
         "solver": f"{solver.name}, {solver.status}{gap}",
     }
-    if masks:
-        facts["packed"] = (
+    if packed:
+        of_masks = (
             f"{len(masks)} masks, as {format_bytes(sum((m + 7) // 8 for m in masks))} of bits "
             f"instead of {format_bytes(sum(masks))}"
         )
+        of_signs = f"the signs of {signs} results of ReLU, a bit for each element"
+        facts["packed"] = "; ".join([of_masks] * bool(masks) + [of_signs] * bool(signs))
     if solver.solve_seconds is not None and solver.capture_seconds is not None:
         capture, solve = format_seconds(solver.capture_seconds), format_seconds(solver.solve_seconds)
         facts["solver"] += f", in {solve} after {capture} of capture"

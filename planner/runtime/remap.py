@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from planner._torch import fake
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.replay.packed import is_mask
+from planner.graph.signs import relu_before
 from planner.graph.spec import GraphSpec
 from planner.planfile.plan import GraphRecord
 
@@ -30,7 +31,8 @@ class Remapped:
         backward: The operations that its backward runs, by index, in order.
         followed: Of the forward operations that the plan re-runs, how many are re-run here.
         planned: How many the plan re-runs.
-        packed: Of the operations that are re-run those whose masks are kept as bits and unpacked.
+        packed: Of the operations that are re-run those whose masks are kept as bits and unpacked, and of
+            ReLU's backwards those that read its signs from bits.
         only_less: Whether the graph does nothing that the planned one does not do, so that it cannot take
             more memory at the same sizes.
     """
@@ -63,6 +65,10 @@ def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
     rerun = {forward[i] for i in record.recomputed if i in forward and joint.ops[forward[i]].recomputable}
     packed = {forward[i] for i in record.packed if forward.get(i) in rerun}
     packed = {i for i in packed if is_mask(joint.ops[i].node)}
+    of_backward = {
+        backward[i - record.forward_length] for i in record.packed if i - record.forward_length in backward
+    }
+    packed |= {i + split for i in of_backward if relu_before(joint, joint.ops[i + split]) is not None}
     sequence = _Sequence(joint, rerun, packed)
     for index in record.backward:
         if index >= record.forward_length:
@@ -78,7 +84,10 @@ def _remap(record: GraphRecord, joint: JointGraph, place: Callable[[str], str]) 
         followed=len({s for s in steps if s < split}),
         planned=len(record.recomputed),
         only_less=(
-            len(forward) == split and len(backward) == count - split and len(rerun) == len(record.recomputed)
+            len(forward) == split
+            and len(backward) == count - split
+            and len(rerun) == len(record.recomputed)
+            and len(packed) == len(record.packed)
         ),
         packed=sorted(packed.intersection(steps)),
     )
@@ -90,7 +99,8 @@ class _Sequence:
     Args:
         joint: The graph.
         rerun: The forward operations to re-run.
-        packed: Those of them whose masks are unpacked, for which nothing is needed.
+        packed: Those of them whose masks are unpacked, for which nothing is needed; nor is it for ReLU's
+            backwards that read bits.
     """
 
     def __init__(self, joint: JointGraph, rerun: set[int], packed: set[int]) -> None:
@@ -194,7 +204,10 @@ def matches(record: GraphRecord, joint: JointGraph) -> bool:
             for op, known in zip(joint.ops, record.ops, strict=True)
         )
         and all(joint.ops[index].recomputable for index in record.recomputed)
-        and all(is_mask(joint.ops[index].node) for index in record.packed)
+        and all(
+            is_mask(joint.ops[index].node) or relu_before(joint, joint.ops[index]) is not None
+            for index in record.packed
+        )
     )
 
 

@@ -41,8 +41,8 @@ def _mask_before(joint: GraphModule, node: Node) -> None:
         or mask.target is not aten.threshold_backward.default
         or mask.args[0] is not node
         or mask.args[2] != 0
-        or _undetached(mask.args[1]) is not _undetached(pooled)
-        or _undetached(pooled).target is not aten.relu.default  # whose results are zero, above, or NaN
+        or undetached(mask.args[1]) is not undetached(pooled)
+        or undetached(pooled).target is not aten.relu.default  # whose results are zero, above, or NaN
         or not _alike(mask.meta["val"], node.meta["val"])
     ):
         return
@@ -87,7 +87,7 @@ def _size(joint: GraphModule, node: Node, dimension: int) -> Node:
 def _result_beside(indices: Node, pooled: Node) -> Node | None:
     """The node of the result that pooling returned beside indices; None where there is none."""
     call = indices.args[0] if indices.target is operator.getitem else None
-    if not isinstance(call, Node) or _undetached(call.args[0]) is not _undetached(pooled):
+    if not isinstance(call, Node) or undetached(call.args[0]) is not undetached(pooled):
         return None
     return next((user for user in call.users if user.args == (call, 0)), None)
 
@@ -96,7 +96,8 @@ def _arguments(node: Node) -> list[Any]:
     return list(node.args)
 
 
-def _undetached(node: Any) -> Any:
+def undetached(node: Any) -> Any:
+    """What a node is, under the names that autograd gave it."""
     while isinstance(node, Node) and node.target in (aten.detach.default, aten.alias.default):
         node = node.args[0]
     return node

@@ -1,0 +1,76 @@
+"""Results of ReLU of which only the signs are kept: its backward reads one bit for each element.
+
+Where nothing else in the backward reads what ReLU returned, the forward packs which elements are not zero
+right after it. Re-runs of other operations may read the result as ever; it is then computed again. A schedule
+says of which backwards this is so.
+"""
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
+
+from planner._torch import fake
+from planner._torch.execution.op_bindings import same_sizes, same_steps
+from planner._torch.execution.sign_operators import MASK_GRADIENT, MASK_GRADIENT_, PACK_SIGNS
+from planner.graph.joint_graph import JointGraph, JointOp
+from planner.graph.passes.max_pooling import undetached
+from planner.graph.replay.packed import LEAST_ELEMENTS, bits_of
+from planner.training_step.call import Call
+
+aten = torch.ops.aten
+
+
+def relu_before(joint: JointGraph, op: JointOp) -> JointOp | None:
+    """The ReLU whose backward an operation is, if that may read bits; None for all others."""
+    node = op.node
+    if not op.backward or node.target is not aten.threshold_backward.default or node.args[2] != 0:
+        return None
+    result, gradient = undetached(node.args[1]), node.args[0]
+    if result not in joint.op_of or result.target is not aten.relu.default:
+        return None
+    relu, value = joint.ops[joint.op_of[result]], result.meta["val"]
+    if relu.backward or not _is_whole(value) or not isinstance(gradient, Node):
+        return None
+    if not (same_sizes(value, gradient.meta["val"]) and same_steps(value, gradient.meta["val"])):
+        return None
+    (storage,) = joint.storages_of(result)
+    return relu if joint.read_in_backward[storage] == [op] else None
+
+
+def signs_of(relu: JointOp) -> torch.Tensor:
+    """The bits of a ReLU's result without data, without data."""
+    return bits_of(relu.node.meta["val"])
+
+
+def save_signs(graph: FxGraph, relu: JointOp, result: Node) -> Node:
+    """Emit the packing of what a ReLU returned."""
+    packed = graph.call_function(PACK_SIGNS, (result,))
+    packed.meta["val"] = signs_of(relu)
+    return packed
+
+
+def emit_masked(graph: FxGraph, op: JointOp, gradient: Node, signs: Node) -> Node:
+    """Emit the backward of a ReLU whose signs are kept."""
+    masked = graph.call_function(MASK_GRADIENT, (gradient, signs))
+    masked.meta = dict(op.node.meta)
+    return masked
+
+
+def sign_calls(relu: JointOp, op: JointOp) -> tuple[Call, Call]:
+    """What packs the signs of a ReLU's result, and what its backward then is, on tensors without data."""
+    into = op.written is not None
+    masked = Call(
+        MASK_GRADIENT_ if into else MASK_GRADIENT, (op.node.args[0].meta["val"], signs_of(relu)), {}
+    )
+    return Call(PACK_SIGNS, (relu.node.meta["val"],), {}), masked
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    count = fake.concrete_size(value.numel())
+    return (
+        value.device.type == "cpu"
+        and value.is_floating_point()
+        and count >= LEAST_ELEMENTS
+        and value.is_contiguous()
+        and fake.storage_bytes(value) == count * value.element_size()
+    )
