@@ -58,11 +58,16 @@ def emit_masked(graph: FxGraph, op: JointOp, gradient: Node, signs: Node) -> Nod
 
 def sign_calls(relu: JointOp, op: JointOp) -> tuple[Call, Call]:
     """What packs the signs of a ReLU's result, and what its backward then is, on tensors without data."""
-    into = op.written is not None
-    masked = Call(
-        MASK_GRADIENT_ if into else MASK_GRADIENT, (op.node.args[0].meta["val"], signs_of(relu)), {}
-    )
+    operator = MASK_GRADIENT if op.written is None else MASK_GRADIENT_
+    masked = Call(operator, (gradient_of(op).meta["val"], signs_of(relu)), {})
     return Call(PACK_SIGNS, (relu.node.meta["val"],), {}), masked
+
+
+def gradient_of(op: JointOp) -> Node:
+    """What a backward of ReLU masks."""
+    gradient = op.node.args[0]
+    assert isinstance(gradient, Node)
+    return gradient
 
 
 def _is_whole(value: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias, copied
 from planner.graph.replay.packed import PACKED, read_sizes
 from planner.graph.replay_rule import ReplayRule
-from planner.graph.signs import emit_masked, relu_before, save_signs, signs_of
+from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
 
 _USER_OUTPUTS = "user_outputs"
 
@@ -141,7 +141,7 @@ class _Backward:
     def _masked(self, op: JointOp, relu: JointOp) -> Node:
         self.states[relu] = signs = self._placeholder(f"{relu.node.name}_signs", None)
         signs.meta["val"] = torch.empty(fake.storage_bytes(signs_of(relu)), dtype=torch.uint8, device="meta")
-        return emit_masked(self.graph, op, self.node(op.node.args[0]), signs)
+        return emit_masked(self.graph, op, self.node(gradient_of(op)), signs)
 
     def _again(self, op: JointOp) -> Node:
         state = self.rule(op).state(op.node)

@@ -182,11 +182,11 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
     readers = {p.reader: p for p in chosen.values() if p.reader is not None}
     graph = problem.graph
     forms: list[tuple[str, RowId]] = []
-    for row in graph.base_ops:
-        forms.append(("run", row))
-        if row in chosen:
-            forms += [("carry", row)] if if_unpacked and row not in masks else []
-            forms.append(("pack", row))
+    for base in graph.base_ops:
+        forms.append(("run", base))
+        if base in chosen:
+            forms += [("carry", base)] if if_unpacked and base not in masks else []
+            forms.append(("pack", base))
     base_length = len(forms)
     replaced = {graph.ops[row].replay for row in masks}
     forms += [("run", row) for row in graph.row_ids[graph.base_length :] if row not in replaced]
