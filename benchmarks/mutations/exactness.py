@@ -273,14 +273,14 @@ EXACTNESS = [
         ("tests/test_signs.py::test_relu_by_its_signs",),
     ),
     Mutation(
-        "results-are-not-their-signs",
-        "Where signs are kept, other re-runs still compute what ReLU returned.",
-        "Nothing needs a ReLU's result again whose signs are kept.",
+        "results-kept-by-their-signs",
+        "What a ReLU returned is predicted to be let go where its signs are kept.",
+        "It is predicted to be kept.",
         (
             Change(
                 "planner/problem/encodings.py",
-                "        if if_unpacked and row not in masks:\n            unpacked[row]",
-                "        if False:\n            unpacked[row]",
+                "    read = unpacked[packing.row] if if_unpacked else bits[packing.row]\n",
+                "    read = unpacked[packing.row]\n",
             ),
         ),
         ("tests/test_signs.py::test_bits_and_bytes_are_as_promised",),
