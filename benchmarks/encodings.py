@@ -62,6 +62,8 @@ MODELS: dict[str, Callable[[], Built]] = {
     "bert, 6 layers, 8 x 256": _bert,
     "gpt2, 8 layers, 2 x 512": _gpt2,
     "gpt, 6 layers, 8 x 128": lambda: build("gpt"),
+    "transformer encoder, 4 layers": lambda: build("transformer_encoder"),
+    "unet": lambda: build("unet"),
     "resnet50, 16 x 128 x 128": lambda: build("resnet50"),
     "vgg16, 8 x 64 x 64": _vgg16,
 }
@@ -84,16 +86,26 @@ def rows(name: str, costs: Any) -> list[str]:
         if packing is None:
             found.append(f"| {' | '.join(cells)} | | | |")
             continue
-        packed = [(g.ops[i].name, g.ops[i].bytes) for g in packing.graphs for i in g.packed]
+        bits = _bits(prepared)
+        packed = [bits[graph, i] for graph, record in enumerate(packing.graphs) for i in record.packed]
         report = planner.verify(model, args, kwargs, plan=Plan.of(packing), repeats=0)
         exact = report.measured_dynamic_peak_bytes == packing.predicted.dynamic_peak_bytes
         cells += [
             f"{len(packed)} of {len(prepared.packings)}",
-            format_bytes(sum((size + 7) // 8 for _, size in packed)) if packed else "",
+            format_bytes(sum(packed)) if packed else "",
             f"{'equal' if report.ok else report.problems[0]}, {'exact' if exact else 'not exact'}",
         ]
         found.append(f"| {' | '.join(cells)} |")
         print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def _bits(prepared: Prepared) -> dict[tuple[int, int], int]:
+    """The bytes of what can be packed, by graph and operation."""
+    found = {}
+    for packing in prepared.packings:
+        source = prepared.problem.sources[packing.row if packing.reader is None else packing.reader]
+        found[source.graph, source.op] = packing.bytes
     return found
 
 

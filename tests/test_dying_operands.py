@@ -11,6 +11,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 import planner
+from planner._torch.execution.sign_operators import MASK_GRADIENT, PACK_SIGNS
 from planner._torch.fake import fake_mode
 from planner.graph import dying_operands
 from planner.graph.dying_operands import forget, write_into_dying_operands, writing
@@ -35,6 +36,7 @@ def arguments(target: Any, dtype: torch.dtype, order: tuple[int, ...]) -> list[A
         aten.masked_fill.Scalar: [values(), values() > 0.5, -3.0],
         aten.masked_fill.Tensor: [values(), values() > 0.5, torch.tensor(0.7, dtype=dtype)],
         aten.threshold_backward.default: [values(), values(), 0.5],
+        MASK_GRADIENT: [values(), PACK_SIGNS((torch.rand(3, 5, 37) - 0.5).relu())],
     }
     if target in filled:
         return filled[target]
