@@ -25,6 +25,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.passes import _tensorify_python_scalars as tensorify_pass
 
 from planner._torch.cuda.batch_norm import cudnn_as_eager
 from planner._torch.execution.decompositions import kernels_of_eager
@@ -92,6 +93,7 @@ def compile_joint(
         stack.enter_context(_deep_recursion())
         stack.enter_context(_gradients_laid_out(layouts))
         stack.enter_context(results_in_place())
+        stack.enter_context(_numbers_stay_numbers())
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))
@@ -134,6 +136,18 @@ def _gradients_laid_out(layouts: Mapping[int, Sequence[int]]) -> Iterator[None]:
     finally:
         for user in users:
             user.run_functionalized_fw_and_collect_metadata = original  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _numbers_stay_numbers() -> Iterator[None]:
+    """Floats that are computed from symbolic sizes, as ``1 / len(x)``, are not made tensors: these round
+    differently, are other operations than at plain sizes, and do not say that they belong to the backward."""
+    original = tensorify_pass._is_tensorify_enabled
+    tensorify_pass._is_tensorify_enabled = lambda: False
+    try:
+        yield
+    finally:
+        tensorify_pass._is_tensorify_enabled = original
 
 
 def _can_lie(tangent: Any, dimensions: Sequence[int]) -> bool:
