@@ -142,12 +142,13 @@ def _gradients_laid_out(layouts: Mapping[int, Sequence[int]]) -> Iterator[None]:
 def _numbers_stay_numbers() -> Iterator[None]:
     """Floats that are computed from symbolic sizes, as ``1 / len(x)``, are not made tensors: these round
     differently, are other operations than at plain sizes, and do not say that they belong to the backward."""
-    original = tensorify_pass._is_tensorify_enabled
-    tensorify_pass._is_tensorify_enabled = lambda: False
+    module: Any = tensorify_pass
+    original = module._is_tensorify_enabled
+    module._is_tensorify_enabled = lambda: False
     try:
         yield
     finally:
-        tensorify_pass._is_tensorify_enabled = original
+        module._is_tensorify_enabled = original
 
 
 def _can_lie(tangent: Any, dimensions: Sequence[int]) -> bool:
