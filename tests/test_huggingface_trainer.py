@@ -11,7 +11,7 @@ from planner.integrations.huggingface import PlannerCallback
 from planner.runtime.install import installed_plan
 from planner.verification.measure import measure_peak
 from tests.side_by_side import no_plan_warnings
-from tests.small_language_model import padded, sentences, small_language_model
+from tests.small_language_model import SmallLanguageModel, padded, sentences, small_language_model
 
 pytestmark = pytest.mark.heavy
 
@@ -76,3 +76,52 @@ def test_it_trains_to_the_same_weights(
     for ours in (trainer.model.state_dict(), resumed.model.state_dict()):
         assert list(ours) == list(theirs)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class _ForTokens(SmallLanguageModel):
+    """Returns the logarithms of the words' probabilities besides the loss, as models do in TRL's trainers."""
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        output = super().forward(input_ids, attention_mask, labels, **kwargs)
+        words = input_ids[:, 1:, None]
+        output.log_probs = output.logits[:, :-1].log_softmax(-1).gather(2, words).squeeze(2)
+        output.logits = None
+        return output
+
+
+class _OfTokens(_Measured):
+    """Computes its loss of them, and leaves the model's alone."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        log_probs = model(**inputs).log_probs
+        loss: torch.Tensor = (-log_probs).sum() / log_probs.numel()
+        return loss
+
+
+class _ArgumentsOfTRL(TrainingArguments):
+    __module__ = "trl.trainer.sft_config"
+
+
+def test_the_loss_of_tokens_of_trl_is_planned(tmp_path: Path) -> None:
+    def train(callbacks: list[Any]) -> _OfTokens:
+        torch.manual_seed(0)
+        arguments = _ArgumentsOfTRL(
+            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True,
+            disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        trainer = _OfTokens(
+            _ForTokens(small_language_model().config), arguments, train_dataset=sentences(),
+            data_collator=padded, callbacks=callbacks,
+        )  # fmt: skip
+        with no_plan_warnings():
+            trainer.train()
+        return trainer
+
+    ours = train([PlannerCallback(budget="min", solver="sqrt_n")])
+    assert ours.plan is not None
+    assert ours.plan.recomputed_operations
+    assert ours.peak == pytest.approx(ours.plan.predicted.dynamic_peak_bytes, rel=0.005)
+    theirs = train([]).model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.model.state_dict().items())

@@ -20,6 +20,7 @@ from planner.lazy.first_call import install_lazily
 from planner.planning.options import PlanKeywords, shows_options
 from planner.runtime.install import remove
 from planner.runtime.shape_policy import OnNewShape
+from planner.training_step.step import find_loss
 
 
 class PlannerCallback(TrainerCallback):
@@ -29,6 +30,8 @@ class PlannerCallback(TrainerCallback):
     gradients that are there already do where ``gradient_accumulation_steps`` is more than 1. Checkpointing
     that ``TrainingArguments`` switch on (``gradient_checkpointing=True``) is switched off: the plan goes in
     its place. After training the plan is removed.
+
+    In TRL's trainers the loss is computed of what their models return for each token; that is planned for.
     """
 
     @shows_options(PlanKeywords)
@@ -67,6 +70,8 @@ class PlannerCallback(TrainerCallback):
         options.setdefault("accumulate", True if args.gradient_accumulation_steps > 1 else None)
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         options.setdefault("optimizer", inner if isinstance(inner, torch.optim.Optimizer) else None)
+        if any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__):
+            options.setdefault("loss", _loss_of_tokens)
         wanted = wanted_lazily(
             model, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
@@ -76,3 +81,9 @@ class PlannerCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the plan."""
         remove(kwargs["model"])
+
+
+def _loss_of_tokens(output: Any) -> Any:
+    """The loss of TRL's trainers: their models return one as well, which they do not differentiate."""
+    log_probs = getattr(output, "log_probs", None)
+    return find_loss(output) if log_probs is None else (-log_probs).sum()
