@@ -285,4 +285,17 @@ EXACTNESS = [
         ),
         ("tests/test_signs.py::test_bits_and_bytes_are_as_promised",),
     ),
+    Mutation(
+        "forms",
+        "The gradient of what was padded has the memory format of what was padded.",
+        "Its elements lie row by row.",
+        (
+            Change(
+                "planner/_torch/execution/form_operators.py",
+                'memory_format(torch.empty_strided(sizes, form.stride(), device="meta"))',
+                "torch.contiguous_format",
+            ),
+        ),
+        ("tests/test_forms.py::test_forms_are_enough",),
+    ),
 ]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from planner._torch.execution.form_operators import FORM_OF
 from planner._torch.execution.mask_operators import DRAW_MASK
 from planner._torch.fake import storage_key
 from planner._torch.operators import OpOverload, tf32_allowed
@@ -261,7 +262,7 @@ _FLOPS: dict[object, FlopFormula] = {
 # These share their input's storage, or copy where its strides do not allow that.
 _VIEW_OR_COPY = _packets("reshape", "contiguous", "to", "flatten", "ravel", "reshape_as", "resolve_conj")
 
-_ALWAYS_FREE = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.default})
+_ALWAYS_FREE = frozenset({FORM_OF, aten._unsafe_view.default, aten._local_scalar_dense.default})
 
 _ALLOCATE_ONLY = _packets(
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"

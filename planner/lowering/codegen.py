@@ -17,7 +17,13 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from planner._torch.execution import mask_operators, op_bindings, pooling_operators, sign_operators
+from planner._torch.execution import (
+    form_operators,
+    mask_operators,
+    op_bindings,
+    pooling_operators,
+    sign_operators,
+)
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.joint.aot import BoxedFunction
 from planner.graph.dying_operands import writing
@@ -30,7 +36,12 @@ aten = torch.ops.aten
 _numbers = count()
 _MISSING = object()
 _LITERALS = (int, bool, str, type(None))
-_OWN = mask_operators.FUNCTIONS | pooling_operators.FUNCTIONS | sign_operators.FUNCTIONS
+_OWN = (
+    form_operators.FUNCTIONS
+    | mask_operators.FUNCTIONS
+    | pooling_operators.FUNCTIONS
+    | sign_operators.FUNCTIONS
+)
 
 
 def compile_graph(module: GraphModule, name: str, *, fixed_outputs: int | None = None) -> BoxedFunction:

@@ -3,6 +3,7 @@
 from planner.graph.joint_pass import JointPass
 from planner.graph.passes.autocast_cast_cache import share_casts
 from planner.graph.passes.cpu_dropout import divide_masks
+from planner.graph.passes.forms import keep_forms_only
 from planner.graph.passes.in_place_accumulation import mark_sums_in_place
 from planner.graph.passes.max_pooling import keep_nothing_pooled
 from planner.graph.passes.per_use_gradients import hand_out_unsummed
@@ -12,6 +13,7 @@ JOINT_PASSES: tuple[JointPass, ...] = (
     hand_out_unsummed,
     divide_masks,
     keep_nothing_pooled,
+    keep_forms_only,
     mark_sums_in_place,
 )
 """All of them. Casts that are shared are added up once, so that comes before sums are taken apart."""

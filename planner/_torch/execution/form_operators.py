@@ -1,0 +1,62 @@
+"""The planner's own operators that stand for a tensor of which only sizes and strides are read.
+
+The backwards of average pooling and of padding are given what was pooled or padded, and read no element.
+Here they are given a tensor without elements, which the forward takes of it. The memory of the result stands
+for the elements.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner._torch.execution.pooling_operators import memory_format
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("planner", "FRAGMENT")
+
+
+def form_of(value: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides of another, and its sizes but for the first, which is zero."""
+    return value.new_empty(0).as_strided((0, *value.shape[1:]), value.stride())
+
+
+def _given_form(operator: Any) -> tuple[Any, Callable[..., Any]]:
+    """The operator that is given a form in the place of another's second argument, and its function."""
+    into, name = operator.overloadpacket.grad_input, operator.overloadpacket.__name__
+
+    def backward(gradient: torch.Tensor, form: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes = (gradient.shape[0], *form.shape[1:])
+        layout = memory_format(torch.empty_strided(sizes, form.stride(), device="meta"))
+        result = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
+        returned: torch.Tensor = into(gradient, result, *rest, grad_input=result)
+        return returned
+
+    schema = str(operator._schema).removeprefix("aten::")
+    _library.define(schema.replace("Tensor self", "Tensor form"))
+    _library.impl(name, backward, "CompositeExplicitAutograd")
+    return getattr(torch.ops.planner, name).default, backward
+
+
+_library.define("form_of(Tensor value) -> Tensor")
+_library.impl("form_of", form_of, "CompositeExplicitAutograd")
+FORM_OF = torch.ops.planner.form_of.default
+
+_OWN = {
+    operator: _given_form(operator)
+    for operator in (
+        aten.avg_pool2d_backward.default,
+        *(
+            getattr(aten, f"{kind}_pad{dimensions}d_backward").default
+            for kind in ("reflection", "replication")
+            for dimensions in (1, 2, 3)
+        ),
+    )
+}
+
+GIVEN_FORMS: dict[Any, Any] = {operator: own for operator, (own, _) in _OWN.items()}
+"""Backwards of average pooling and padding, and for each the operator that is given a form."""
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {FORM_OF: form_of, **dict(_OWN.values())}
+"""What emitted code calls in the place of each, without a dispatcher between."""
