@@ -84,6 +84,29 @@ class Jittered(nn.Module):
         return (x + self.narrow(y.sin())).square().mean()
 
 
+class Recurrent(nn.Module):
+    """Of the gradients of two biases that PyTorch's kernel returns, one without data stands for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(32, 32, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.unsqueeze(1))[0].square().mean()
+
+
+class Spectral(nn.Module):
+    """In whose backward a copy of a part of a tensor is as large as all of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.filter = nn.Linear(32, 32), nn.Parameter(torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(self.before(x), n=64) * torch.fft.rfft(self.filter, n=64)
+        return torch.fft.irfft(spectrum, n=64)[..., :32].tanh().square().mean()
+
+
 def _inputs(model: nn.Module) -> torch.Tensor:
     if isinstance(model, Relative):
         return torch.randn(16, 24, 32)
@@ -93,7 +116,7 @@ def _inputs(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("build", [Relative, Filled, Chosen, Drawn, Jittered])
+@pytest.mark.parametrize("build", [Relative, Filled, Chosen, Drawn, Jittered, Recurrent, Spectral])
 def test_predicted_is_measured(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = build().train()

@@ -17,6 +17,7 @@ import torch
 
 from planner._torch.fake import concrete_size
 from planner._torch.operators import cudnn_version
+from planner.costs.whole_storage import whole_storage
 from planner.errors import PlannerError
 from planner.planfile.atomic_file import write_atomically
 
@@ -93,7 +94,9 @@ def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any])
         ValueError: a size depends on data.
     """
     named = [f"{name}={_text(value)}" for name, value in sorted(kwargs.items())]
-    return f"{func}({', '.join([*map(_text, args), *named])})"
+    whole = whole_storage(func, args)
+    inside = f" in {whole[0]} from {whole[1]}" if whole is not None else ""
+    return f"{func}({', '.join([*map(_text, args), *named])}){inside}"
 
 
 def _text(value: Any) -> str:

@@ -31,6 +31,7 @@ from planner.costs.measurement_cache import (
     read_entries,
     write_entries,
 )
+from planner.costs.whole_storage import whole_storage
 from planner.interrupts import raise_interrupt
 from planner.training_step.call import Call
 
@@ -265,13 +266,15 @@ class WorkspaceMeter:
             raise MemoryError(f"not run: it needs about {needed} bytes and {available} are free")
         on_host = read_on_host(call.func, call.args, call.kwargs)
         made = {id(t): torch.zeros(_concrete(t.shape), dtype=t.dtype) for t in on_host}
+        whole = whole_storage(call.func, call.args)
         # Factorisations and solvers need matrices that are well conditioned.
         matrices = "linalg" in str(call.func) or "cholesky" in str(call.func)
 
         def real(nest: Any) -> Any:
             if isinstance(nest, torch.Tensor):
                 if id(nest) not in made:
-                    made[id(nest)] = self._made_tensor(nest, matrices, masks)
+                    inside = whole if whole is not None and nest is call.args[0] else None
+                    made[id(nest)] = self._made_tensor(nest, matrices, masks, inside)
                 return made[id(nest)]
             if isinstance(nest, (list, tuple)):
                 return type(nest)(real(item) for item in nest)
@@ -288,8 +291,10 @@ class WorkspaceMeter:
                 complete(args)
         return args, kwargs, list(made.values())
 
-    def _made_tensor(self, like: torch.Tensor, matrix: bool, masks: bool) -> torch.Tensor:
-        """A tensor of the same shape, strides and dtype.
+    def _made_tensor(
+        self, like: torch.Tensor, matrix: bool, masks: bool, inside: tuple[int, int] | None
+    ) -> torch.Tensor:
+        """A tensor of the same shape, strides and dtype, ``inside`` a storage of so many elements.
 
         Floats are 1, which is valid as a variance too, and integers 0, which is valid as an index.
         Booleans are `masks`: all true selects the most there can be, where the size depends on that.
@@ -299,10 +304,11 @@ class WorkspaceMeter:
         device = self.device if like.device.type == "meta" else like.device
         floating = like.is_floating_point() or like.is_complex()
         fill = masks if like.dtype is torch.bool else int(floating)
-        flat = torch.zeros(_storage_length(like), dtype=like.dtype, device=device)
+        length, start = inside or (_storage_length(like), 0)
+        flat = torch.zeros(length, dtype=like.dtype, device=device)
         if fill:
             flat.fill_(fill)
-        made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()))
+        made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()), start)
         if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
         return made

@@ -32,6 +32,7 @@ from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.fake import fake_mode, without_modes
 from planner._torch.joint.effects import refuse_tokens, without_tokens
 from planner._torch.joint.in_place import results_in_place
+from planner._torch.without_data.apart import tell_results_apart
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
@@ -72,6 +73,7 @@ def compile_joint(
         _donate_nothing(forward, num_fwd_outputs)
         return forward, backward
 
+    tell_results_apart()
     backend = aot_autograd(
         fw_compiler=lambda gm, _inputs: _boxed(forward_compiler(gm)),
         bw_compiler=lambda gm, _inputs: _boxed(backward_compiler(gm)),

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from planner._torch.without_data.apart import tell_results_apart
 from planner._torch.without_data.data_free import DataFreeLog
 
 _MOST_KNOWN_ELEMENTS = 2**20
@@ -78,6 +79,7 @@ class ConstantTrackingFakeMode(FakeTensorMode):
     """
 
     def __init__(self, **options: Any) -> None:
+        tell_results_apart()
         super().__init__(**options)
         self.log = DataFreeLog()
         self._depth = 0
