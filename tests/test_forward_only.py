@@ -49,3 +49,31 @@ def test_they_run_as_they_are() -> None:
         pytest.raises(planner.PlanMismatch, match="did not use"),
     ):
         model(x)["features"].sum().backward()
+
+
+class _CutBetween(Layers):
+    """A view between two graph breaks: a graph that AOTAutograd leaves to its input, as gradients pass by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.run(x)
+        torch._dynamo.graph_break()
+        y = y[:-1].reshape(-1, 32)
+        torch._dynamo.graph_break()
+        return y.square().mean()
+
+
+@pytest.mark.heavy
+def test_a_view_that_passes_gradients_on_is_none_of_them() -> None:
+    torch.manual_seed(0)
+    model, twin = _CutBetween(1), _CutBetween(1)
+    twin.load_state_dict(model.state_dict())
+    x = torch.ones(64, 32)
+    plan = plan_of(model, (x,), outputs="dropped")
+    assert not plan.forward_only
+    plan.apply(model)
+    with no_plan_warnings():
+        ours = left_by(model, lambda model: model(x).backward())
+    assert_same(ours, left_by(twin, lambda model: model(x).backward()))
+    model.zero_grad()
+    peak = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
+    assert peak == pytest.approx(plan.predicted.dynamic_peak_bytes, rel=0.005)

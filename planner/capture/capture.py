@@ -220,6 +220,7 @@ class _Capture:
                     len(alike.get(r.index, ())),
                     r.spec,
                     r.joint if r.index in ran else None,
+                    bool(r.gradients.received),
                 )
                 for r in runners
             ],

@@ -27,6 +27,8 @@ class CapturedGraph:
         occurrences: How many graphs of that structure it runs.
         spec: How it was traced.
         joint: Forward and backward; None where there is nothing to differentiate.
+        passes_gradients: Whether gradients arrive at its outputs. Where there is no joint graph, these are
+            views of its inputs.
     """
 
     structure: str
@@ -34,6 +36,7 @@ class CapturedGraph:
     occurrences: int
     spec: GraphSpec
     joint: JointGraph | None = None
+    passes_gradients: bool = False
 
 
 @dataclass

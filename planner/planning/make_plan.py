@@ -154,7 +154,7 @@ def make_plan(
         whole_step=whole,
         baseline_whole_step=prepared.baseline_whole_step,
         graphs=graphs,
-        forward_only=sorted({g.structure for g in captured.graphs if g.joint is None and g.occurrences}),
+        forward_only=_forward_only(captured),
         timeline=Timeline.downsample(step_bytes, forward_steps),
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
         peak_holders=_holders(problem, solution, timeline.peak_step)
@@ -301,6 +301,12 @@ def _kept(problem: Problem, solution: Solution) -> dict[tuple[int, int], list[in
         if source.graph >= 0:
             kept.setdefault((source.graph, source.instance), set()).add(source.op)
     return {execution: sorted(ops) for execution, ops in kept.items()}
+
+
+def _forward_only(captured: CapturedStep) -> list[str]:
+    """Structures of graphs at whose outputs no gradient arrives."""
+    found = {g.structure for g in captured.graphs if g.joint is None and g.occurrences}
+    return sorted(found - {g.structure for g in captured.graphs if g.passes_gradients})
 
 
 def _holders(problem: Problem, solution: Solution, step: indices.Step) -> list[LiveModule]:
