@@ -214,8 +214,8 @@ def test_known_values_that_a_graph_changes_are_computed_on_data() -> None:
     graph = torch.fx.Graph()
     graph.output((graph.call_method("add_", (graph.placeholder("count"), 1)),))
     copies, _ = run_without_data(torch.fx.GraphModule(nn.Module(), graph), [count])
-    assert not isinstance(known_values(copies[0]), FakeTensor)
-    assert known_values(count) == 3
+    assert not any(isinstance(values, FakeTensor) for values in known_values(copies[:1]))
+    assert known_values([count]) == [torch.tensor(3)]
 
 
 # ---- what cannot be traced is left out by one line ------------------------------------------------------
