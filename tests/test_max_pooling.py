@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import planner
 from planner import Plan
-from planner._torch.execution.pooling_operators import GIVEN_SIZES, memory_format
+from planner._torch.execution.own_backwards import memory_format
+from planner._torch.execution.pooling_operators import GIVEN_SIZES
 
 aten = torch.ops.aten
 

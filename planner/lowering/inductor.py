@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from planner._torch import fake, operators
 from planner._torch.execution.mask_operators import MASKED_PRODUCT
-from planner._torch.execution.pooling_operators import GIVEN_TENSORS, memory_format
+from planner._torch.execution.own_backwards import memory_format
+from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError

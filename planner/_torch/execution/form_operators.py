@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner._torch.execution.pooling_operators import memory_format
+from planner._torch.execution.own_backwards import Laid, given_instead, memory_format
 
 aten = torch.ops.aten
 
@@ -22,21 +22,9 @@ def form_of(value: torch.Tensor) -> torch.Tensor:
     return value.new_empty(0).as_strided((0, *value.shape[1:]), value.stride())
 
 
-def _given_form(operator: Any) -> tuple[Any, Callable[..., Any]]:
-    """The operator that is given a form in the place of another's second argument, and its function."""
-    into, name = operator.overloadpacket.grad_input, operator.overloadpacket.__name__
-
-    def backward(gradient: torch.Tensor, form: torch.Tensor, *rest: Any) -> torch.Tensor:
-        sizes = (gradient.shape[0], *form.shape[1:])
-        layout = memory_format(torch.empty_strided(sizes, form.stride(), device="meta"))
-        result = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
-        returned: torch.Tensor = into(gradient, result, *rest, grad_input=result)
-        return returned
-
-    schema = str(operator._schema).removeprefix("aten::")
-    _library.define(schema.replace("Tensor self", "Tensor form"))
-    _library.impl(name, backward, "CompositeExplicitAutograd")
-    return getattr(torch.ops.planner, name).default, backward
+def _laid_by_form(gradient: torch.Tensor, form: torch.Tensor, *_rest: Any) -> Laid:
+    sizes = (gradient.shape[0], *form.shape[1:])
+    return sizes, memory_format(torch.empty_strided(sizes, form.stride(), device="meta"))
 
 
 _library.define("form_of(Tensor value) -> Tensor")
@@ -44,7 +32,7 @@ _library.impl("form_of", form_of, "CompositeExplicitAutograd")
 FORM_OF = torch.ops.planner.form_of.default
 
 _OWN = {
-    operator: _given_form(operator)
+    operator: given_instead(operator, "Tensor form", _laid_by_form)
     for operator in (
         aten.avg_pool2d_backward.default,
         *(

@@ -8,39 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+
+from planner._torch.execution.own_backwards import Laid, given_instead, memory_format
 
 aten = torch.ops.aten
 
 
-def memory_format(value: torch.Tensor) -> torch.memory_format:
-    """The memory format in which kernels that keep it return their results."""
-    return suggest_memory_format(value)
-
-
-_library = torch.library.Library("planner", "FRAGMENT")
-
-
-def _given_sizes(operator: Any) -> tuple[Any, Callable[..., Any]]:
-    """The operator that is given sizes in the place of another's second argument, and its function."""
-    into, name = operator.overloadpacket.grad_input, operator.overloadpacket.__name__
-
-    def backward(gradient: torch.Tensor, sizes: list[int], *rest: Any) -> torch.Tensor:
-        # Pooling returns indices in the memory format of what it pooled.
-        result = torch.empty(
-            sizes, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format(rest[-1])
-        )
-        returned: torch.Tensor = into(gradient, result, *rest, grad_input=result)
-        return returned
-
-    schema = str(operator._schema).removeprefix("aten::")
-    _library.define(schema.replace("Tensor self", "SymInt[] sizes"))
-    _library.impl(name, backward, "CompositeExplicitAutograd")
-    return getattr(torch.ops.planner, name).default, backward
+def _laid_by_sizes(_gradient: torch.Tensor, sizes: list[int], *rest: Any) -> Laid:
+    return sizes, memory_format(rest[-1])  # pooling returns indices in the memory format of what it pooled
 
 
 _OWN = {
-    operator: _given_sizes(operator)
+    operator: given_instead(operator, "SymInt[] sizes", _laid_by_sizes)
     for operator in (
         aten.max_pool2d_with_indices_backward.default,
         aten.max_pool3d_with_indices_backward.default,

@@ -13,7 +13,8 @@ from torch.fx import GraphModule, Node
 
 from planner._torch import fake
 from planner._torch.execution.op_bindings import same_sizes, same_steps
-from planner._torch.execution.pooling_operators import GIVEN_SIZES, memory_format
+from planner._torch.execution.own_backwards import memory_format
+from planner._torch.execution.pooling_operators import GIVEN_SIZES
 from planner.graph.joint_pass import TraceContext
 
 aten = torch.ops.aten
