@@ -38,3 +38,13 @@ def test_what_is_written_into_a_part_is_a_copy_of_the_whole(name: str) -> None:
 
 def _bare(value: Any) -> Any:
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def test_a_part_of_more_than_there_is_is_not_run() -> None:
+    with FakeTensorMode():
+        part = torch.zeros(2**40, 6)[:1]
+    call = Call(aten.copy.default, (part, torch.empty(1, 6, device="meta")))
+    meter = WorkspaceMeter("cpu", None)
+    meter.measure([call])
+    ((_, reason),) = meter.failed([call])
+    assert "not run: it needs about" in reason

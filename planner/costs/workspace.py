@@ -259,14 +259,14 @@ class WorkspaceMeter:
         """The arguments with real tensors in the place of fake ones, and those tensors."""
         if is_foreign(call.func):  # may have effects, or may not survive made-up inputs
             raise ValueError("not run: operators from outside PyTorch may have effects")
-        needed = 2 * sum(
-            _storage_length(t) * t.element_size() for t in call_tensors([call.args, call.kwargs])
-        )
+        tensors, whole = call_tensors([call.args, call.kwargs]), whole_storage(call.func, call.args)
+        needed = 2 * sum(_storage_length(t) * t.element_size() for t in tensors)
+        if whole is not None:
+            needed += 2 * whole[0] * call.args[0].element_size()
         if needed > (available := _available_bytes(self.device)):
             raise MemoryError(f"not run: it needs about {needed} bytes and {available} are free")
         on_host = read_on_host(call.func, call.args, call.kwargs)
         made = {id(t): torch.zeros(_concrete(t.shape), dtype=t.dtype) for t in on_host}
-        whole = whole_storage(call.func, call.args)
         # Factorisations and solvers need matrices that are well conditioned.
         matrices = "linalg" in str(call.func) or "cholesky" in str(call.func)
 
