@@ -1,10 +1,18 @@
 """Private names of autograd's engine."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_PYTORCH = Path(torch.__file__).parent.as_posix() + "/"
+_DISPATCH = "__torch_dispatch__"
+_RUNS_ENGINE = _engine_run_backward.__code__
 
 
 class InfrastructureMode(TorchDispatchMode):
@@ -31,6 +39,21 @@ def running_node_number() -> tuple[str, int] | None:
     return None if node is None else (node.name(), node._sequence_nr())
 
 
+def engine_calls() -> bool:
+    """Whether the operator that a dispatch mode is handed was called by the engine or a node of PyTorch's.
+
+    If not, Python code called it: a hook, or a backward of the user's. To be called by the mode.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _DISPATCH:
+        frame = frame.f_back
+    while frame is not None and frame.f_code is not _RUNS_ENGINE:
+        if frame.f_code.co_name != _DISPATCH and not frame.f_code.co_filename.startswith(_PYTORCH):
+            return False
+        frame = frame.f_back
+    return True  # without a frame of it in the engine's own threads
+
+
 def current_backward() -> int:
     """A number for the backward that is running in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
@@ -50,15 +73,6 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count <= 4 and uses <= 2
-
-
-def saved_in_node(tensor: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-    """Those of an operation's arguments with these names that autograd saved, in the node of its result.
-
-    What hooks for saved tensors made of them is not among them.
-    """
-    saved = [getattr(tensor.grad_fn, f"_raw_saved_{name}", None) for name in names]
-    return [one.data for one in saved if one is not None and isinstance(one.data, torch.Tensor)]
 
 
 def after_this_backward(call: Callable[[], None]) -> None:

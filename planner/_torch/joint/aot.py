@@ -32,6 +32,8 @@ from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.fake import fake_mode, without_modes
 from planner._torch.joint.effects import refuse_tokens, without_tokens
 from planner._torch.joint.in_place import results_in_place
+from planner._torch.joint.trace_key import trace_key
+from planner._torch.joint.traced_before import TRACED_BEFORE
 from planner._torch.without_data.apart import tell_results_apart
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -56,13 +58,14 @@ def compile_joint(
     forward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
     backward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
     layouts: Mapping[int, Sequence[int]],
+    reuse: bool,
 ) -> Callable[..., Any]:
     """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
 
     A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
     ``partition`` is not called. ``layouts`` says of outputs, by position, how their gradients lie in
     memory: their dimensions, those of the largest strides first. The others' lie as the outputs do, where
-    sizes are symbolic those of all.
+    sizes are symbolic those of all. With ``reuse`` a joint graph that was traced before is not traced again.
     """
 
     def partition_fn(
@@ -96,6 +99,8 @@ def compile_joint(
         stack.enter_context(_gradients_laid_out(layouts))
         stack.enter_context(results_in_place())
         stack.enter_context(_numbers_stay_numbers())
+        key = trace_key(graph, example_inputs, layouts) if reuse else None
+        stack.enter_context(TRACED_BEFORE.used_for(key))
         if TracingContext.try_get() is None:
             mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
             stack.enter_context(tracing(TracingContext(mode or fake_mode())))

@@ -76,16 +76,19 @@ class ConstantTrackingFakeMode(FakeTensorMode):
 
     Attributes:
         log: What depends on no data.
+        asked: How many calls asked for data: for a number, or for a size that depends on them.
     """
 
     def __init__(self, **options: Any) -> None:
         tell_results_apart()
         super().__init__(**options)
         self.log = DataFreeLog()
+        self.asked = 0
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.asked += _asks_for_data(func, args)
         self._depth += 1
         try:
             result = self._called(func, types, args, kwargs)
@@ -152,6 +155,21 @@ class ConstantTrackingFakeMode(FakeTensorMode):
         if not all(self.may_turn_const(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
             return None
         return [tree_map_only(torch.Tensor, lambda t: _known(self, t, devices[0]), result)]
+
+
+_ASKS_FOR_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _asks_for_data(func: Any, args: Any) -> bool:
+    if func is torch.ops.aten.index.Tensor:  # the numbers among its indices say nothing of the result's size
+        return any(index is not None and index.dtype in _MASKS for index in args[1])
+    return not _ASKS_FOR_DATA.isdisjoint(getattr(func, "tags", ()))
+
+
+def times_asked_for_data(mode: object) -> int:
+    """How often calls under a mode asked for data that are known; other modes know none."""
+    return mode.asked if isinstance(mode, ConstantTrackingFakeMode) else 0
 
 
 _MAKERS = frozenset(

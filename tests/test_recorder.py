@@ -1,4 +1,4 @@
-"""Tensors that stand for those of recorded calls."""
+"""What a recorder notes of a step."""
 
 import torch
 
@@ -40,3 +40,24 @@ def test_layouts_are_told_apart() -> None:
         assert made.storage_offset() == like.storage_offset()
         assert made.dtype == like.dtype
         assert made.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+
+
+def test_sums_that_hooks_make_are_tensors_of_their_own() -> None:
+    """The engine adds into a gradient that it alone holds; Python code that adds two makes a third."""
+    made: list[torch.Tensor] = []
+    with fake.fake_mode():
+        x = torch.zeros(8, 8, requires_grad=True)
+    recorder = StepRecorder(fake.fake_mode(), [x])
+
+    def add_up(gradient: torch.Tensor) -> None:
+        made.append(made.pop() + gradient if made else gradient * 2)
+
+    with recorder:
+        y = x.sin()
+        y.register_hook(add_up)
+        z = y.cos()
+        z.register_hook(add_up)
+        (z.sum() + (y * y).sum()).backward()
+    names = [str(recorder.recording.calls[e.call].func) for e in recorder.recording.events if e.backward]
+    assert names.count("aten.add.Tensor") == 2  # both gradients of the product, and the hook's
+    assert names.count("aten.add_.Tensor") == 1  # that of the cosine, into their sum

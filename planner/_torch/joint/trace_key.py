@@ -1,0 +1,156 @@
+"""Private PyTorch APIs: what the joint graph of a Dynamo graph depends on, as a key to look it up by.
+
+Two graphs of the same key are traced by AOTAutograd into the same joint graph. Whatever might make a
+difference and cannot be compared has no key: constants with data, code and operators that are not PyTorch's
+own, symbolic sizes, subclasses of tensors, modes of the caller's. Tested with torch 2.13.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from planner._torch.autocast_state import autocast_state
+from planner._torch.module_paths import marks_of, module_of
+
+_FLAGS = (
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    torch.is_autocast_cache_enabled,
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_default_dtype,
+    torch.get_float32_matmul_precision,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+)
+_PLAIN = (bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_OF_PYTORCH = ("torch", "_operator", "math", "builtins")
+_NAMESPACES = ("aten", "prims", "prim")
+_CALLS_OF_GRAPHS = ("autograd_function_apply", "tag_activation_checkpoint")
+_TENSORS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class _NoKeyError(Exception):
+    """Something that may make a difference cannot be compared."""
+
+
+def trace_key(
+    graph: GraphModule, inputs: Sequence[Any], layouts: Mapping[int, Sequence[int]]
+) -> Hashable | None:
+    """The key of a Dynamo graph that is traced here and now; None where it has none.
+
+    Args:
+        graph: The graph, its nodes with the names of their modules (:func:`name_modules`).
+        inputs: Its example inputs.
+        layouts: How the gradients of its outputs lie in memory.
+    """
+    try:
+        return (
+            _graph(graph),
+            _inputs(inputs),
+            tuple(sorted((i, tuple(d)) for i, d in layouts.items())),
+            _state(),
+        )
+    except _NoKeyError:
+        return None
+
+
+def _state() -> Hashable:
+    if any(
+        not isinstance(m, FakeTensorMode) and not m.is_infra_mode()
+        for m in _get_current_dispatch_mode_stack()
+    ):
+        raise _NoKeyError
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_function_stack():
+        raise _NoKeyError
+    autocast = tuple((kind, *state) for kind, state in autocast_state().items())
+    return (*(flag() for flag in _FLAGS), autocast, len(torch.library._impls))
+
+
+def _graph(graph: GraphModule) -> Hashable:
+    numbers = {node: i for i, node in enumerate(graph.graph.nodes)}
+    return tuple(_node(graph, node, numbers) for node in graph.graph.nodes)
+
+
+def _node(graph: GraphModule, node: Node, numbers: Mapping[Node, int]) -> Hashable:
+    target: Hashable = node.target
+    if node.op == "get_attr":
+        part = graph.get_submodule(str(node.target)) if hasattr(graph, str(node.target)) else None
+        if not isinstance(part, GraphModule):
+            raise _NoKeyError
+        target = _graph(part)
+    elif node.op == "call_module" or (node.op == "call_function" and not _is_of_pytorch(target)):
+        raise _NoKeyError
+    sources = node.meta.get("source_fn_stack") or ()
+    return (
+        node.name,
+        node.op,
+        target,
+        _literal(node.args, numbers),
+        _literal(node.kwargs, numbers),
+        module_of(node),
+        marks_of(node),
+        tuple(str(source[0]) for source in sources),
+    )
+
+
+def _is_of_pytorch(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in _NAMESPACES
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name() in _CALLS_OF_GRAPHS
+    return str(getattr(target, "__module__", None)).partition(".")[0] in _OF_PYTORCH
+
+
+def _literal(value: Any, numbers: Mapping[Node, int]) -> Hashable:
+    if isinstance(value, Node):
+        return ("node", numbers[value])
+    if type(value) in _PLAIN:
+        return (type(value), value)
+    if type(value) in (float, complex):
+        return (type(value), repr(value))  # tells -0.0 from 0.0, and nan is nan
+    if isinstance(value, slice):
+        return ("slice", _literal((value.start, value.stop, value.step), numbers))
+    if isinstance(value, dict):
+        return ("dict", *((key, _literal(member, numbers)) for key, member in value.items()))
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, *(_literal(member, numbers) for member in value))
+    raise _NoKeyError
+
+
+def _inputs(inputs: Sequence[Any]) -> Hashable:
+    storages: dict[int, int] = {}
+    return tuple(_input(value, storages) for value in inputs)
+
+
+def _input(value: Any, storages: dict[int, int]) -> Hashable:
+    if not isinstance(value, torch.Tensor):
+        return _literal(value, {})
+    if type(value) not in _TENSORS or value.layout is not torch.strided:
+        raise _NoKeyError
+    if isinstance(value, FakeTensor) and value._has_symbolic_sizes_strides:
+        raise _NoKeyError
+    storage = value.untyped_storage()
+    return (
+        tuple(value.shape),
+        value.stride(),
+        value.storage_offset(),
+        storage.nbytes(),
+        storages.setdefault(storage._cdata, len(storages)),
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.is_leaf,
+        value.is_conj(),
+        value.is_neg(),
+        isinstance(value, torch.nn.Parameter),
+    )

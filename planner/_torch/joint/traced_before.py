@@ -1,0 +1,116 @@
+"""Private PyTorch APIs of AOTAutograd: a joint graph that was traced before in this process is copied.
+
+The same graphs are traced when a plan is made, when it first runs, and when the model is planned for another
+budget; tracing is a good part of what these take. Only ``make_fx`` is left out: what AOTAutograd finds out
+about inputs and outputs before it, and what it makes of the graph after it, is done each time. Tested with
+torch 2.13.
+"""
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._functorch._aot_autograd import graph_capture, graph_compile
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_impls import fast_detach
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_map_only
+
+from planner._torch.fake import fake_mode
+from planner._torch.without_data.fake_values import times_asked_for_data
+
+_MOST_NODES = 30_000
+"""Of the graphs that are kept, those that were used last."""
+_META_WITH_TENSORS = {"val", "eager_input_vals"}
+
+
+class TracedBefore:
+    """Joint graphs by what they depend on, see :func:`planner._torch.joint.trace_key.trace_key`.
+
+    Attributes:
+        found: How many traces it saved.
+    """
+
+    def __init__(self, most_nodes: int = _MOST_NODES) -> None:
+        self._most_nodes = most_nodes
+        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self.found = 0
+
+    def clear(self) -> None:
+        """Forget all graphs."""
+        self._graphs.clear()
+
+    @contextlib.contextmanager
+    def used_for(self, key: Hashable | None) -> Iterator[None]:
+        """While one graph is compiled by AOTAutograd, its joint graph is taken from here, or kept here.
+
+        Args:
+            key: What the graph depends on; None for one that is always traced.
+        """
+        if key is None:
+            yield
+            return
+        module: Any = graph_compile
+        dispatch = module.aot_dispatch_autograd_graph
+
+        def dispatch_once(flat_fn: Any, flat_args: Any, *args: Any, **kwargs: Any) -> Any:
+            mode, metadata = detect_fake_mode(flat_args), kwargs["fw_metadata"]
+            asked = times_asked_for_data(mode)
+            with self._traces(key, mode) as traced:
+                result = dispatch(flat_fn, flat_args, *args, **kwargs)
+            # What tracing notes in the metadata, it would have to note again.
+            noted = metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw or metadata.tokens
+            if traced and not noted and asked == times_asked_for_data(mode):
+                self._keep(key, traced[0])
+            return result
+
+        with patch.object(module, "aot_dispatch_autograd_graph", dispatch_once):
+            yield
+
+    @contextlib.contextmanager
+    def _traces(self, key: Hashable, mode: Any) -> Iterator[list[Graph]]:
+        """Within this, the graph of a key is not traced where it is there; yields a copy of one that was."""
+        create, traced = graph_capture._create_graph, list[Graph]()
+
+        def create_once(*args: Any, **kwargs: Any) -> GraphModule:
+            found = self._graphs.get(key)
+            if found is not None:
+                self._graphs.move_to_end(key)
+                self.found += 1
+                return GraphModule(torch.nn.Module(), _copy(found, mode))
+            made: GraphModule = create(*args, **kwargs)
+            if not made.graph.find_nodes(op="get_attr"):
+                traced.append(_copy(made.graph, fake_mode()))
+            return made
+
+        with patch.object(graph_capture, "_create_graph", create_once):
+            yield traced
+
+    def _keep(self, key: Hashable, graph: Graph) -> None:
+        self._graphs[key] = graph
+        while sum(len(g.nodes) for g in self._graphs.values()) > self._most_nodes:
+            self._graphs.popitem(last=False)
+
+
+def _copy(graph: Graph, mode: FakeTensorMode) -> Graph:
+    """A copy whose tensors without data are of a mode, and whose values are not known."""
+    copied, nodes = Graph(), dict[Node, Node]()
+    copied.set_codegen(copy.copy(graph._codegen))
+    found: Any = copied.graph_copy(graph, nodes, return_output_node=True)
+    results, output = found
+    nodes[output] = copied.output(results)
+    for old, node in nodes.items():
+        node.meta = dict(old.meta)
+        for key in _META_WITH_TENSORS & node.meta.keys():
+            node.meta[key] = tree_map_only(FakeTensor, partial(fast_detach, mode), node.meta[key])
+    return copied
+
+
+TRACED_BEFORE = TracedBefore()
+"""Those of this process."""
