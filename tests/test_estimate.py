@@ -19,9 +19,6 @@ from planner.verification.measure import measure_peak
 from tests.small import small_gpt
 from tests.zoo import words
 
-NUMBERS = 64
-"""Bytes of the Python numbers that autograd saves (eight each, ``x / 2.0``), which no recording sees."""
-
 
 def _measured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     def step() -> object:
@@ -45,11 +42,11 @@ def _wrapped(model: torch.nn.Module, names: list[str]) -> torch.nn.Module:
 def test_the_unplanned_step_and_one_with_checkpoints_are_estimated() -> None:
     model, args, kwargs = small_gpt(layers=4)
     found = planner.estimate(model, args, kwargs, checkpoints=["blocks.[12]"])
-    assert found.dynamic_peak_bytes == pytest.approx(_measured(model, args, kwargs), abs=NUMBERS)
+    assert found.dynamic_peak_bytes == _measured(model, args, kwargs)
     assert found.checkpointed is not None
     assert found.checkpointed.modules == ("blocks.1", "blocks.2")
     measured = _measured(_wrapped(model, ["blocks.1", "blocks.2"]), args, kwargs)
-    assert found.checkpointed.dynamic_peak_bytes == pytest.approx(measured, abs=NUMBERS)
+    assert found.checkpointed.dynamic_peak_bytes == measured
     assert found.checkpointed.dynamic_peak_bytes < found.dynamic_peak_bytes
     assert 0 < found.checkpointed.overhead < 0.5
     assert found.gradient_checkpointing is None
@@ -98,7 +95,7 @@ def test_suggested_modules_lower_the_peak_one_by_one() -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[2] < peaks[0]
     measured = _measured(_wrapped(model, list(found[1].modules)), args, kwargs)
-    assert peaks[-1] == pytest.approx(measured, abs=NUMBERS)
+    assert peaks[-1] == measured
 
 
 class _Head(nn.Module):
@@ -150,11 +147,11 @@ def test_what_hugging_face_checkpoints_is_estimated(name: str) -> None:
     tokens = words(2, 32, 300)
     kwargs = {"input_ids": tokens, "labels": tokens}
     found = planner.estimate(model, (), kwargs)
-    assert found.dynamic_peak_bytes == pytest.approx(_measured(model, (), kwargs), abs=NUMBERS)
+    assert found.dynamic_peak_bytes == _measured(model, (), kwargs)
     assert found.gradient_checkpointing is not None
     model.gradient_checkpointing_enable()
     measured = _measured(model, (), kwargs)
-    assert found.gradient_checkpointing.dynamic_peak_bytes == pytest.approx(measured, abs=NUMBERS)
+    assert found.gradient_checkpointing.dynamic_peak_bytes == measured
 
 
 @pytest.mark.heavy

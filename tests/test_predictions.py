@@ -107,6 +107,23 @@ class Spectral(nn.Module):
         return torch.fft.irfft(spectrum, n=64)[..., :32].tanh().square().mean()
 
 
+class Divided(nn.Module):
+    """Autograd saves Python numbers, in the code that runs as written too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    @torch.compiler.disable
+    def outside(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 3 * 0.25
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(self.outside(x)).tanh() / 2.0
+        return x.square().mean()
+
+
 def _inputs(model: nn.Module) -> torch.Tensor:
     if isinstance(model, Relative):
         return torch.randn(16, 24, 32)
@@ -116,7 +133,7 @@ def _inputs(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("build", [Relative, Filled, Chosen, Drawn, Jittered, Recurrent, Spectral])
+@pytest.mark.parametrize("build", [Relative, Filled, Chosen, Drawn, Jittered, Recurrent, Spectral, Divided])
 def test_predicted_is_measured(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = build().train()

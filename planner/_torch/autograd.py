@@ -1,7 +1,7 @@
 """Private names of autograd's engine."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -73,6 +73,15 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count <= 4 and uses <= 2
+
+
+def saved_in_node(tensor: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+    """Of the arguments with these names, given to the operation that made a tensor, those that autograd saved.
+
+    What hooks for saved tensors made of them is not among them.
+    """
+    saved = [getattr(tensor.grad_fn, f"_raw_saved_{name}", None) for name in names]
+    return [one.data for one in saved if one is not None and isinstance(one.data, torch.Tensor)]
 
 
 def after_this_backward(call: Callable[[], None]) -> None:

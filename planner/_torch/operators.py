@@ -1,5 +1,6 @@
 """What an ATen operator is and does, and what backends are set to."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ def last_argument(operator: OpOverload) -> str:
     """The name of an operator's last argument."""
     name: str = operator._schema.arguments[-1].name
     return name
+
+
+def numbers_for_tensors(operator: OpOverload, args: Sequence[Any]) -> list[str]:
+    """The names of the arguments that are Python numbers where the operator takes tensors."""
+    return [
+        argument.name
+        for argument, given in zip(operator._schema.arguments, args, strict=False)
+        if isinstance(given, int | float | complex) and isinstance(argument.type, torch.TensorType)
+    ]
 
 
 def uses_generator(operator: Any) -> bool:

@@ -319,7 +319,7 @@ class _Capture:
     ) -> tuple[Recording, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
         gradients, foreign = list(self.gradients.values()), self._before.about_to_run
-        recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, foreign)
+        recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, self._cuda is None, foreign)
         for runner in runners:
             runner.record_to(recorder)
         marked = Marked(call, recorder)

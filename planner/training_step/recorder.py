@@ -6,7 +6,8 @@ storage dies. The step runs on fake tensors, or on real ones. Run over the plain
 eager step as the user has it today; run over the compiled module it gives the *glue*: what happens
 between the captured graphs.
 
-What it cannot see: the eight bytes of a Python number that autograd saves (``x / 2.0``).
+No dispatch mode sees the tensor of eight bytes that PyTorch makes of a Python number (``x / 2.0``). Where autograd
+saves it, it is found in the node of the result, and recorded right after the operation.
 """
 
 import weakref
@@ -76,6 +77,7 @@ class StepRecorder(autograd.InfrastructureMode):
         mode: A fake mode, under which examples of the operations' arguments are kept.
         resident: Tensors that are there before the step: parameters, buffers, inputs.
         gradients: Gradients that are there before the step, resident as well.
+        numbers: Whether Python numbers that autograd saves are in the memory of the step's device: the CPU's.
         foreign: Called, before an operation runs, with those of its arguments that are neither there before
             the step as far as is known, nor made by it.
     """
@@ -85,6 +87,7 @@ class StepRecorder(autograd.InfrastructureMode):
         mode: Any,
         resident: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor] = (),
+        numbers: bool = False,
         foreign: Callable[[Any, list[torch.Tensor]], None] = lambda operator, tensors: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,6 +98,8 @@ class StepRecorder(autograd.InfrastructureMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._paused = False
         self._ended = False
+        self._numbers = numbers
+        self._with_number: tuple[weakref.ref[torch.Tensor], list[str]] | None = None
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
         # Held, so that their identities are not used again.
@@ -107,6 +112,7 @@ class StepRecorder(autograd.InfrastructureMode):
         # Operators of higher order run the operators that they are made of, which are recorded themselves.
         if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
+        self._record_saved_number()
         unknown = [t for t in _tensors(args, kwargs) if fake.storage_key(t) not in self._known]
         if unknown:
             self._foreign(func, unknown)
@@ -119,6 +125,8 @@ class StepRecorder(autograd.InfrastructureMode):
         reads = tuple(self.index_of(t) for t in _tensors(args, kwargs))
         call = self._call(func, args, kwargs, out)
         self._append(call, reads, _tensors((out,), {}), node)
+        if self._numbers and node is None and (names := operators.numbers_for_tensors(func, args)):
+            self._with_number = (weakref.ref(out), names) if isinstance(out, torch.Tensor) else None
         return out
 
     def __enter__(self) -> "StepRecorder":
@@ -129,6 +137,7 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def __exit__(self, *error: Any) -> None:
         torch.get_rng_state = self._generator_state
+        self._record_saved_number()
         self._ended = True  # what lives now outlives the step
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -140,6 +149,7 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def graph_ran(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note that a captured graph ran as one event."""
+        self._record_saved_number()
         reads = tuple(self.index_of(t) if isinstance(t, torch.Tensor) else -1 for t in arguments)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         self._append(None, reads, tensors, autograd.running_node_number())
@@ -149,6 +159,17 @@ class StepRecorder(autograd.InfrastructureMode):
         return _Pause(self)
 
     # ---- inside ------------------------------------------------------------------------------------
+
+    def _record_saved_number(self) -> None:
+        """Record the Python number that autograd saved of the last operation, now that there is its node."""
+        (result, names), self._with_number = self._with_number or (lambda: None, []), None
+        tensor = result()
+        if tensor is None or tensor.device.type != "cpu":
+            return
+        for number in autograd.saved_in_node(tensor, names):
+            # Saving allocates nothing and takes no time; so does this.
+            call = self._call(torch.ops.aten.detach.default, (number,), {}, number)
+            self._append(call, (), [number], None)
 
     def _append(
         self,
