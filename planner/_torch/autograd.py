@@ -76,7 +76,7 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
 
 
 def saved_in_node(tensor: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-    """Of the arguments with these names, given to the operation that made a tensor, those that autograd saved.
+    """Those of an operation's arguments with these names that autograd saved, in the node of its result.
 
     What hooks for saved tensors made of them is not among them.
     """

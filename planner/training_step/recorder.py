@@ -6,8 +6,8 @@ storage dies. The step runs on fake tensors, or on real ones. Run over the plain
 eager step as the user has it today; run over the compiled module it gives the *glue*: what happens
 between the captured graphs.
 
-No dispatch mode sees the tensor of eight bytes that PyTorch makes of a Python number (``x / 2.0``). Where autograd
-saves it, it is found in the node of the result, and recorded right after the operation.
+No dispatch mode sees the tensor of eight bytes that PyTorch makes of a Python number (``x / 2.0``).
+Where autograd saves it, it is found in the node of the result, and recorded right after the operation.
 """
 
 import weakref
