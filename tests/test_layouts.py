@@ -1,6 +1,8 @@
 """Results without data have the strides of the kernels' results, also where the inputs are transposed."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,57 @@ def test_batch_normalisations_are_laid_out_as_on_the_cpu(rank: int, training: bo
                 assert found.stride() == operator(*arguments)[0].stride(), (operator, x.stride())
 
 
+def _norm_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
+    scale = torch.ones(x.shape[2:])
+    _, mean, deviation = aten.native_layer_norm(x, scale.shape, scale, scale, 1e-5)
+    return (grad, x, scale.shape, mean, deviation, scale, scale, [True, True, True])
+
+
+_ARGUMENTS: dict[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]] = {
+    aten.native_layer_norm_backward.default: _norm_backward,
+    aten._log_softmax_backward_data.default: lambda grad, x: (grad, x.log_softmax(1), 1, x.dtype),
+    aten.log_sigmoid_forward.default: lambda _, x: (x,),
+    aten.mse_loss_backward.default: lambda grad, x: (grad.mean(), x, x.sin(), 1),
+    aten.smooth_l1_loss_backward.default: lambda grad, x: (grad.mean(), x, x.sin(), 1, 1.0),
+    aten.huber_loss_backward.default: lambda grad, x: (grad, x, x.sin(), 0, 1.0),
+    aten.binary_cross_entropy_backward.default: lambda grad, x: (grad, x.sigmoid(), x.sigmoid()),
+    aten.native_dropout_backward.default: lambda grad, x: (grad, x > 0, 2.0),
+    aten.hardtanh_backward.default: lambda grad, x: (grad, x, -1.0, 1.0),
+    aten.hardswish_backward.default: lambda grad, x: (grad, x),
+    aten.logit_backward.default: lambda grad, x: (grad, x.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("operator", _ARGUMENTS, ids=lambda operator: str(operator.overloadpacket))
+def test_results_of_transposed_arguments_are_laid_out_as_on_the_cpu(operator: Any) -> None:
+    orders = list(itertools.permutations(range(4)))[::5]
+    there = [torch.randn(2, 3, 4, 5).permute(o).contiguous().permute(*map(o.index, range(4))) for o in orders]
+    for grad, x in itertools.product(there, repeat=2):
+        arguments, mode = _ARGUMENTS[operator](grad, x), fake.fake_mode()
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        with mode, layouts_of_kernels():
+            found = operator(*fakes)
+        made = operator(*arguments)
+        for one, like in [(found, made)] if isinstance(made, torch.Tensor) else zip(found, made, strict=True):
+            assert one.stride() == like.stride(), (grad.stride(), x.stride())
+
+
+class Mixed(nn.Module):
+    """Normalises, and mixes over positions: the gradient of what is normalised comes transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(48) for _ in range(3))
+        self.positions = nn.ModuleList(nn.Conv1d(16, 16, 1) for _ in range(3))
+        self.features = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, positions, features in zip(self.norms, self.positions, self.features, strict=True):
+            y = norm(positions(x)).transpose(1, 2)
+            x = x + features(y).tanh().transpose(1, 2)
+        return x.square().mean()
+
+
 class Patches(nn.Module):
     """Normalises transposed activations, as forecasting models do, which a linear layer then has to copy."""
 
@@ -51,10 +104,13 @@ class Patches(nn.Module):
 
 
 @pytest.mark.parametrize(("solver", "budget"), [("none", "500%"), ("sqrt_n", "min")])
+@pytest.mark.parametrize(("build", "shape"), [(Patches, (32, 24, 16)), (Mixed, (4, 16, 48))])
 @pytest.mark.heavy
-def test_copies_of_transposed_results_are_predicted(solver: str, budget: str) -> None:
+def test_copies_of_transposed_results_are_predicted(
+    build: type[nn.Module], shape: tuple[int, ...], solver: str, budget: str
+) -> None:
     torch.manual_seed(0)
-    model, x = Patches().train(), torch.randn(32, 24, 16)
+    model, x = build().train(), torch.randn(shape)
     plan = planner.plan(model, (x,), budget=budget, solver=solver)
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.ok, report.problems

@@ -25,6 +25,7 @@ from planner._torch.autocast_state import autocast_regions
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing import graph_breaks
+from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels
 from planner.capture.external_accumulation import (
@@ -170,7 +171,7 @@ class _Capture:
 
     def run_eagerly(self) -> Recording:
         """Record the step operation by operation, and no more."""
-        with contextlib.ExitStack() as stack:
+        with layouts_of_kernels(), contextlib.ExitStack() as stack:
             self._as_on_its_device(stack)
             stack.callback(PythonState([self.copied.module]).restore)
             return self._record(self.copied.module, "running the step")[0]

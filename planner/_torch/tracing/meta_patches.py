@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import _meta_registrations
 from torch._decomp import decomposition_table
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 
 from planner._torch.tracing.dynamo_patches import replace
 
@@ -28,47 +28,96 @@ def widen_grouped_products() -> None:
     replace(_meta_registrations, "_meta_grouped_mm_common", shape)
 
 
-_NORMALISES = {
-    getattr(torch.ops.aten, name).default: position
-    for name, position in {
-        "native_batch_norm": 0,
-        "_native_batch_norm_legit": 0,
-        "_native_batch_norm_legit_functional": 0,
-        "_batch_norm_with_update": 0,
-        "_batch_norm_with_update_functional": 0,
-        "native_batch_norm_backward": 1,
-        "batch_norm_backward": 1,
-    }.items()
-} | {torch.ops.aten._native_batch_norm_legit.no_stats: 0}
-"""Batch normalisations, and which of their arguments is the input."""
+Layout = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
+"""A result, given the arguments, with the strides of the kernel's."""
+
+
+def _contiguous(result: torch.Tensor, _: tuple[Any, ...]) -> torch.Tensor:
+    return result.contiguous()
+
+
+def _channels_last_as(position: int) -> Layout:
+    """Contiguous, or channels-last where this argument is; not what has another shape."""
+
+    def laid_out(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+        source = args[position]
+        if result.shape != source.shape:
+            return result
+        return result.contiguous(memory_format=suggest_memory_format(source))
+
+    return laid_out
+
+
+def _like(position: int) -> Layout:
+    """As what is made like this argument."""
+    return lambda result, args: _strided(result, torch.empty_like(args[position]).stride())
+
+
+def _elementwise(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    return _strided(result, compute_elementwise_output_strides(args[0], args[1]))
+
+
+def _strided(result: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
+    if tuple(strides) == result.stride():
+        return result
+    made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+    return made.copy_(result)
+
+
+_LAYOUTS: dict[Any, Layout] = {
+    getattr(torch.ops.aten, name).default: layout
+    for layout, names in (
+        (
+            _channels_last_as(0),
+            (
+                *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+                *("_batch_norm_with_update", "_batch_norm_with_update_functional"),
+            ),
+        ),
+        (_channels_last_as(1), ("native_batch_norm_backward", "batch_norm_backward")),
+        (
+            _contiguous,
+            (
+                *("native_layer_norm_backward", "_log_softmax_backward_data", "log_sigmoid_forward"),
+                *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"),
+            ),
+        ),
+        (_like(1), ("binary_cross_entropy_backward",)),
+        (
+            _elementwise,
+            ("native_dropout_backward", "hardtanh_backward", "hardswish_backward", "logit_backward"),
+        ),
+    )
+    for name in names
+} | {torch.ops.aten._native_batch_norm_legit.no_stats: _channels_last_as(0)}
 
 
 @contextlib.contextmanager
 def layouts_of_kernels() -> Iterator[None]:
-    """Without data, batch normalisations on the CPU make results with the strides of their kernels'.
+    """Without data, results on the CPU have the strides that its kernels give them.
 
-    The kernels' results are contiguous, or channels-last where the input is. PyTorch's shape functions keep
-    the order of other inputs, transposed ones say, and then take copies of the result for views.
+    PyTorch's shape functions of some operators keep the order of transposed inputs where kernels do not, or
+    the other way round, and then take copies of the result for views, or views for copies.
     """
     known = {
-        operator: decomposition_table[operator]
-        for operator in _NORMALISES.keys() & decomposition_table.keys()
+        operator: decomposition_table[operator] for operator in _LAYOUTS.keys() & decomposition_table.keys()
     }
-    decomposition_table.update({op: _laid_out(shapes, _NORMALISES[op]) for op, shapes in known.items()})
+    decomposition_table.update({op: _laid_out(shapes, _LAYOUTS[op]) for op, shapes in known.items()})
     try:
         yield
     finally:
         decomposition_table.update(known)
 
 
-def _laid_out(shapes: Callable[..., Any], position: int) -> Callable[..., Any]:
+def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     @functools.wraps(shapes)  # only what says that it is of PyTorch is used
     def run(*args: Any, **kwargs: Any) -> Any:
-        first, *others = shapes(*args, **kwargs)
-        source = args[position]
-        wanted = suggest_memory_format(source)
-        if first is None or source.device.type != "cpu" or first.is_contiguous(memory_format=wanted):
-            return first, *others
-        return torch.empty_like(source, memory_format=wanted), *others
+        results = shapes(*args, **kwargs)
+        one = isinstance(results, torch.Tensor)
+        laid_out = tuple(
+            result if result is None or result.device.type != "cpu" else layout(result, args)
+            for result in ((results,) if one else results)
+        )
+        return laid_out[0] if one else laid_out
 
     return run
