@@ -1,5 +1,6 @@
 """What is predicted is what is measured, to the byte, where tensors without data could mislead."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn as nn
 import planner
 from planner.runtime import backend
 from planner.runtime.remap import Remapped
+from planner.verification.measure import measure_peak
 
 
 class Relative(nn.Module):
@@ -122,6 +124,49 @@ class Divided(nn.Module):
         for part in self.parts:
             x = part(self.outside(x)).tanh() / 2.0
         return x.square().mean()
+
+
+class Backward(nn.Module):
+    """A step that takes most in the backward of one operation."""
+
+    def __init__(self, operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.operation = nn.Parameter(torch.randn(64, 64)), operation
+        self.register_buffer("rows", torch.arange(64))
+
+    def forward(self) -> torch.Tensor:
+        assert isinstance(self.rows, torch.Tensor)
+        return self.operation(self.weight, self.rows).sum()
+
+
+_OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "index": lambda x, rows: x[rows[:8]],
+    "index_select": lambda x, rows: x.index_select(0, rows[:8]),
+    "gather": lambda x, rows: x.gather(0, rows.expand(8, 64)),
+    "take": lambda x, rows: x.take(rows),
+    "max": lambda x, rows: x.max(0)[0],
+    "median": lambda x, rows: x.median(0)[0],
+    "sort": lambda x, rows: x.sort(0)[0],
+    "topk": lambda x, rows: x.topk(2)[0],
+    "cummax": lambda x, rows: x.cummax(0)[0],
+    "trace": lambda x, rows: x.trace(),
+    "binary_cross_entropy_with_logits": lambda x, rows: nn.functional.binary_cross_entropy_with_logits(
+        x, rows.new_ones(64, 64, dtype=x.dtype), pos_weight=x.new_ones(64)
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", _OPERATIONS)
+def test_backwards_change_what_they_made_in_place(operation: str) -> None:
+    model = Backward(_OPERATIONS[operation]).train()
+
+    def step() -> None:
+        model().backward()
+
+    step()
+    model.zero_grad()
+    predicted = planner.estimate(model).dynamic_peak_bytes
+    assert predicted == measure_peak(step, "cpu").peak_bytes
 
 
 def _inputs(model: nn.Module) -> torch.Tensor:

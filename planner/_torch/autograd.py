@@ -54,6 +54,41 @@ def engine_calls() -> bool:
     return True  # without a frame of it in the engine's own threads
 
 
+_IN_PLACE = {
+    node: frozenset(names)
+    for nodes, names in (
+        (("IndexBackward0",), ("index_put",)),
+        (("IndexSelectBackward0",), ("index_add",)),
+        (("GatherBackward0", "CummaxBackward0", "CumminBackward0"), ("scatter_add",)),
+        (
+            (
+                *("MaxBackward0", "MinBackward0", "MedianBackward1", "NanmedianBackward1", "ModeBackward0"),
+                *("SortBackward0", "SortBackward1", "TopkBackward0", "KthvalueBackward0"),
+            ),
+            ("scatter",),
+        ),
+        (("MaskedSelectBackward0",), ("masked_scatter",)),
+        (("TakeBackward0",), ("put",)),
+        (("TraceBackward0",), ("index_fill",)),
+        (("Atan2Backward0",), ("masked_fill",)),
+        (("BinaryCrossEntropyWithLogitsBackward0",), ("sub", "mul", "div")),
+        (("BinaryCrossEntropyBackward0",), ("mul",)),
+    )
+    for node in nodes
+}
+
+
+def in_place_for_plain_tensors(node: str, operator: Any) -> Any:
+    """What a node's backward runs on plain tensors instead of an operator; None where that is the same.
+
+    For tensors without data, and under dispatch modes, it changes nothing in place.
+    """
+    name, _, overload = str(operator).removeprefix("aten.").partition(".")
+    if name not in _IN_PLACE.get(node, ()) or torch.is_grad_enabled():
+        return None
+    return getattr(getattr(torch.ops.aten, f"{name}_"), overload, None)
+
+
 def current_backward() -> int:
     """A number for the backward that is running in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()

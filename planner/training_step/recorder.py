@@ -121,6 +121,7 @@ class StepRecorder(autograd.InfrastructureMode):
             out = args[0].add_(args[1])
             func = torch.ops.aten.add_.Tensor
         else:
+            func = self._in_place(func, args, node) or func
             out = func(*args, **kwargs)
         reads = tuple(self.index_of(t) for t in _tensors(args, kwargs))
         call = self._call(func, args, kwargs, out)
@@ -231,6 +232,13 @@ class StepRecorder(autograd.InfrastructureMode):
             and autograd.exclusively_owned(old)
             and autograd.engine_calls()
         )
+
+    def _in_place(self, func: Any, args: Any, node: tuple[str, int] | None) -> Any:
+        # What a node makes itself it changes in place, but not where tensor subclasses may be involved.
+        in_place = None if node is None else autograd.in_place_for_plain_tensors(node[0], func)
+        number = -1 if in_place is None else self.index_of(args[0])
+        own = number >= 0 and self._born_under[number] == node and autograd.engine_calls()
+        return in_place if own else None
 
     def _call(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         signature = (func, _signature(args), _signature(kwargs))

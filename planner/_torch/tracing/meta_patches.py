@@ -9,6 +9,7 @@ import torch
 from torch import _meta_registrations
 from torch._decomp import decomposition_table
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner._torch.tracing.dynamo_patches import replace
 
@@ -103,10 +104,19 @@ def layouts_of_kernels() -> Iterator[None]:
         operator: decomposition_table[operator] for operator in _LAYOUTS.keys() & decomposition_table.keys()
     }
     decomposition_table.update({op: _laid_out(shapes, _LAYOUTS[op]) for op, shapes in known.items()})
+    _forget()
     try:
         yield
     finally:
         decomposition_table.update(known)
+        _forget()
+
+
+def _forget() -> None:
+    """Take what is remembered of these operators out of the cache that all tensors without data share."""
+    cache = FakeTensorMode.cache
+    for key in [key for key in cache if key.key[0] in _LAYOUTS]:
+        del cache[key]
 
 
 def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
