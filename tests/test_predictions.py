@@ -141,6 +141,7 @@ class Backward(nn.Module):
 
 _OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "index": lambda x, rows: x[rows[:8]],
+    "mask": lambda x, rows: x[rows % 2 == 0],
     "index_select": lambda x, rows: x.index_select(0, rows[:8]),
     "gather": lambda x, rows: x.gather(0, rows.expand(8, 64)),
     "take": lambda x, rows: x.take(rows),

@@ -289,6 +289,14 @@ def test_an_operator_too_large_for_this_machine_is_not_run() -> None:
     assert "are free" in next(iter(meter.failures.values()))
 
 
+@pytest.mark.parametrize(("at", "inner"), [(0, ()), (0, (5,)), (1, ()), (1, (5, 2))])
+def test_masks_select_as_many_elements_as_are_written(at: int, inner: tuple[int, ...]) -> None:
+    outer, mask = (3,) * at, meta(40, 8, dtype=torch.bool)
+    whole, values = meta(*outer, 40, 8, *inner), meta(*outer, 60, *inner)
+    memory = measured(aten.index_put_.default, whole, [*[None] * at, mask], values, True)
+    assert memory.workspace_bytes >= 60 * 2 * 8  # where they are
+
+
 def test_masks_are_tried_both_ways() -> None:
     x, mask = meta(10), meta(10, dtype=torch.bool)
     assert measured(aten.masked_select.default, x, mask).output_bytes == (40,)

@@ -23,6 +23,7 @@ from planner._torch.operators import OpOverload, is_foreign
 from planner._torch.tensors import call_tensors, has_tensors
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.host_tensors import read_on_host
+from planner.costs.mask_values import true_elements
 from planner.costs.measurement_cache import (
     Entries,
     call_signature,
@@ -269,12 +270,13 @@ class WorkspaceMeter:
         made = {id(t): torch.zeros(_concrete(t.shape), dtype=t.dtype) for t in on_host}
         # Factorisations and solvers need matrices that are well conditioned.
         matrices = "linalg" in str(call.func) or "cholesky" in str(call.func)
+        true = true_elements(call.func, call.args, masks)
 
         def real(nest: Any) -> Any:
             if isinstance(nest, torch.Tensor):
                 if id(nest) not in made:
                     inside = whole if whole is not None and nest is call.args[0] else None
-                    made[id(nest)] = self._made_tensor(nest, matrices, masks, inside)
+                    made[id(nest)] = self._made_tensor(nest, matrices, true, inside)
                 return made[id(nest)]
             if isinstance(nest, (list, tuple)):
                 return type(nest)(real(item) for item in nest)
@@ -292,22 +294,20 @@ class WorkspaceMeter:
         return args, kwargs, list(made.values())
 
     def _made_tensor(
-        self, like: torch.Tensor, matrix: bool, masks: bool, inside: tuple[int, int] | None
+        self, like: torch.Tensor, matrix: bool, true: slice, inside: tuple[int, int] | None
     ) -> torch.Tensor:
         """A tensor of the same shape, strides and dtype, ``inside`` a storage of so many elements.
 
         Floats are 1, which is valid as a variance too, and integers 0, which is valid as an index.
-        Booleans are `masks`: all true selects the most there can be, where the size depends on that.
+        Of booleans those are `true`: all select the most there can be, where the size depends on that.
         """
         if like.layout is not torch.strided:
             raise ValueError(f"not run: an input has layout {like.layout}")
         device = self.device if like.device.type == "meta" else like.device
         floating = like.is_floating_point() or like.is_complex()
-        fill = masks if like.dtype is torch.bool else int(floating)
         length, start = inside or (_storage_length(like), 0)
         flat = torch.zeros(length, dtype=like.dtype, device=device)
-        if fill:
-            flat.fill_(fill)
+        flat[true if like.dtype is torch.bool else slice(None if floating else 0)] = 1
         made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()), start)
         if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
