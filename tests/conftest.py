@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import logging
 import signal
 import sys
 import threading
@@ -24,6 +25,10 @@ if (
     and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# pytest listens to loggers that do not propagate. To this one PyTorch writes each graph out as text, several
+# times, where anyone listens.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 # Trainers are installed beside the other packages, without their dependencies, see the Makefile.
 sys.path.append(str(Path(sys.prefix) / "trainers"))

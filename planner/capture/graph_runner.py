@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from planner._torch import dynamo, fake
 from planner._torch.autocast_state import autocast_state, under_autocast
+from planner._torch.graph_modules import graph_module
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
@@ -200,7 +201,7 @@ class GraphRunner:
         saved.meta["val"] = token.meta["val"]
         env = {t: backward.node_copy(t) for t in self.joint.tangents}
         backward.output([_stand_in(backward, g, env) for g in gradients])
-        return GraphModule(joint, forward), GraphModule(joint, backward)
+        return graph_module(joint, forward), graph_module(joint, backward)
 
     def _forward_stub(self, module: GraphModule) -> aot.BoxedFunction:
         with_data = self._lower(module, "forward") if self._data and self.joint is None else None

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner._torch import fake
+from planner._torch.graph_modules import graph_module
 
 
 def structure_of(graph: GraphModule) -> str:
@@ -58,7 +59,7 @@ def copied(graph: GraphModule) -> GraphModule:
     """A copy of a graph that can be changed."""
     new = torch.fx.Graph()
     new.output(new.graph_copy(graph.graph, {}))
-    result = GraphModule(graph, new)
+    result = graph_module(graph, new)
     for old, copy in zip(graph.graph.nodes, result.graph.nodes, strict=True):
         copy.meta = dict(old.meta)
     return result

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from planner._torch.graph_modules import graph_module
 from planner._torch.joint import aot, aot_metadata
 from planner.compiled.graph_hook import GraphHook
 from planner.graph.dying_operands import forget
@@ -85,7 +86,7 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
     """
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    result = GraphModule(module, graph)
+    result = graph_module(module, graph)
     gradients = [n for n in graph.nodes if n.op == "placeholder"][-count:]
     gone = {gradients[i] for i in absent}
     reached = set(gradients)  # by any gradient

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner._torch import fake
+from planner._torch.graph_modules import graph_module
 from planner.errors import CaptureError
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, alias, copied
@@ -72,7 +73,7 @@ def partition(
     body.finish()
     forward, saved = _forward(joint, body)
     again = tuple(p for p in body.read_again if p not in body.read)
-    return Partition(forward, GraphModule(joint.module, body.graph), saved, again)
+    return Partition(forward, graph_module(joint.module, body.graph), saved, again)
 
 
 def user_outputs(forward: GraphModule) -> int | None:
@@ -291,7 +292,7 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
 
     tensors = [*body.states.values(), *body.taken.values(), *(body.saved[n] for n in saved)]
     _order_placeholders(body, [*body.sizes.values(), *tensors])
-    return GraphModule(joint.module, graph), tuple(saved)
+    return graph_module(joint.module, graph), tuple(saved)
 
 
 def _taken(graph: FxGraph, source: Node, function: Callable[..., Any]) -> Node:

@@ -10,7 +10,6 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from planner._torch.fake import fake_mode
+from planner._torch.graph_modules import graph_module
 from planner._torch.without_data.fake_values import times_asked_for_data
 
 _MOST_NODES = 30_000
@@ -83,7 +83,7 @@ class TracedBefore:
             if found is not None:
                 self._graphs.move_to_end(key)
                 self.found += 1
-                return GraphModule(torch.nn.Module(), _copy(found, mode))
+                return graph_module(torch.nn.Module(), _copy(found, mode))
             made: GraphModule = create(*args, **kwargs)
             if not made.graph.find_nodes(op="get_attr"):
                 traced.append(_copy(made.graph, fake_mode()))
@@ -108,8 +108,16 @@ def _copy(graph: Graph, mode: FakeTensorMode) -> Graph:
     for old, node in nodes.items():
         node.meta = dict(old.meta)
         for key in _META_WITH_TENSORS & node.meta.keys():
-            node.meta[key] = tree_map_only(FakeTensor, partial(fast_detach, mode), node.meta[key])
+            node.meta[key] = _of_mode(node.meta[key], mode)
     return copied
+
+
+def _of_mode(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, FakeTensor):
+        return fast_detach(mode, value)
+    if isinstance(value, list | tuple | dict):
+        return tree_map_only(FakeTensor, lambda tensor: fast_detach(mode, tensor), value)
+    return value
 
 
 TRACED_BEFORE = TracedBefore()

@@ -1,0 +1,34 @@
+"""Private PyTorch APIs: AOTAutograd writes its graphs out as text for logs, also where nobody reads these.
+
+Tested with torch 2.13.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+from torch._functorch._aot_autograd import graph_compile
+from torch._logging._internal import trace_log
+
+_WRITERS = {"_log_joint_graph": None, "_log_fw_bw_graphs": (None, None)}
+"""What writes graphs out, and what it returns where logs are off."""
+
+
+@contextlib.contextmanager
+def logged_when_asked() -> Iterator[None]:
+    """Within this, graphs are written out only where ``TORCH_LOGS`` or ``TORCH_TRACE`` asks for them."""
+    logs = (graph_compile.aot_joint_log, graph_compile.aot_graphs_log)
+    if trace_log.handlers or any(log.isEnabledFor(logging.INFO) for log in logs):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for name, result in _WRITERS.items():
+            if hasattr(graph_compile, name):
+                stack.enter_context(patch.object(graph_compile, name, _returns(result)))
+        yield
+
+
+def _returns(result: Any) -> Any:
+    return lambda *args, **kwargs: result
