@@ -184,6 +184,13 @@ def test_what_cannot_be_compared_has_no_key() -> None:
     assert trace_key(graph, [object()], {}) is None
 
 
+def test_the_same_tensor_twice_is_not_two_that_share_memory() -> None:
+    graph, x = torch.fx.symbolic_trace(nn.Tanh()), torch.randn(4, 8)
+    same, alias, other = [x, x], [x, x.view(4, 8)], [x, x.clone()]
+    keys = {trace_key(graph, inputs, {}) for inputs in (same, alias, other)}
+    assert len(keys) == 3
+
+
 class _Indexed(nn.Module):
     """Its graph holds a tensor with data, if it is asked to."""
 

@@ -128,11 +128,11 @@ def _literal(value: Any, numbers: Mapping[Node, int]) -> Hashable:
 
 
 def _inputs(inputs: Sequence[Any]) -> Hashable:
-    storages: dict[int, int] = {}
-    return tuple(_input(value, storages) for value in inputs)
+    seen: dict[tuple[str, int], int] = {}
+    return tuple(_input(value, seen) for value in inputs)
 
 
-def _input(value: Any, storages: dict[int, int]) -> Hashable:
+def _input(value: Any, seen: dict[tuple[str, int], int]) -> Hashable:
     if not isinstance(value, torch.Tensor):
         return _literal(value, {})
     if type(value) not in _TENSORS or value.layout is not torch.strided:
@@ -145,7 +145,8 @@ def _input(value: Any, storages: dict[int, int]) -> Hashable:
         value.stride(),
         value.storage_offset(),
         storage.nbytes(),
-        storages.setdefault(storage._cdata, len(storages)),
+        seen.setdefault(("tensor", id(value)), len(seen)),
+        seen.setdefault(("storage", storage._cdata), len(seen)),
         value.dtype,
         value.device,
         value.requires_grad,
