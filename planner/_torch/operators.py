@@ -45,6 +45,16 @@ def numbers_for_tensors(operator: OpOverload, args: Sequence[Any]) -> list[str]:
     ]
 
 
+def numbers_as_tensors(operator: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments with tensors in the place of Python numbers where the operator takes tensors."""
+    names = numbers_for_tensors(operator, args)
+    dtypes: dict[type, torch.dtype] = {float: torch.float64, complex: torch.complex128}
+    return tuple(
+        torch.empty((), dtype=dtypes.get(type(given), torch.int64)) if argument.name in names else given
+        for argument, given in zip(operator._schema.arguments, args, strict=False)
+    )
+
+
 def uses_generator(operator: Any) -> bool:
     """Whether an operator draws random numbers."""
     return isinstance(operator, torch._ops.OpOverload) and (

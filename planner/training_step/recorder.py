@@ -99,7 +99,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._paused = False
         self._ended = False
         self._numbers = numbers
-        self._with_number: tuple[weakref.ref[torch.Tensor], list[str]] | None = None
+        self._with_number: tuple[weakref.ref[torch.Tensor], list[str], tuple[str, int] | None] | None = None
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
         # Held, so that their identities are not used again.
@@ -124,10 +124,14 @@ class StepRecorder(autograd.InfrastructureMode):
             func = self._in_place(func, args, node) or func
             out = func(*args, **kwargs)
         reads = tuple(self.index_of(t) for t in _tensors(args, kwargs))
+        names = operators.numbers_for_tensors(func, args) if self._numbers else []
+        if names and node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
+            with self.pause():  # the tensor that autograd saved of the number: another is not made
+                args = operators.numbers_as_tensors(func, args)
         call = self._call(func, args, kwargs, out)
         self._append(call, reads, _tensors((out,), {}), node)
-        if self._numbers and node is None and (names := operators.numbers_for_tensors(func, args)):
-            self._with_number = (weakref.ref(out), names) if isinstance(out, torch.Tensor) else None
+        if names:
+            self._with_number = (weakref.ref(out), names, node) if isinstance(out, torch.Tensor) else None
         return out
 
     def __enter__(self) -> "StepRecorder":
@@ -163,14 +167,16 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def _record_saved_number(self) -> None:
         """Record the Python number that autograd saved of the last operation, now that there is its node."""
-        (result, names), self._with_number = self._with_number or (lambda: None, []), None
+        if self._with_number is None:
+            return
+        (result, names, node), self._with_number = self._with_number, None
         tensor = result()
         if tensor is None or tensor.device.type != "cpu":
             return
         for number in autograd.saved_in_node(tensor, names):
             # Saving allocates nothing and takes no time; so does this.
             call = self._call(torch.ops.aten.detach.default, (number,), {}, number)
-            self._append(call, (), [number], None)
+            self._append(call, (), [number], node)
 
     def _append(
         self,
