@@ -307,7 +307,7 @@ class WorkspaceMeter:
         floating = like.is_floating_point() or like.is_complex()
         length, start = inside or (_storage_length(like), 0)
         flat = torch.zeros(length, dtype=like.dtype, device=device)
-        flat[true if like.dtype is torch.bool else slice(None if floating else 0)] = 1
+        flat[true if like.dtype is torch.bool else slice(None if floating else 0)].fill_(1)
         made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()), start)
         if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
