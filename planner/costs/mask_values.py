@@ -1,5 +1,6 @@
 """Which elements of a made-up mask are true, where it decides what a kernel takes."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,14 @@ aten = torch.ops.aten
 _PUT = frozenset((aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put))
 
 
-def true_elements(func: object, args: Sequence[Any], otherwise: bool) -> slice:
-    """The elements of the masks among a call's arguments that are true, as they lie in memory.
+def true_elements(func: object, args: Sequence[Any], otherwise: bool) -> int:
+    """How many elements of a mask among a call's arguments are true: the first, as they lie in memory.
 
     Where elements that a mask selects are written, they are as many as there is to write. Elsewhere it is
     all or none of them, as ``otherwise`` says.
     """
     count = _written(args[0], args[1], args[2]) if getattr(func, "overloadpacket", None) in _PUT else None
-    return slice(count) if count is not None else slice(None if otherwise else 0)
+    return sys.maxsize * otherwise if count is None else count
 
 
 def _written(whole: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> int | None:

@@ -294,12 +294,12 @@ class WorkspaceMeter:
         return args, kwargs, list(made.values())
 
     def _made_tensor(
-        self, like: torch.Tensor, matrix: bool, true: slice, inside: tuple[int, int] | None
+        self, like: torch.Tensor, matrix: bool, true: int, inside: tuple[int, int] | None
     ) -> torch.Tensor:
         """A tensor of the same shape, strides and dtype, ``inside`` a storage of so many elements.
 
         Floats are 1, which is valid as a variance too, and integers 0, which is valid as an index.
-        Of booleans those are `true`: all select the most there can be, where the size depends on that.
+        Of booleans the first `true` are: all select the most there can be, where the size depends on that.
         """
         if like.layout is not torch.strided:
             raise ValueError(f"not run: an input has layout {like.layout}")
@@ -307,7 +307,7 @@ class WorkspaceMeter:
         floating = like.is_floating_point() or like.is_complex()
         length, start = inside or (_storage_length(like), 0)
         flat = torch.zeros(length, dtype=like.dtype, device=device)
-        flat[true if like.dtype is torch.bool else slice(None if floating else 0)].fill_(1)
+        flat.narrow(0, 0, min(true if like.dtype is torch.bool else length * floating, length)).fill_(1)
         made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()), start)
         if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
