@@ -1,7 +1,9 @@
 """Joint graphs that were traced before are copied: which these are, and that no other is taken for one."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,6 +241,35 @@ def test_graphs_that_data_decided_are_not_kept(known: bool, nothing_traced: Trac
 def partitioned(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
     halves = default_partition(joint, (), num_fwd_outputs=outputs, static_lifetime_input_indices=())
     return halves[0], halves[1]
+
+
+def test_plans_of_the_same_code_in_two_files_name_their_own_lines(
+    tmp_path: Path, nothing_traced: TracedBefore
+) -> None:
+    lines = []
+    for name, above in (("first", ""), ("second", "# one line further down\n")):
+        path = tmp_path / f"{name}.py"
+        path.write_text(above + _NET)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        plan = planner.plan(module.Net().train(), (torch.randn(4, 8),), budget="min", solver="sqrt_n")
+        assert plan.step is not None
+        lines.append(plan.step.lines)
+    assert lines == [["first.py:7"], ["second.py:8"]]
+    assert nothing_traced.found == 0
+
+
+_NET = """import torch.nn as nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.a(x).tanh().sum()
+"""
 
 
 def test_the_oldest_are_forgotten() -> None:

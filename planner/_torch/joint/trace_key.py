@@ -65,10 +65,8 @@ def trace_key(
 
 
 def _state() -> Hashable:
-    if any(
-        not isinstance(m, FakeTensorMode) and not m.is_infra_mode()
-        for m in _get_current_dispatch_mode_stack()
-    ):
+    modes = _get_current_dispatch_mode_stack()
+    if any(not isinstance(mode, FakeTensorMode) and not mode.is_infra_mode() for mode in modes):
         raise _NoKeyError
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_function_stack():
         raise _NoKeyError
@@ -90,7 +88,6 @@ def _node(graph: GraphModule, node: Node, numbers: Mapping[Node, int]) -> Hashab
         target = _graph(part)
     elif node.op == "call_module" or (node.op == "call_function" and not _is_of_pytorch(target)):
         raise _NoKeyError
-    sources = node.meta.get("source_fn_stack") or ()
     return (
         node.name,
         node.op,
@@ -99,8 +96,14 @@ def _node(graph: GraphModule, node: Node, numbers: Mapping[Node, int]) -> Hashab
         _literal(node.kwargs, numbers),
         module_of(node),
         marks_of(node),
-        tuple(str(source[0]) for source in sources),
+        tuple(map(_source, node.meta.get("source_fn_stack") or ())),
+        node.meta.get("stack_trace"),  # plans name the lines of the code that they are of
     )
+
+
+def _source(source: tuple[str, Any]) -> Hashable:
+    name, function = source
+    return name, function if isinstance(function, str) else getattr(function, "__qualname__", str(function))
 
 
 def _is_of_pytorch(target: Any) -> bool:
