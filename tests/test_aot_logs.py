@@ -1,15 +1,16 @@
-"""Graphs are written out as text only where somebody reads it."""
+"""Graphs are written out, as text or as code, only where somebody reads it."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from torch._functorch._aot_autograd import graph_compile
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import planner
-from planner._torch.graph_modules import graph_module
+from planner._torch.joint.graph_modules import graph_module
 
 
 def test_graphs_are_written_out_where_logs_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +29,22 @@ def test_graphs_are_written_out_where_logs_are_on(monkeypatch: pytest.MonkeyPatc
     graph_compile.aot_joint_log.manager._clear_cache()
     planner.plan(model, (x,), loss=torch.sum, budget="min", solver="sqrt_n")
     assert written
+
+
+def test_no_code_is_written_of_joint_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    original = Graph.python_code
+
+    def noted(self: Graph, *args: Any, **kwargs: Any) -> Any:
+        written.append([node.name for node in self.find_nodes(op="placeholder")])
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Graph, "python_code", noted)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()).train(), torch.randn(3, 4)
+    plan = planner.plan(model, (x,), loss=torch.sum, budget="min", solver="sqrt_n")
+    plan.apply(model)(x).sum().backward()
+    assert written  # Dynamo's graphs
+    assert not [names for names in written if any(name.startswith("tangents") for name in names)]
 
 
 def test_code_is_written_when_it_is_asked_for() -> None:

@@ -1,6 +1,7 @@
 """Joint graphs that were traced before are copied: which these are, and that no other is taken for one."""
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -166,6 +167,13 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 halved.register_fake(torch.empty_like)
 
 
+@torch.compiler.allow_in_graph
+@functools.wraps(F.softsign)
+def _wrapper(x: torch.Tensor) -> torch.Tensor:
+    """Says that it is PyTorch's."""
+    return F.softsign(x) * 2
+
+
 class _Calls(nn.Module):
     def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -178,6 +186,7 @@ class _Calls(nn.Module):
 def test_what_cannot_be_compared_has_no_key() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     assert _key(_Calls(lambda x: halved(x) * 2), x) is None
+    assert _key(_Calls(_wrapper), x) is None
     with _Around():
         graph = torch.fx.symbolic_trace(nn.Tanh())
         assert trace_key(graph, [x], {}) is None

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PYTORCH = Path(torch.__file__).parent.as_posix() + "/"
+from planner._torch.own_code import is_of_pytorch
+
 _DISPATCH = "__torch_dispatch__"
 _RUNS_ENGINE = _engine_run_backward.__code__
 
@@ -48,7 +48,7 @@ def engine_calls() -> bool:
     while frame is not None and frame.f_code.co_name != _DISPATCH:
         frame = frame.f_back
     while frame is not None and frame.f_code is not _RUNS_ENGINE:
-        if frame.f_code.co_name != _DISPATCH and not frame.f_code.co_filename.startswith(_PYTORCH):
+        if frame.f_code.co_name != _DISPATCH and not is_of_pytorch(frame.f_code):
             return False
         frame = frame.f_back
     return True  # without a frame of it in the engine's own threads

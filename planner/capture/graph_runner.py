@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 
 from planner._torch import dynamo, fake
 from planner._torch.autocast_state import autocast_state, under_autocast
-from planner._torch.graph_modules import graph_module
 from planner._torch.joint import aot, aot_metadata
+from planner._torch.joint.graph_modules import graph_module
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner._torch import fake
-from planner._torch.graph_modules import graph_module
+from planner._torch.joint.graph_modules import graph_module
 
 
 def structure_of(graph: GraphModule) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from planner._torch.graph_modules import graph_module
 from planner._torch.joint import aot, aot_metadata
+from planner._torch.joint.graph_modules import graph_module
 from planner.compiled.graph_hook import GraphHook
 from planner.graph.dying_operands import forget
 from planner.graph.trace import TracedGraph

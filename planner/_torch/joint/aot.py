@@ -30,8 +30,8 @@ from torch.fx.passes import _tensorify_python_scalars as tensorify_pass
 from planner._torch.cuda.batch_norm import cudnn_as_eager
 from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.fake import fake_mode, without_modes
-from planner._torch.graph_modules import written_when_needed
 from planner._torch.joint.effects import refuse_tokens, without_tokens
+from planner._torch.joint.graph_modules import written_when_needed
 from planner._torch.joint.in_place import results_in_place
 from planner._torch.joint.logs import logged_when_asked
 from planner._torch.joint.trace_key import trace_key

@@ -6,6 +6,7 @@ own, symbolic sizes, subclasses of tensors, modes of the caller's. Tested with t
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from planner._torch.autocast_state import autocast_state
 from planner._torch.module_paths import marks_of, module_of
+from planner._torch.own_code import is_of_pytorch
 
 _FLAGS = (
     torch.is_grad_enabled,
@@ -86,7 +88,7 @@ def _node(graph: GraphModule, node: Node, numbers: Mapping[Node, int]) -> Hashab
         if not isinstance(part, GraphModule):
             raise _NoKeyError
         target = _graph(part)
-    elif node.op == "call_module" or (node.op == "call_function" and not _is_of_pytorch(target)):
+    elif node.op == "call_module" or (node.op == "call_function" and not _is_known(target)):
         raise _NoKeyError
     return (
         node.name,
@@ -106,7 +108,9 @@ def _source(source: tuple[str, Any]) -> Hashable:
     return name, function if isinstance(function, str) else getattr(function, "__qualname__", str(function))
 
 
-def _is_of_pytorch(target: Any) -> bool:
+def _is_known(target: Any) -> bool:
+    if isinstance(target, FunctionType):
+        return is_of_pytorch(target.__code__)
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace in _NAMESPACES
     if isinstance(target, torch._ops.HigherOrderOperator):

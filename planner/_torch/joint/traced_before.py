@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from planner._torch.fake import fake_mode
-from planner._torch.graph_modules import graph_module
+from planner._torch.joint.graph_modules import graph_module
 from planner._torch.without_data.fake_values import times_asked_for_data
 
 _MOST_NODES = 30_000

@@ -7,7 +7,6 @@ themselves by name: a wrapper would run twice. Tested with torch 2.13.
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.fx import GraphModule, Node
 from torch.fx.node import _get_qualified_name
 
-_FOLDER = Path(torch.__file__).parent.as_posix() + "/"
+from planner._torch.own_code import is_of_pytorch
+
 _CALLABLES = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 
 
@@ -24,7 +24,7 @@ _CALLABLES = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 def look_inside_wrappers() -> None:
     """Have Dynamo follow functions of users' that it found under names of PyTorch's."""
     rules = get_torch_obj_rule_map()
-    for function in [f for f in rules if isinstance(f, FunctionType) and not _is_of_pytorch(f)]:
+    for function in [f for f in rules if isinstance(f, FunctionType) and not is_of_pytorch(f.__code__)]:
         del rules[function]
 
 
@@ -67,14 +67,10 @@ def _hidden(node: Node) -> Any | None:
     return None if found is target else target
 
 
-def _is_of_pytorch(function: FunctionType) -> bool:
-    return function.__code__.co_filename.startswith(_FOLDER)
-
-
 def _is_replaced(method: str) -> bool:
     """Whether a method of tensors is no longer PyTorch's own."""
     found = getattr(torch.Tensor, method, None)
-    return isinstance(found, FunctionType) and not _is_of_pytorch(found)
+    return isinstance(found, FunctionType) and not is_of_pytorch(found.__code__)
 
 
 @functools.cache
