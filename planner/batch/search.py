@@ -120,7 +120,7 @@ class BatchSearch:
             if self._allowed(step, solution):
                 self._solutions[answer] = solution
                 self._schedules.append(solution.schedule)
-                larger = self._grow_and_bisect(answer)
+                larger = self._grow_and_bisect(answer, _step_from(answer))
                 if larger == answer or len(self.steps.captured) >= MOST_CAPTURES:
                     break
                 answer = larger
@@ -130,7 +130,7 @@ class BatchSearch:
                 # Now that the captures surround the answer, what they say of smaller batches is close;
                 # where that is not enough, one sample less is.
                 self._solutions.pop(answer, None)
-                answer = max(1, answer - 1 if known else self._bisect(0, answer))
+                answer = max(1, answer - 1 if known else self._shrink_and_bisect(answer))
         return self._result(answer, unplanned, others)
 
     def _capture_two(self, start: int) -> None:
@@ -171,14 +171,26 @@ class BatchSearch:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _grow_and_bisect(self, known: int) -> int:
-        """The largest batch that fits by estimate, at least `known`; at least 1."""
+    def _grow_and_bisect(self, known: int, step: int = 0) -> int:
+        """The largest batch that fits by estimate, at least `known`; at least 1.
+
+        Args:
+            step: The first step above `known + 1`, later ones are twice as large; as large as `known` if 0.
+        """
         low, high = known, max(known + 1, 1)
-        step = max(known, 1)
+        step = step or max(known, 1)
         while high <= self.most and self._fits(high):
             low, high = high, high + step
             step *= 2
         return max(self._bisect(low, min(high, self.most + 1)), 1)
+
+    def _shrink_and_bisect(self, high: int) -> int:
+        """The largest batch below `high`, and not far below, that fits by estimate; 0 if none does."""
+        step, low = _step_from(high), max(high - _step_from(high), 0)
+        while low and not self._fits(low):
+            high, step = low, 2 * step
+            low = max(high - step, 0)
+        return self._bisect(low, high)
 
     def _bisect(self, low: int, high: int, near: float = 0.0) -> int:
         """The largest batch below `high` that fits, or one `near` it, as `low` does (0 always does)."""
@@ -341,6 +353,11 @@ def _belongs(schedule: Schedule, step: Sized) -> bool:
     """Whether a schedule can be one of a step's graph; estimated steps share their rows."""
     rows, base = len(step.graph.ops), step.graph.base_length
     return bool(schedule.max(initial=-1) < rows and np.unique(schedule[schedule < base]).size == base)
+
+
+def _step_from(answer: int) -> int:
+    """The first step from an estimated answer that a capture has corrected; it was not far off."""
+    return max(1, answer // 64)
 
 
 def _price(max_overhead: float | None) -> float:
