@@ -118,3 +118,19 @@ def test_copies_of_transposed_results_are_predicted(
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
     assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
+
+
+def test_what_pytorch_remembers_of_calls_without_data_stays_its_own() -> None:
+    x, mode = torch.randn(3, 4, 5).permute(1, 2, 0), fake.fake_mode()
+    operator, arguments = aten.huber_loss_backward.default, (x, x, x.sin(), 0, 1.0)
+
+    def stride() -> tuple[int, ...]:
+        with mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+            return tuple(operator(*fakes).stride())
+
+    outside = stride()
+    for _ in range(2):
+        with layouts_of_kernels(), layouts_of_kernels():
+            assert stride() == operator(*arguments).stride() != outside
+        assert stride() == outside

@@ -93,6 +93,10 @@ _LAYOUTS: dict[Any, Layout] = {
 } | {torch.ops.aten._native_batch_norm_legit.no_stats: _channels_last_as(0)}
 
 
+_REMEMBERED: dict[Any, Any] = {}
+"""What is remembered of calls without data under these layouts, beside what PyTorch remembers without them."""
+
+
 @contextlib.contextmanager
 def layouts_of_kernels() -> Iterator[None]:
     """Without data, results on the CPU have the strides that its kernels give them.
@@ -100,23 +104,20 @@ def layouts_of_kernels() -> Iterator[None]:
     PyTorch's shape functions of some operators keep the order of transposed inputs where kernels do not, or
     the other way round, and then take copies of the result for views, or views for copies.
     """
+    remembered = FakeTensorMode.cache
+    if remembered is _REMEMBERED:
+        yield
+        return
     known = {
         operator: decomposition_table[operator] for operator in _LAYOUTS.keys() & decomposition_table.keys()
     }
     decomposition_table.update({op: _laid_out(shapes, _LAYOUTS[op]) for op, shapes in known.items()})
-    _forget()
+    FakeTensorMode.cache = _REMEMBERED
     try:
         yield
     finally:
         decomposition_table.update(known)
-        _forget()
-
-
-def _forget() -> None:
-    """Take what is remembered of these operators out of the cache that all tensors without data share."""
-    cache = FakeTensorMode.cache
-    for key in [key for key in cache if key.key[0] in _LAYOUTS]:
-        del cache[key]
+        FakeTensorMode.cache = remembered
 
 
 def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
