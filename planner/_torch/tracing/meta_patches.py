@@ -94,7 +94,7 @@ _LAYOUTS: dict[Any, Layout] = {
 
 
 _REMEMBERED: dict[Any, Any] = {}
-"""What is remembered of calls without data under these layouts, beside what PyTorch remembers without them."""
+"""What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
 
 
 @contextlib.contextmanager
