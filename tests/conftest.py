@@ -66,3 +66,13 @@ def _a_small_heap() -> Iterator[None]:
         gc.collect()
     if next(_FILES) % 10 == 0:  # what became garbage of older files
         gc.collect()
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """One process that is all there are."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,14 +68,6 @@ PAGES = sorted(path for path in [ROOT / "README.md", *DOCS.rglob("*.md")] if _bl
 
 AFRESH = {"README.md", "many-gpus.md"}
 """Pages whose blocks each take the model as it was, where others go on with the plan."""
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """One process that is all there are."""
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.heavy

@@ -94,6 +94,24 @@ def test_wrappers_that_are_there_before_planning(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.heavy
+def test_wrappers_are_followed_after_a_process_group_was_made(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    model, twin, x = _built()
+    plan_of(model, (x,))
+    for owner, name in (*FUNCTIONS, (Normalised, "forward"), (Patched, "part")):
+        monkeypatch.setattr(owner, name, wrapped(owner, name))
+    made = plan_of(model, (x,))
+    request.getfixturevalue("process_group")  # with it PyTorch forgets what was changed of Dynamo's rules
+    made.apply(model)
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(model, _step(x))
+    assert runs.backward == 1
+    assert_same(ours, left_by(twin, _step(x)))
+    assert plan_of(twin, (x,)).predicted.peak_bytes == made.predicted.peak_bytes
+
+
+@pytest.mark.heavy
 def test_patches_after_the_first_step_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = _built()
     plan_of(model, (x,)).apply(model)

@@ -53,6 +53,13 @@ def test_marks_for_the_compiler_are_passed_over() -> None:
     assert_same(ours, left_by(twin, steps(args)))
 
 
+def test_marks_are_passed_over_after_a_process_group_was_made(request: pytest.FixtureRequest) -> None:
+    model, args, _ = layers(partial(MarksItsCache, 1))
+    plan_of(model, args)
+    request.getfixturevalue("process_group")  # with it PyTorch forgets what was changed of Dynamo's rules
+    assert plan_of(model, args).coverage == "one-graph"
+
+
 def _marks(x: torch.Tensor) -> torch.Tensor:
     torch._dynamo.mark_static_address(x)
     return x * 2

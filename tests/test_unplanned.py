@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -324,17 +324,10 @@ def test_an_input_that_lies_as_planned_is_not_warned_of() -> None:
     assert _warnings_of(lambda: model(transposed).backward()) == []
 
 
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield
-    torch.distributed.destroy_process_group()
-
-
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:FSDP is switching")
 @pytest.mark.parametrize("original", [False, True])
-def test_fsdp_of_a_planned_module(plan: Plan, original: bool, one_process: None) -> None:
+def test_fsdp_of_a_planned_module(plan: Plan, original: bool) -> None:
     model, args = _built()
     plan.apply(model)
     wrapped = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
@@ -347,7 +340,8 @@ def test_fsdp_of_a_planned_module(plan: Plan, original: bool, one_process: None)
             act()
 
 
-def test_sharded_parameters_are_warned_of(plan: Plan, one_process: None) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_sharded_parameters_are_warned_of(plan: Plan) -> None:
     model, args = _built()
     plan.apply(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))

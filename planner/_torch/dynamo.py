@@ -15,6 +15,7 @@ from planner._torch.tracing.dynamo_patches import answer_like_eager, go_on_insid
 from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
 from planner._torch.tracing.failures import RunsAsItIs
 from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
+from planner._torch.tracing.rules import keep_rules
 
 _DYNAMO_CONFIG: dict[str, Any] = {
     # A hook that is registered after the first step would otherwise never run.
@@ -47,6 +48,7 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         parts: How many calls of one line may end a graph, as of a loop over layers. What comes after each is
             captured by itself, and does not count as captured again.
     """
+    keep_rules()
     ignored = dynamo.config.ignore_logging_functions | said_once()
     limit = _DYNAMO_CONFIG["recompile_limit"] + parts
     settings = {

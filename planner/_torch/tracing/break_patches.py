@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo import decorators
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
+
+from planner._torch.tracing.rules import ask_handler_of
 
 IsOurs = Callable[[Any], bool]
 """Whether an instruction translator of Dynamo's traces for a planned module."""
@@ -43,7 +44,7 @@ def pass_over_marks(is_ours: IsOurs) -> None:
         return VariableTracker.build(tx, None) if is_ours(tx) else None
 
     for mark in _MARKS:
-        get_torch_obj_rule_map()[mark] = TorchInGraphFunctionVariable
+        ask_handler_of(mark)
         handlers[mark] = passed_over
 
 

@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.trace_rules import get_legacy_mod_inlinelist, get_torch_obj_rule_map
+from torch._dynamo.trace_rules import get_legacy_mod_inlinelist
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import TupleVariable
@@ -30,7 +30,7 @@ from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.long_loops import look_at_what_is_left_later
 from planner._torch.tracing.memory_swaps import break_at_swaps
-from planner._torch.tracing.named_functions import look_inside_wrappers
+from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -48,7 +48,6 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     """
     _backends.add(backend)
     _answer_questions()
-    look_inside_wrappers()
     _break_inside_loops()
     _break_at_indices_that_are_data()
     _break_at_masks_that_are_written_through()
@@ -77,7 +76,7 @@ def _answer_questions() -> None:
     # Libraries ask this together with the above. Dynamo would put the call into the graph, which fails
     # without CUDA, or break it.
     for captured in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
-        get_torch_obj_rule_map()[captured] = TorchInGraphFunctionVariable
+        ask_handler_of(captured)
         handlers[captured] = _not_captured
 
 

@@ -11,7 +11,6 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
-from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.fx import GraphModule, Node
 from torch.fx.node import _get_qualified_name
 
@@ -20,10 +19,12 @@ from planner._torch.own_code import is_of_pytorch
 _CALLABLES = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 
 
-@functools.cache
-def look_inside_wrappers() -> None:
-    """Have Dynamo follow functions of users' that it found under names of PyTorch's."""
-    rules = get_torch_obj_rule_map()
+def look_inside_wrappers(rules: dict[Any, Any]) -> None:
+    """Have Dynamo follow functions of users' that it found under names of PyTorch's.
+
+    Args:
+        rules: Dynamo's, by the function. Changed in place.
+    """
     for function in [f for f in rules if isinstance(f, FunctionType) and not is_of_pytorch(f.__code__)]:
         del rules[function]
 
