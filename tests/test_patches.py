@@ -108,7 +108,6 @@ def test_wrappers_are_followed_after_a_process_group_was_made(
         ours = left_by(model, _step(x))
     assert runs.backward == 1
     assert_same(ours, left_by(twin, _step(x)))
-    assert plan_of(twin, (x,)).predicted.peak_bytes == made.predicted.peak_bytes
 
 
 @pytest.mark.heavy

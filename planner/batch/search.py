@@ -25,7 +25,7 @@ from solvers import portfolio
 from solvers.effort import Effort
 from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
-from solvers.model.solution import Solution
+from solvers.model.solution import Solution, Status
 
 MakeArguments = Callable[[int], Any]
 
@@ -89,6 +89,7 @@ class BatchSearch:
         self._schedules: list[Schedule] = []
         self._solutions: dict[int, Solution] = {}
         self._fraction = 0.0
+        self._below = most + 1  # the least batch, of those that are captured, for which no plan was found
 
     def tell(self, text: str, fraction: float | None = None) -> None:
         """Report progress, which never goes back."""
@@ -105,6 +106,7 @@ class BatchSearch:
             others: Overheads for which to estimate the largest batch as well.
         """
         self._max_overhead, self._solutions, self._fraction = max_overhead, {}, 0.0
+        self._below = self.most + 1
         if len(self.steps.captured) < 2:
             self._capture_two(start)
         self.tell("looking for the largest batch", 0.4)
@@ -117,6 +119,8 @@ class BatchSearch:
             known = answer in self.steps.captured
             step = self.steps.capture(answer)
             solution = self._solve(step, self.time_limit)
+            if not self._allowed(step, solution):
+                solution = self._known_that_fits(step) or solution
             if self._allowed(step, solution):
                 self._solutions[answer] = solution
                 self._schedules.append(solution.schedule)
@@ -130,6 +134,7 @@ class BatchSearch:
                 # Now that the captures surround the answer, what they say of smaller batches is close;
                 # where that is not enough, one sample less is.
                 self._solutions.pop(answer, None)
+                self._below = answer
                 answer = max(1, answer - 1 if known else self._shrink_and_bisect(answer))
         return self._result(answer, unplanned, others)
 
@@ -179,10 +184,10 @@ class BatchSearch:
         """
         low, high = known, max(known + 1, 1)
         step = step or max(known, 1)
-        while high <= self.most and self._fits(high):
+        while high < self._below and self._fits(high):
             low, high = high, high + step
             step *= 2
-        return max(self._bisect(low, min(high, self.most + 1)), 1)
+        return max(self._bisect(low, min(high, self._below)), 1)
 
     def _shrink_and_bisect(self, high: int) -> int:
         """The largest batch below `high`, and not far below, that fits by estimate; 0 if none does."""
@@ -201,14 +206,9 @@ class BatchSearch:
 
     def _fits(self, size: int) -> bool:
         step = self.steps.at(size)
-        room = step.room_bytes(self.budget_bytes)
-        for schedule in reversed(self._schedules):
-            if len(schedule) and _belongs(schedule, step):
-                timeline = simulate(step.graph, schedule)
-                fast = self._fast_enough(step, timeline.seconds)
-                if timeline.peak_bytes <= room and fast and step.total_bytes(schedule) <= self.budget_bytes:
-                    self.tell(f"batch {size} fits")
-                    return True
+        if self._known_that_fits(step) is not None:
+            self.tell(f"batch {size} fits")
+            return True
         solution = self._solve(step, self._quick_seconds)
         if not self._allowed(step, solution):
             self.tell(f"batch {size} does not fit")
@@ -217,6 +217,18 @@ class BatchSearch:
         self._solutions[size] = solution
         self.tell(f"batch {size} fits")
         return True
+
+    def _known_that_fits(self, step: Sized) -> Solution | None:
+        """The latest schedule, of any batch, that fits and is fast enough for this one."""
+        room = step.room_bytes(self.budget_bytes)
+        for schedule in reversed(self._schedules):
+            if len(schedule) and _belongs(schedule, step):
+                timeline = simulate(step.graph, schedule)
+                peak, seconds = timeline.peak_bytes, timeline.seconds
+                fast = self._fast_enough(step, seconds)
+                if peak <= room and fast and step.total_bytes(schedule) <= self.budget_bytes:
+                    return Solution(self.solver, Status.FEASIBLE, schedule, peak, seconds, 0.0)
+        return None
 
     def _solve(self, step: Sized, seconds: float) -> Solution:
         def solve(room: int, seconds: float) -> Solution:
