@@ -101,8 +101,47 @@ EXACTNESS = [
         "wrappers-that-dynamo-takes-for-pytorch",
         "A wrapper that is there before Dynamo looks for PyTorch's functions is run once.",
         "Dynamo takes the wrapper for PyTorch's function.",
-        (Change("planner/_torch/tracing/dynamo_patches.py", "    look_inside_wrappers()\n", ""),),
+        (Change("planner/_torch/tracing/rules.py", "    look_inside_wrappers(rules)\n", ""),),
         ("tests/test_patches.py::test_wrappers_that_are_there_before_anything_is_compiled",),
+    ),
+    Mutation(
+        "rules-that-pytorch-forgets",
+        "A wrapper is run once also where a process group was made after the planning.",
+        "Dynamo's rules are changed once in a process; with a process group PyTorch makes them anew.",
+        (
+            Change(
+                "planner/_torch/tracing/rules.py",
+                "    if _changed and _changed[0] is rules:\n",
+                "    if _changed:\n",
+            ),
+        ),
+        ("tests/test_patches.py::test_wrappers_are_followed_after_a_process_group_was_made",),
+    ),
+    Mutation(
+        "stances-of-torch-compile",
+        "A plan is followed whatever torch.compiler.set_stance says.",
+        "Plans are left out without a word where the user switches torch.compile off.",
+        (
+            Change(
+                "planner/_torch/tracing/callbacks.py",
+                "        return callback if isinstance(callback, Callback) else by_stance(callback)\n",
+                "        return by_stance(callback)\n",
+            ),
+        ),
+        ("tests/test_switches.py::test_a_plan_is_followed_in_any_stance",),
+    ),
+    Mutation(
+        "dispatch-modes",
+        "A step under a dispatch mode, which runs without its plan, says so.",
+        "Nobody asks whether one is on.",
+        (
+            Change(
+                "planner/runtime/install.py",
+                "        if (mode := hindering_mode()) is not None:\n",
+                "        if (mode := None) is not None:\n",
+            ),
+        ),
+        ("tests/test_switches.py::test_a_step_under_a_dispatch_mode_says_so",),
     ),
     Mutation(
         "patches-of-classes",

@@ -11,13 +11,21 @@ from torch._C._dynamo.eval_frame import _FrameAction
 
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.break_patches import marks_allowed
+from planner._torch.tracing.callbacks import (
+    Callback,
+    RunsAsItIs,
+    call_ours_in_any_stance,
+    switched_on,
+    with_guards,
+)
 from planner._torch.tracing.dynamo_patches import answer_like_eager, go_on_inside_modules, said_once
 from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
-from planner._torch.tracing.failures import RunsAsItIs
 from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
 
 _DYNAMO_CONFIG: dict[str, Any] = {
+    # A plan is followed also where the user's own torch.compile is switched off.
+    "disable": False,
     # A hook that is registered after the first step would otherwise never run.
     "skip_nnmodule_hook_guards": False,
     # nn.LSTM and the like are otherwise skipped silently.
@@ -61,7 +69,7 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         yield
 
 
-class _WithSettings:
+class _WithSettings(Callback):
     """Dynamo's callback for a frame that it has no code for; runs under :func:`dynamo_settings`.
 
     Calls that find their code do not come here, and pay nothing for the settings.
@@ -70,8 +78,7 @@ class _WithSettings:
     def __init__(
         self, callback: Any, symbolic: bool, given_up: Callable[[], None] | None, parts: int
     ) -> None:
-        # Under this name Dynamo looks for the backend that a callback ends in.
-        self._torchdynamo_orig_backend = callback
+        super().__init__(callback)
         self._symbolic, self._given_up, self._parts = symbolic, given_up, parts
 
     def __call__(self, *frame: Any) -> Any:
@@ -140,11 +147,13 @@ def _optimized(
 ) -> Callable[..., Any]:
     answer_like_eager(backend)
     widen_grouped_products()
-    context: Any = dynamo.optimize(backend, **options)
+    call_ours_in_any_stance()
+    with switched_on():
+        context: Any = dynamo.optimize(backend, **options)
     context.callback = _WithSettings(context.callback, symbolic, given_up, parts)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)
-    return context(function)  # type: ignore[no-any-return]
+    return with_guards(context(function))
 
 
 def _fresh(function: FunctionType | Callable[..., Any]) -> FunctionType:

@@ -25,6 +25,7 @@ from planner._torch.autocast_state import autocast_regions
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing import graph_breaks
+from planner._torch.tracing.callbacks import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels
@@ -37,7 +38,13 @@ from planner.capture.graph_runner import GraphRunner, collector, notes_on
 from planner.capture.marked_call import Marked
 from planner.capture.on_a_copy import NotWithoutDataError, RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import RecurrentCalls, recurrent_calls
-from planner.capture.uncaptured import AROUND, always_different, nothing_captured, nothing_differentiated
+from planner.capture.uncaptured import (
+    AROUND,
+    always_different,
+    nothing_captured,
+    nothing_differentiated,
+    under_mode,
+)
 from planner.errors import CaptureError, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.lowering.lowerings import chosen_lowering
@@ -179,6 +186,8 @@ class _Capture:
     def run(self, regions: Sequence[str] = ()) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         module, report = self.copied.module, self.report
+        if (mode := hindering_mode()) is not None:
+            raise under_mode(mode)
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
             autocast = self._as_on_its_device(stack)
             # Hooks of the copy write where those of the original do.

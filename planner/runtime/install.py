@@ -14,6 +14,7 @@ import torch
 from planner._torch import dynamo, modules
 from planner._torch.compat import check_version
 from planner._torch.tracing import torchscript
+from planner._torch.tracing.callbacks import hindering_mode
 from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.inside_compile import holds_dtensors, not_compiled
 from planner.blocks.running import blocks_run_as_written
@@ -204,6 +205,9 @@ class PlannedCall(InstalledCall):
             if model.training is not self._training and torch.is_grad_enabled():
                 self.unplanned.called_in_other_mode(output)
             return output
+        if (mode := hindering_mode()) is not None:
+            self.unplanned.under_mode(mode)
+            return self.run_original(*args, **kwargs)
         if self._without_gradient is not None and self._without_gradient.grad is not None:
             self._without_gradient = None
             instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating

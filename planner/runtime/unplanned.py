@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from planner._torch import modules
+from planner.capture.uncaptured import UNDER_MODE
 from planner.errors import warn
 from planner.training_step.step import differentiable_outputs, find_loss
 
@@ -65,6 +66,11 @@ class Unplanned:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def under_mode(self, mode: str) -> None:
+        """A call runs without the plan, as a dispatch mode is on; say so."""
+        self.planned_call()
+        warn(UNDER_MODE.format(mode) + ": the step runs as it is, without the plan")
 
     def _never_called(self) -> None:
         self.planned_call()

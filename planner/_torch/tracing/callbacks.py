@@ -1,0 +1,105 @@
+"""Private PyTorch APIs: what Dynamo calls for a frame that it has no code for, and whether it does.
+
+Users switch their own ``torch.compile`` off, or tell it what to do with what is new
+(``torch.compiler.set_stance``, ``TORCH_COMPILE_DISABLE=1``, ``TORCHDYNAMO_DISABLE=1``). Of plans, which need
+Dynamo to trace and compile nothing, these say nothing. Tested with torch 2.13.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import eval_frame
+from torch._dynamo.types import ConvertFrameReturn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_SWITCH = "TORCHDYNAMO_DISABLE"
+
+
+class Callback:
+    """A callback of ours, around one of Dynamo's."""
+
+    def __init__(self, callback: Any) -> None:
+        # Under this name Dynamo looks for the backend that a callback ends in.
+        self._torchdynamo_orig_backend = callback
+
+
+class RunsAsItIs(Callback):
+    """Dynamo's callback, by which a frame that cannot be captured runs as it is.
+
+    Args:
+        callback: The callback that captures.
+        failed: Called with the error; raises what is to be raised.
+    """
+
+    def __init__(self, callback: Any, failed: Callable[[Exception], None]) -> None:
+        super().__init__(callback)
+        self._failed = failed
+
+    def __call__(self, *frame: Any) -> Any:
+        try:
+            return self._torchdynamo_orig_backend(*frame)
+        except Exception as error:
+            self._failed(error)
+        # What it calls runs as it is, too. The next call is captured again: the error may be of the user's
+        # own code, which raises it as it runs, and may not raise it the next time.
+        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
+
+
+@functools.cache
+def call_ours_in_any_stance() -> None:
+    """Have Dynamo call our callbacks whatever stance is set, and no other backend in their place."""
+    by_stance = eval_frame._callback_from_stance
+
+    def callback_of(callback: Any) -> Any:
+        return callback if isinstance(callback, Callback) else by_stance(callback)
+
+    setattr(eval_frame, "_callback_from_stance", callback_of)  # noqa: B010
+
+
+def with_guards(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, and which code fits is asked also where the stance says that any does."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        stance = eval_frame._stance
+        if not stance.skip_guard_eval_unsafe:
+            return compiled(*args, **kwargs)
+        eval_frame._stance = replace(stance, skip_guard_eval_unsafe=False)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            eval_frame._stance = stance
+
+    return call
+
+
+@contextlib.contextmanager
+def switched_on() -> Iterator[None]:
+    """While a function is compiled, Dynamo is not switched off by the environment."""
+    switch = os.environ.pop(_SWITCH, None)
+    try:
+        yield
+    finally:
+        if switch is not None:
+            os.environ[_SWITCH] = switch
+
+
+def hindering_mode() -> str | None:
+    """The kind of a dispatch mode of the user's that is on, as FlopCounterMode: under one, Dynamo leaves all
+    frames alone."""
+    if not torch._C._len_torch_dispatch_stack():
+        return None
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        kind = type(mode)
+        if not (
+            mode.is_infra_mode() or mode.ignore_compile_internals() or kind.__module__.startswith("planner.")
+        ):
+            return kind.__qualname__
+    return None
