@@ -12,8 +12,9 @@ NO_PYTHON := no Python 3.11 or newer with venv was found (tried $(PYTHONS)). Ins
 TORCH ?= torch==2.13.0
 TIMM ?= timm==1.0.31
 # Trainers that tests train with, in $(VENV)/trainers, where tests/conftest.py looks for them; without their
-# dependencies, so that no other PyTorch comes with them.
-TRAINERS ?= lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
+# dependencies, so that no other PyTorch comes with them: Lightning, TRL and what these need.
+TRAINERS ?= lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 trl==1.16.0 datasets==5.2.0 \
+	pyarrow==26.0.1 pandas==3.1.1 dill==0.4.1 xxhash==4.1.0 multiprocess==0.70.19
 TORCHVISION ?= torchvision==0.28.0
 OUT ?= out
 

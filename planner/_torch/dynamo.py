@@ -26,6 +26,10 @@ from planner._torch.tracing.rules import keep_rules
 _DYNAMO_CONFIG: dict[str, Any] = {
     # A plan is followed also where the user's own torch.compile is switched off.
     "disable": False,
+    # What users try out for their own compiled code would leave no graph that can be planned.
+    **dict.fromkeys(
+        ("install_free_tensors", "prepare_freezing", "use_graph_deduplication", "verify_correctness"), False
+    ),
     # A hook that is registered after the first step would otherwise never run.
     "skip_nnmodule_hook_guards": False,
     # nn.LSTM and the like are otherwise skipped silently.
