@@ -15,6 +15,7 @@ from planner._torch.tracing.callbacks import (
     Callback,
     RunsAsItIs,
     call_ours_in_any_stance,
+    no_other_thread_traces,
     switched_on,
     with_guards,
 )
@@ -86,7 +87,7 @@ class _WithSettings(Callback):
         self._symbolic, self._given_up, self._parts = symbolic, given_up, parts
 
     def __call__(self, *frame: Any) -> Any:
-        with dynamo_settings(symbolic=self._symbolic, parts=self._parts):
+        with no_other_thread_traces(), dynamo_settings(symbolic=self._symbolic, parts=self._parts):
             result = self._torchdynamo_orig_backend(*frame)
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo import eval_frame
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _SWITCH = "TORCHDYNAMO_DISABLE"
@@ -64,18 +66,22 @@ def call_ours_in_any_stance() -> None:
 
 
 def with_guards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and which code fits is asked also where the stance says that any does."""
+    """The same, and which code fits is asked also where the stance says that any does.
+
+    While another thread traces, PyTorch takes this one for tracing too: the call waits for its end.
+    """
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         stance = eval_frame._stance
-        if not stance.skip_guard_eval_unsafe:
+        if not (stance.skip_guard_eval_unsafe or is_fx_symbolic_tracing()):
             return compiled(*args, **kwargs)
-        eval_frame._stance = replace(stance, skip_guard_eval_unsafe=False)
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            eval_frame._stance = stance
+        with compile_lock:
+            eval_frame._stance = replace(stance, skip_guard_eval_unsafe=False)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                eval_frame._stance = stance
 
     return call
 
@@ -89,6 +95,14 @@ def switched_on() -> Iterator[None]:
     finally:
         if switch is not None:
             os.environ[_SWITCH] = switch
+
+
+@contextlib.contextmanager
+def no_other_thread_traces() -> Iterator[None]:
+    """Let no other thread plan or compile meanwhile: both change settings and functions of PyTorch's for the
+    whole process. Usable as a decorator."""
+    with compile_lock:
+        yield
 
 
 def hindering_mode() -> str | None:

@@ -1,0 +1,86 @@
+"""Several threads plan, compile and train at once: each as if it were alone."""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from tests.side_by_side import counting_runs, no_plan_warnings, plan_of
+
+
+class Net(nn.Module):
+    """No dropout: threads share the random generator."""
+
+    def __init__(self, count: int, act: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), act(), nn.LayerNorm(64), nn.Linear(64, 32)) for _ in range(count)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _nets() -> list[Net]:
+    torch.manual_seed(0)
+    return [Net(2 + i % 2, act) for i, act in enumerate((nn.GELU, nn.Tanh, nn.SiLU, nn.ReLU))]
+
+
+def _trained(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_threads_that_plan_at_once(lazily: bool) -> None:
+    models, x = _nets(), torch.randn(16, 32)
+    twins = copy.deepcopy(models)
+
+    def work(model: Net) -> list[torch.Tensor]:
+        if lazily:
+            planner.auto_checkpoint(model, budget="min", solver="sqrt_n")
+        else:
+            plan_of(model, (x,)).apply(model)
+        return _trained(model, x)
+
+    with counting_runs() as runs, no_plan_warnings(), ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(work, models))
+    assert runs.backward == 3 * len(models)
+    for ours, twin in zip(found, twins, strict=True):
+        assert all(map(torch.equal, ours, _trained(twin, x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed since the first planned step")
+def test_a_planned_model_trains_while_others_are_planned() -> None:
+    models, x = _nets(), torch.randn(16, 32)
+    model, twin = models[0], copy.deepcopy(models[0])
+    plan_of(model, (x,)).apply(model)
+    _trained(model, x, 1)
+    steps, planned = 0, threading.Event()
+
+    def plan_others() -> None:
+        try:
+            for other in models[1:]:
+                plan_of(other, (x,)).apply(other)
+                _trained(other, x, 1)
+        finally:
+            planned.set()
+
+    with ThreadPoolExecutor(1) as thread:
+        others = thread.submit(plan_others)
+        while not planned.is_set():
+            ours = _trained(model, x, 1)
+            steps += 1
+        others.result()
+    assert steps > 0
+    assert all(map(torch.equal, ours, _trained(twin, x, steps + 1)))
