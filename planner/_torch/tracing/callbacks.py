@@ -1,8 +1,8 @@
 """Private PyTorch APIs: what Dynamo calls for a frame that it has no code for, and whether it does.
 
 Users switch their own ``torch.compile`` off, or tell it what to do with what is new
-(``torch.compiler.set_stance``, ``TORCH_COMPILE_DISABLE=1``, ``TORCHDYNAMO_DISABLE=1``). Of plans, which need
-Dynamo to trace and compile nothing, these say nothing. Tested with torch 2.13.
+(``torch.compiler.set_stance``, ``TORCH_COMPILE_DISABLE=1``, ``TORCHDYNAMO_DISABLE=1``). Plans use Dynamo to
+trace only, and are followed all the same. Tested with torch 2.13.
 """
 
 import contextlib
