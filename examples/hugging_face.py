@@ -3,7 +3,6 @@
 python examples/hugging_face.py --budget 60%
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).parent))
-from words import build_model, padded, sentences
+from words import build_model, options, padded, sentences
 
 from planner.integrations.huggingface import PlannerCallback
 
@@ -33,8 +32,5 @@ def train(budget: str | None, steps: int = 6) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", default="60%")
-    parser.add_argument("--steps", type=int, default=6)
-    given = parser.parse_args()
+    given = options(__doc__).parse_args()
     train(given.budget, given.steps)

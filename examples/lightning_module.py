@@ -3,7 +3,6 @@
 python examples/lightning_module.py --budget 60%
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
-from words import Batch, build_model, padded, sentences
+from words import Batch, build_model, options, padded, sentences
 
 from planner.integrations.lightning import PlannerCallback
 
@@ -48,8 +47,5 @@ def train(budget: str | None, steps: int = 6) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", default="60%")
-    parser.add_argument("--steps", type=int, default=6)
-    given = parser.parse_args()
+    given = options(__doc__).parse_args()
     train(given.budget, given.steps)

@@ -6,7 +6,6 @@ TRL computes its loss from 32,768 words of a vocabulary at a time, which takes m
 there is no plan for less than 88 %.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from words import build_model, sentences
+from words import build_model, options, sentences
 
 from planner.integrations.huggingface import PlannerCallback
 
@@ -49,9 +48,7 @@ def train(budget: str | None, steps: int = 6, packing: bool = False) -> torch.nn
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", default="90%")
-    parser.add_argument("--steps", type=int, default=6)
+    parser = options(__doc__, budget="90%")
     parser.add_argument("--packing", action="store_true", help="sentences cut into rows of one length")
     given = parser.parse_args()
     train(given.budget, given.steps, given.packing)

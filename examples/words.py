@@ -1,5 +1,7 @@
 """What the examples of trainers share: sentences of different lengths, and a small language model."""
 
+import argparse
+
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -27,3 +29,11 @@ def padded(batch: list[Batch]) -> Batch:
         name: torch.nn.utils.rnn.pad_sequence([one[name] for one in batch], True, value)
         for name, value in filler.items()
     }
+
+
+def options(description: str | None, budget: str = "60%") -> argparse.ArgumentParser:
+    """What each example is told on the command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--budget", default=budget)
+    parser.add_argument("--steps", type=int, default=6)
+    return parser

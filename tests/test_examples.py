@@ -1,5 +1,6 @@
 """The examples of trainers: with a plan they train to the weights that they train to without."""
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_an_example_trains_to_the_same_weights(name: str, capfd: pytest.CaptureF
     # Dynamo looks the module of a function up by its name.
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    train = module.train
+    train = functools.partial(module.train, packing=True) if name == "trl_sft" else module.train
     theirs: torch.nn.Module = train(None, steps=3)
     capfd.readouterr()
     budget = {"diffusers_unet": "80%", "trl_sft": "90%"}.get(name, "60%")

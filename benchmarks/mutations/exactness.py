@@ -123,7 +123,7 @@ EXACTNESS = [
         "Plans are left out without a word where the user switches torch.compile off.",
         (
             Change(
-                "planner/_torch/tracing/callbacks.py",
+                "planner/_torch/tracing/hindrances.py",
                 "        return callback if isinstance(callback, Callback) else by_stance(callback)\n",
                 "        return by_stance(callback)\n",
             ),
@@ -137,8 +137,8 @@ EXACTNESS = [
         (
             Change(
                 "planner/runtime/install.py",
-                "        if (mode := hindering_mode()) is not None:\n",
-                "        if (mode := None) is not None:\n",
+                "        if (hindrance := hindering_mode()) is not None:\n",
+                "        if (hindrance := None) is not None:\n",
             ),
         ),
         ("tests/test_switches.py::test_a_step_under_a_dispatch_mode_says_so",),

@@ -11,16 +11,16 @@ from torch._C._dynamo.eval_frame import _FrameAction
 
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.break_patches import marks_allowed
-from planner._torch.tracing.callbacks import (
+from planner._torch.tracing.dynamo_patches import answer_like_eager, go_on_inside_modules, said_once
+from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
+from planner._torch.tracing.hindrances import (
     Callback,
     RunsAsItIs,
     call_ours_in_any_stance,
+    guarded,
     no_other_thread_traces,
     switched_on,
-    with_guards,
 )
-from planner._torch.tracing.dynamo_patches import answer_like_eager, go_on_inside_modules, said_once
-from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
 from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
 
@@ -158,7 +158,7 @@ def _optimized(
     context.callback = _WithSettings(context.callback, symbolic, given_up, parts)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)
-    return with_guards(context(function))
+    return guarded(context(function))
 
 
 def _fresh(function: FunctionType | Callable[..., Any]) -> FunctionType:

@@ -25,7 +25,7 @@ from planner._torch.autocast_state import autocast_regions
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing import graph_breaks
-from planner._torch.tracing.callbacks import hindering_mode
+from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels
@@ -43,7 +43,6 @@ from planner.capture.uncaptured import (
     always_different,
     nothing_captured,
     nothing_differentiated,
-    under_mode,
 )
 from planner.errors import CaptureError, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
@@ -186,8 +185,8 @@ class _Capture:
     def run(self, regions: Sequence[str] = ()) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         module, report = self.copied.module, self.report
-        if (mode := hindering_mode()) is not None:
-            raise under_mode(mode)
+        if (hindrance := hindering_mode()) is not None:
+            raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
             autocast = self._as_on_its_device(stack)
             # Hooks of the copy write where those of the original do.

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from planner._torch.compat import check_version
-from planner._torch.tracing.callbacks import no_other_thread_traces
+from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.without_data.imports import imports_without_modes
 from planner.errors import CaptureError
 from planner.heap import newer_objects

@@ -27,14 +27,6 @@ def always_different(where: str) -> CaptureError:
     )
 
 
-UNDER_MODE = "{} is on, and under a dispatch mode PyTorch captures nothing"
-
-
-def under_mode(mode: str) -> CaptureError:
-    """The error where a mode of the user's hinders all capturing; ``mode`` is its kind."""
-    return CaptureError(UNDER_MODE.format(mode) + ": plan before it begins, or after it ended")
-
-
 def nothing_captured(counted: dict[str, int]) -> CaptureError:
     """The error for a forward of which no graph came.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from planner._torch import fake as fake_
-from planner._torch.tracing.callbacks import no_other_thread_traces
+from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.allocator.training_loop import Allocations
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import eager_timeline

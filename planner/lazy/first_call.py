@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from planner._torch.tracing import torchscript
-from planner._torch.tracing.callbacks import hindering_mode
+from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.environment import plans_are_off, tell
 from planner.lazy.make import Made, Wanted, planned_or_cached
@@ -46,8 +46,8 @@ class PlannedAtFirstCall(InstalledCall):
             return output
         if not any(t.requires_grad for t in [*model.parameters(), *tensors_in((args, kwargs))]):
             return self.run_original(*args, **kwargs)  # nothing to differentiate
-        if (mode := hindering_mode()) is not None:
-            self.unplanned.under_mode(mode)
+        if (hindrance := hindering_mode()) is not None:
+            self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
         made, planned = self._plan(args, kwargs)
         planned.when_accumulating = self._plan_again

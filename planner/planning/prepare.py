@@ -8,7 +8,7 @@ from typing import get_args
 
 import torch
 
-from planner._torch.tracing.callbacks import no_other_thread_traces
+from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.tracing.inside_compile import holds_dtensors
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels

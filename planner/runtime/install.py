@@ -14,8 +14,8 @@ import torch
 from planner._torch import dynamo, modules
 from planner._torch.compat import check_version
 from planner._torch.tracing import torchscript
-from planner._torch.tracing.callbacks import hindering_mode
 from planner._torch.tracing.definitions import Definitions
+from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import holds_dtensors, not_compiled
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.capture import run_forward
@@ -205,8 +205,8 @@ class PlannedCall(InstalledCall):
             if model.training is not self._training and torch.is_grad_enabled():
                 self.unplanned.called_in_other_mode(output)
             return output
-        if (mode := hindering_mode()) is not None:
-            self.unplanned.under_mode(mode)
+        if (hindrance := hindering_mode()) is not None:
+            self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
         if self._without_gradient is not None and self._without_gradient.grad is not None:
             self._without_gradient = None

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from planner._torch import modules
-from planner.capture.uncaptured import UNDER_MODE
 from planner.errors import warn
 from planner.training_step.step import differentiable_outputs, find_loss
 
@@ -67,10 +66,10 @@ class Unplanned:
             handle.remove()
         self._handles.clear()
 
-    def under_mode(self, mode: str) -> None:
-        """A call runs without the plan, as a dispatch mode is on; say so."""
+    def hindered_call(self, hindrance: str) -> None:
+        """A call runs without the plan; say so and why."""
         self.planned_call()
-        warn(UNDER_MODE.format(mode) + ": the step runs as it is, without the plan")
+        warn(f"{hindrance}: the step runs as it is, without the plan")
 
     def _never_called(self) -> None:
         self.planned_call()

@@ -1,8 +1,9 @@
-"""Private PyTorch APIs: what Dynamo calls for a frame that it has no code for, and whether it does.
+"""Private PyTorch APIs: what keeps Dynamo from tracing a frame, or from running what was made of it.
 
 Users switch their own ``torch.compile`` off, or tell it what to do with what is new
 (``torch.compiler.set_stance``, ``TORCH_COMPILE_DISABLE=1``, ``TORCHDYNAMO_DISABLE=1``). Plans use Dynamo to
-trace only, and are followed all the same. Tested with torch 2.13.
+trace only, and are followed all the same. Frames that cannot be captured, dispatch modes and other threads
+that trace do keep it from tracing. Tested with torch 2.13.
 """
 
 import contextlib
@@ -65,10 +66,11 @@ def call_ours_in_any_stance() -> None:
     setattr(eval_frame, "_callback_from_stance", callback_of)  # noqa: B010
 
 
-def with_guards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and which code fits is asked also where the stance says that any does.
+def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, and the code that runs is the one whose guards hold.
 
-    While another thread traces, PyTorch takes this one for tracing too: the call waits for its end.
+    They are checked also where the stance says that any code fits, and after the end of a trace in another
+    thread: while that goes on, PyTorch takes this one for tracing too.
     """
 
     @functools.wraps(compiled)
@@ -106,8 +108,8 @@ def no_other_thread_traces() -> Iterator[None]:
 
 
 def hindering_mode() -> str | None:
-    """The kind of a dispatch mode of the user's that is on, as FlopCounterMode: under one, Dynamo leaves all
-    frames alone."""
+    """What is said of a dispatch mode of the user's that is on, as ``FlopCounterMode``, if one is: under it,
+    Dynamo leaves all frames alone."""
     if not torch._C._len_torch_dispatch_stack():
         return None
     for mode in reversed(_get_current_dispatch_mode_stack()):
@@ -115,5 +117,5 @@ def hindering_mode() -> str | None:
         if not (
             mode.is_infra_mode() or mode.ignore_compile_internals() or kind.__module__.startswith("planner.")
         ):
-            return kind.__qualname__
+            return f"{kind.__qualname__} is on, and under a dispatch mode PyTorch captures nothing"
     return None
