@@ -300,7 +300,7 @@ def test_no_other_variables_are_read() -> None:
     others = {
         "attention.py",
         "allocator_events.py",
-        "callbacks.py",
+        "hindrances.py",
         "measurement_cache.py",
         "cudnn_workspace.py",
     }

@@ -12,13 +12,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from functorch.compile import default_partition, make_boxed_func
+from torch._functorch import aot_autograd as functorch
+from torch._functorch._aot_autograd import graph_compile as functorch_compile
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner._torch.joint import aot, traced_before
 from planner._torch.joint.trace_key import trace_key
-from planner._torch.joint.traced_before import TRACED_BEFORE, TracedBefore
+from planner._torch.joint.traced_before import TRACED_BEFORE, Traced, TracedBefore
 from planner._torch.module_paths import name_modules
 from planner._torch.without_data.fake_values import (
     ConstantTrackingFakeMode,
@@ -91,8 +93,23 @@ def test_a_plan_that_runs_and_plans_of_other_budgets_trace_nothing(
 
 
 def test_copies_are_what_would_have_been_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced, seen = TracedBefore(), []
+    traced, seen, collected = TracedBefore(), list[Any](), list[Any]()
     monkeypatch.setattr(aot, "TRACED_BEFORE", traced)
+    collect = functorch.run_functionalized_fw_and_collect_metadata
+
+    def collecting(*args: Any, **kwargs: Any) -> Any:
+        found = collect(*args, **kwargs)
+        return lambda *inputs: collected.append(found(*inputs)) or collected[-1]
+
+    monkeypatch.setattr(functorch, "run_functionalized_fw_and_collect_metadata", collecting)
+    original_dispatch = functorch_compile.aot_dispatch_autograd_graph
+    given = list[Any]()
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        given.append(_of_metadata(kwargs["fw_metadata"]))
+        return original_dispatch(*args, **kwargs)
+
+    monkeypatch.setattr(functorch_compile, "aot_dispatch_autograd_graph", dispatch)
     original = aot.refuse_tokens
     monkeypatch.setattr(aot, "refuse_tokens", lambda joint: (seen.append(_told(joint)), original(joint)))
     model, args, kwargs = small_gpt()
@@ -102,6 +119,15 @@ def test_copies_are_what_would_have_been_traced(monkeypatch: pytest.MonkeyPatch)
         planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
     assert traced.found == 1
     assert seen[0] == seen[1] == seen[2]
+    assert len(collected) == 2
+    assert given[0] == given[1] == given[2]
+
+
+def _of_metadata(metadata: Any) -> Any:
+    """All that was found out about inputs and outputs."""
+    tangents = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in metadata.traced_tangents]
+    rest = {name: value for name, value in vars(metadata).items() if name != "traced_tangents"}
+    return tangents, {name: list(v) if isinstance(v, list) else v for name, v in rest.items()}
 
 
 def _told(joint: GraphModule) -> list[Any]:
@@ -221,7 +247,7 @@ def test_graphs_that_hold_data_are_not_kept(
     x, rows = torch.randn(6, 8), torch.tensor([0, 2, 3])
     for _ in range(2):
         planner.plan(_Indexed(factors).train(), (x, rows), budget="min", solver="sqrt_n")
-    assert (len(nothing_traced._graphs), nothing_traced.found) == (kept, kept)
+    assert (len(nothing_traced._traced), nothing_traced.found) == (kept, kept)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -244,7 +270,7 @@ def test_graphs_that_data_decided_are_not_kept(known: bool, nothing_traced: Trac
             layouts={},
             reuse=True,
         )
-    assert len(nothing_traced._graphs) == (not known)
+    assert len(nothing_traced._traced) == (not known)
 
 
 def partitioned(joint: GraphModule, outputs: int) -> tuple[GraphModule, GraphModule]:
@@ -284,7 +310,8 @@ class Net(nn.Module):
 def test_the_oldest_are_forgotten() -> None:
     kept = TracedBefore(most_nodes=5)
     for name in "abc":
-        kept._keep(name, torch.fx.symbolic_trace(nn.Tanh()).graph)  # three nodes
-    assert list(kept._graphs) == ["c"]
+        graph = torch.fx.symbolic_trace(nn.Tanh()).graph  # three nodes
+        kept._keep(name, Traced(graph, None, {}))
+    assert list(kept._traced) == ["c"]
     assert traced_before._MOST_NODES > 10_000
     assert isinstance(TRACED_BEFORE, TracedBefore)

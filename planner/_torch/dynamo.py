@@ -11,7 +11,12 @@ from torch._C._dynamo.eval_frame import _FrameAction
 
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.break_patches import marks_allowed
-from planner._torch.tracing.dynamo_patches import answer_like_eager, go_on_inside_modules, said_once
+from planner._torch.tracing.dynamo_patches import (
+    answer_like_eager,
+    go_on_inside_modules,
+    nothing_for_logs_alone,
+    said_once,
+)
 from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
 from planner._torch.tracing.hindrances import (
     Callback,
@@ -70,7 +75,10 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         "automatic_dynamic_shapes": symbolic,
         "ignore_logging_functions": ignored,
     }
-    with dynamo.config.patch(**settings), go_on_inside_modules(), layouts_of_kernels(), marks_allowed():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dynamo.config.patch(**settings))
+        for context in (nothing_for_logs_alone, go_on_inside_modules, layouts_of_kernels, marks_allowed):
+            stack.enter_context(context())
         yield
 
 

@@ -1,19 +1,21 @@
 """Private PyTorch APIs of AOTAutograd: a joint graph that was traced before in this process is copied.
 
 The same graphs are traced when a plan is made, when it first runs, and when the model is planned for another
-budget; tracing is a good part of what these take. Only ``make_fx`` is left out: what AOTAutograd finds out
-about inputs and outputs before it, and what it makes of the graph after it, is done each time. Tested with
+budget; tracing is a good part of what these take. What is left out is what AOTAutograd does to find out about
+inputs and outputs, and ``make_fx``; what it makes of the graph afterwards is done each time. Tested with
 torch 2.13.
 """
 
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import graph_capture, graph_compile
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_impls import fast_detach
@@ -28,6 +30,22 @@ from planner._torch.without_data.fake_values import times_asked_for_data
 _MOST_NODES = 30_000
 """Of the graphs that are kept, those that were used last."""
 _META_WITH_TENSORS = {"val", "eager_input_vals"}
+_COLLECTS = "run_functionalized_fw_and_collect_metadata"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What was traced.
+
+    Attributes:
+        graph: The joint graph.
+        metadata: What was found out about its inputs and outputs.
+        asked: What that was asked with besides, by name.
+    """
+
+    graph: Graph
+    metadata: Any
+    asked: dict[str, Any]
 
 
 class TracedBefore:
@@ -39,12 +57,12 @@ class TracedBefore:
 
     def __init__(self, most_nodes: int = _MOST_NODES) -> None:
         self._most_nodes = most_nodes
-        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._traced: OrderedDict[Hashable, Traced] = OrderedDict()
         self.found = 0
 
     def clear(self) -> None:
         """Forget all graphs."""
-        self._graphs.clear()
+        self._traced.clear()
 
     @contextlib.contextmanager
     def used_for(self, key: Hashable | None) -> Iterator[None]:
@@ -58,20 +76,49 @@ class TracedBefore:
             return
         module: Any = graph_compile
         dispatch = module.aot_dispatch_autograd_graph
+        collected = list[tuple[Any, dict[str, Any], int]]()
 
         def dispatch_once(flat_fn: Any, flat_args: Any, *args: Any, **kwargs: Any) -> Any:
             mode, metadata = detect_fake_mode(flat_args), kwargs["fw_metadata"]
-            asked = times_asked_for_data(mode)
             with self._traces(key, mode) as traced:
                 result = dispatch(flat_fn, flat_args, *args, **kwargs)
             # What tracing notes in the metadata, it would have to note again.
             noted = metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw or metadata.tokens
-            if traced and not noted and asked == times_asked_for_data(mode):
-                self._keep(key, traced[0])
+            if traced and collected and not noted:
+                before, asked, times = collected[0]
+                if times == times_asked_for_data(mode):
+                    self._keep(key, Traced(traced[0], before, asked))
             return result
 
-        with patch.object(module, "aot_dispatch_autograd_graph", dispatch_once):
+        with (
+            patch.object(module, "aot_dispatch_autograd_graph", dispatch_once),
+            patch.object(aot_autograd, _COLLECTS, self._collects(key, collected)),
+        ):
             yield
+
+    def _collects(
+        self, key: Hashable, collected: list[tuple[Any, dict[str, Any], int]]
+    ) -> Callable[..., Callable[..., Any]]:
+        """In place of the function that finds out about inputs and outputs; adds what that finds to
+        ``collected``, with how it was asked and how often data had been asked for before."""
+        original = getattr(aot_autograd, _COLLECTS)
+
+        def collects(flat_fn: Any, **asked: Any) -> Callable[..., Any]:
+            collect = original(flat_fn, **asked)
+
+            def collect_once(*inputs: Any) -> Any:
+                mode: Any = detect_fake_mode(inputs)
+                found = self._traced.get(key)
+                if found is not None and found.asked == asked:
+                    return _copy_metadata(found.metadata, mode)
+                times = times_asked_for_data(mode)
+                metadata = collect(*inputs)
+                collected.append((_copy_metadata(metadata, fake_mode()), asked, times))
+                return metadata
+
+            return collect_once
+
+        return collects
 
     @contextlib.contextmanager
     def _traces(self, key: Hashable, mode: Any) -> Iterator[list[Graph]]:
@@ -79,11 +126,11 @@ class TracedBefore:
         create, traced = graph_capture._create_graph, list[Graph]()
 
         def create_once(*args: Any, **kwargs: Any) -> GraphModule:
-            found = self._graphs.get(key)
+            found = self._traced.get(key)
             if found is not None:
-                self._graphs.move_to_end(key)
+                self._traced.move_to_end(key)
                 self.found += 1
-                return graph_module(torch.nn.Module(), _copy(found, mode))
+                return graph_module(torch.nn.Module(), _copy(found.graph, mode))
             made: GraphModule = create(*args, **kwargs)
             if not made.graph.find_nodes(op="get_attr"):
                 traced.append(_copy(made.graph, fake_mode()))
@@ -92,10 +139,10 @@ class TracedBefore:
         with patch.object(graph_capture, "_create_graph", create_once):
             yield traced
 
-    def _keep(self, key: Hashable, graph: Graph) -> None:
-        self._graphs[key] = graph
-        while sum(len(g.nodes) for g in self._graphs.values()) > self._most_nodes:
-            self._graphs.popitem(last=False)
+    def _keep(self, key: Hashable, traced: Traced) -> None:
+        self._traced[key] = traced
+        while sum(len(each.graph.nodes) for each in self._traced.values()) > self._most_nodes:
+            self._traced.popitem(last=False)
 
 
 def _copy(graph: Graph, mode: FakeTensorMode) -> Graph:
@@ -109,6 +156,18 @@ def _copy(graph: Graph, mode: FakeTensorMode) -> Graph:
         node.meta = dict(old.meta)
         for key in _META_WITH_TENSORS & node.meta.keys():
             node.meta[key] = _of_mode(node.meta[key], mode)
+    return copied
+
+
+def _copy_metadata(metadata: Any, mode: FakeTensorMode) -> Any:
+    """A copy whose lists are its own, and whose tensors without data are of a mode."""
+    copied = copy.copy(metadata)
+    for name, value in vars(metadata).items():
+        if isinstance(value, list):
+            members = [_of_mode(m, mode) if torch.is_tensor(m) else copy.copy(m) for m in value]
+            setattr(copied, name, members)
+        elif isinstance(value, dict | set):
+            setattr(copied, name, value.copy())
     return copied
 
 

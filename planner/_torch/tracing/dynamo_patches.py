@@ -11,9 +11,12 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch._dynamo import guards, symbolic_convert
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -23,6 +26,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._logging._internal import log_state, trace_log
 
 from planner._torch.compat import private
 from planner._torch.tracing.break_patches import break_at_checkpoints_with_effects, pass_over_marks
@@ -37,6 +41,11 @@ _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _BOOKKEEPING = {"transformers.utils.output_capturing", "planner.blocks.decorators"}
 """Modules that ask for the sake of what Dynamo can follow, and compute the same either way: they get the true
 answer."""
+_ONLY_LOGGED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (guards, "profile_guard_manager", lambda *_: 0.0),
+    (symbolic_convert, "get_stack_above_dynamo", StackSummary),
+)
+"""What is called for logs only, and what is put in its place."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 
 
@@ -207,6 +216,25 @@ def said_once() -> set[Callable[..., Any]]:
     """
     named = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
     return {function for function in named if function is not None}
+
+
+@contextlib.contextmanager
+def nothing_for_logs_alone() -> Iterator[None]:
+    """Leave out what Dynamo does for its logs and figures only, where nobody reads these.
+
+    It times guards with empty caches of the processor, some 20 ms a graph, and looks up stacks of breaks and
+    of side effects.
+    """
+    names = ("guards", "graph_breaks", "side_effects")
+    if trace_log.handlers or any(log_state.is_artifact_enabled(name) for name in names):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(side_effect_replay_policy="silent"))
+        for module, name, result in _ONLY_LOGGED:
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, result))
+        yield
 
 
 @contextlib.contextmanager
