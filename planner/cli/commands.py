@@ -276,9 +276,12 @@ def estimate_command(
             inputs: dict[str, Any] = {"args": built.args, "kwargs": built.kwargs, "progress": progress}
             inputs |= step.keywords()
             if suggest:
-                found = planner.suggest(built.model, k=suggest, **inputs)
-                checkpoint = list(found[-1].modules) if found else []
-            made = planner.estimate(built.model, checkpoints=checkpoint or (), **inputs)
+                from planner.estimation.estimate import estimate_suggested  # which imports PyTorch
+
+                made = estimate_suggested(built.model, k=suggest, **inputs)
+                checkpoint = list(made.checkpointed.modules) if made.checkpointed else []
+            else:
+                made = planner.estimate(built.model, checkpoints=checkpoint or (), **inputs)
         if as_json:
             print_json(made.to_dict())
             return

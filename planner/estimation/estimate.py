@@ -69,8 +69,28 @@ def estimate(
     check_model(model)
     names = _matching(model, checkpoints)
     prepared = prepared_step("estimate", model, args, kwargs, progress, options)
+    return _estimate(prepared, names, progress or no_report)
+
+
+def estimate_suggested(
+    model: torch.nn.Module,
+    args: Inputs = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    k: int,
+    progress: Progress | None = None,
+    **options: Unpack[StepKeywords],
+) -> Estimate:
+    """:func:`estimate` with checkpoints around the modules that :func:`suggest` names, ``k`` at most: the
+    step is captured once."""
+    _check_count(k)
+    prepared = prepared_step("estimate", model, args, kwargs, progress, options)
     report = progress or no_report
-    report("recording the step with checkpoints", 0.8)
+    return _estimate(prepared, _chosen(prepared, k, report), report)
+
+
+def _estimate(prepared: Prepared, names: Sequence[str], report: Progress) -> Estimate:
+    report("recording the step with checkpoints", 0.95)
     made = Estimate(
         whole_step=prepared.baseline_whole_step,
         dynamic_peak_bytes=prepared.problem.eager.peak_bytes,
@@ -113,30 +133,39 @@ def suggest(
         EstimateError: If ``k`` is not a positive number.
         CaptureError, InputError: As :func:`planner.plan` does.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise EstimateError(f"k={k!r}: expected how many modules to name, 1 or more")
+    _check_count(k)
     prepared = prepared_step("suggest", model, args, kwargs, progress, options)
     report = progress or no_report
+    chosen = _chosen(prepared, k, report)
+    found = [_checkpointed(prepared, chosen[: i + 1]) for i in range(len(chosen))]
+    report("suggested", 1.0)
+    return found
+
+
+def _check_count(k: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise EstimateError(f"k={k!r}: expected how many modules to name, 1 or more")
+
+
+def _chosen(prepared: Prepared, k: int, report: Progress) -> list[str]:
+    """The modules to suggest, the first first."""
     graph = prepared.problem.graph
     holding = [row for row in module_memory(prepared)[1:] if row.activation_bytes]
     held = sorted(holding, key=lambda row: -row.activation_bytes)
     called = [row.module for row in held if _is_called(prepared.model.get_submodule(row.module))]
     candidates = called[:_CANDIDATES]
-    found: list[Checkpointed] = []
     chosen: list[str] = []
     least = simulate(graph, graph.base_schedule).peak_bytes
     while candidates and len(chosen) < k:
-        report(f"trying modules for place {len(chosen) + 1} of {k}", 0.8 + 0.2 * len(chosen) / k)
+        report(f"trying modules for place {len(chosen) + 1} of {k}", 0.8 + 0.15 * len(chosen) / k)
         tried = {name: simulate(graph, _whole(graph, [*chosen, name])) for name in candidates}
         name = min(tried, key=lambda name: (tried[name].peak_bytes, tried[name].seconds))
         if tried[name].peak_bytes >= least:
             break
         least = tried[name].peak_bytes
         chosen.append(name)
-        found.append(_checkpointed(prepared, chosen))
         candidates = [c for c in candidates if not _nested(c, name)]
-    report("suggested", 1.0)
-    return found
+    return chosen
 
 
 def _whole(graph: Graph, names: Sequence[str]) -> Schedule:
