@@ -30,17 +30,26 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-venv: $(BIN)/.installed  ## Make the virtual environment.
+venv: $(BIN)/.installed $(BIN)/.trainers $(BIN)/.torchvision  ## Make the virtual environment; with -j2, faster.
 
-# torch comes first and by itself: a later install finds it there and leaves it alone. torchvision lies beside the
-# other packages, where only the zoo looks for it (tests/zoo/torchvision_shim.py): where its build does not go with
-# torch, libraries that find it fail.
-$(BIN)/.installed: pyproject.toml
+$(BIN)/.made:
 	$(if $(wildcard $(BIN)/python),,$(or $(PYTHON),$(error $(NO_PYTHON))) -m venv $(VENV))
+	touch $@
+
+# torch comes first and by itself: a later install finds it there and leaves it alone.
+$(BIN)/.installed: pyproject.toml | $(BIN)/.made
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable ".[dev]"
 	$(PIP) --no-deps "$(TIMM)"
+	touch $@
+
+$(BIN)/.trainers: pyproject.toml | $(BIN)/.made
 	$(PIP) --no-deps --upgrade --target $(VENV)/trainers $(TRAINERS)
+	touch $@
+
+# torchvision lies beside the other packages, where only the zoo looks for it (tests/zoo/torchvision_shim.py): where
+# its build does not go with torch, libraries that find it fail.
+$(BIN)/.torchvision: pyproject.toml | $(BIN)/.made
 	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)"
 	touch $@
 
