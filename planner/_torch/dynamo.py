@@ -26,6 +26,7 @@ from planner._torch.tracing.hindrances import (
     no_other_thread_traces,
     switched_on,
 )
+from planner._torch.tracing.known_breaks import forget_known_breaks
 from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
 
@@ -159,6 +160,7 @@ def _optimized(
     **options: Any,
 ) -> Callable[..., Any]:
     answer_like_eager(backend)
+    forget_known_breaks()
     widen_grouped_products()
     call_ours_in_any_stance()
     with switched_on():

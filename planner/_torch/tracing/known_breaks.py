@@ -1,0 +1,104 @@
+"""Private PyTorch APIs: a break inside a call is found once, and not again by each frame of the call.
+
+Where a call cannot be traced, Dynamo ends the graph before it and runs it as it is; then it traces the frame
+that was called, up to the same place, ends the graph before the next call, and so on: the way down is traced
+once for each frame on it. Half of a capture of Hugging Face's models goes into this, whose masks ask data ten
+calls below. The first trace says where all of these frames will end. Tested with torch 2.13.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from types import CodeType
+from typing import Any
+
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+_CALLS = "_planner_calls"
+"""The attribute of a translator that counts what its frame called."""
+_INSIDE = "_planner_inside"
+"""The attribute of an error that says in which frames inside the traced one it arose: the innermost first."""
+
+
+@dataclass(frozen=True)
+class _Break:
+    """A call that cannot be traced.
+
+    Attributes:
+        code, offset: Of the frame that calls, and of its instruction in bytes.
+        called: The code of the frame that is called.
+        before: How often the instruction called that code before, as in a loop.
+        reason, stack: Why it cannot be traced, and where that arose.
+    """
+
+    code: CodeType
+    offset: int
+    called: CodeType
+    before: int
+    reason: str
+    stack: Any
+
+
+_expected: list[_Break] = []
+"""Breaks of frames that will be traced next, the outermost first."""
+
+
+def forget_known_breaks() -> None:
+    """What comes is another forward."""
+    _expected.clear()
+
+
+@functools.cache
+def break_where_it_broke(is_ours: Callable[[Any], bool]) -> None:
+    """Have captures of ours fail at once at calls that were found to fail.
+
+    Args:
+        is_ours: Whether an instruction translator traces for a planned module.
+    """
+    owner: Any = InstructionTranslatorBase
+    run, log_break = owner.run, owner.log_graph_break
+
+    def run_unless_known(self: Any) -> None:
+        if self.parent is None or not is_ours(self):
+            run(self)
+            return
+        before = _calls_before(self.parent, self.f_code)
+        if _expected and self.parent.parent is None:
+            _fail_where_known(self.parent, self.f_code, before)
+        try:
+            run(self)
+        except Unsupported as error:
+            frame = self.f_code, self.current_instruction.offset, before
+            vars(error).setdefault(_INSIDE, []).append(frame)
+            raise
+
+    def log_and_note(self: Any, code_options: Any, reason: str, exc: Exception) -> None:
+        inside = getattr(exc, _INSIDE, ())
+        if inside and self.parent is None:
+            why = str(getattr(exc, "msg", exc)), getattr(exc, "real_stack", None)
+            _expected[:] = [
+                _Break(code, offset, called, before, *why)
+                for (code, offset, _), (called, _, before) in pairwise(reversed(inside))
+            ]
+        log_break(self, code_options, reason=reason, exc=exc)
+
+    owner.run, owner.log_graph_break = run_unless_known, log_and_note
+
+
+def _calls_before(caller: Any, called: CodeType) -> int:
+    """How often the instruction that a frame is at has called that code; counts this call, too."""
+    counts = vars(caller).setdefault(_CALLS, Counter())
+    call = caller.current_instruction.offset, called
+    counts[call] += 1
+    return int(counts[call]) - 1
+
+
+def _fail_where_known(caller: Any, called: CodeType, before: int) -> None:
+    call = caller.f_code, caller.current_instruction.offset, called, before
+    for i, known in enumerate(_expected):
+        if (known.code, known.offset, known.called, known.before) == call:
+            del _expected[: i + 1]
+            raise Unsupported(known.reason, real_stack=known.stack)
