@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 import planner
-from planner._torch.tracing import known_breaks
+from planner._torch.tracing.breaks import known_breaks
 
 
 class _Deepest(nn.Module):

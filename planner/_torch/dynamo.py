@@ -10,7 +10,8 @@ import torch._dynamo as dynamo
 from torch._C._dynamo.eval_frame import _FrameAction
 
 from planner._torch.compat import takes_argument
-from planner._torch.tracing.break_patches import marks_allowed
+from planner._torch.tracing.breaks.break_patches import marks_allowed
+from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.dynamo_patches import (
     answer_like_eager,
     go_on_inside_modules,
@@ -26,7 +27,6 @@ from planner._torch.tracing.hindrances import (
     no_other_thread_traces,
     switched_on,
 )
-from planner._torch.tracing.known_breaks import forget_known_breaks
 from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from planner._torch.tracing import graph_breaks
+from planner._torch.tracing.breaks import graph_breaks
 from planner.errors import CaptureError
 
 _REMEDY = (
@@ -31,7 +31,7 @@ def nothing_captured(counted: dict[str, int]) -> CaptureError:
     """The error for a forward of which no graph came.
 
     Args:
-        counted: What :func:`planner._torch.tracing.graph_breaks.counted_breaks` returned before.
+        counted: What :func:`planner._torch.tracing.breaks.graph_breaks.counted_breaks` returned before.
     """
     why = graph_breaks.new_break_reasons(counted)
     return CaptureError(
@@ -45,7 +45,7 @@ def nothing_differentiated(graphs: Iterable[Any], counted: dict[str, int]) -> Ca
 
     Args:
         graphs: The graphs that Dynamo made.
-        counted: What :func:`planner._torch.tracing.graph_breaks.counted_breaks` returned before.
+        counted: What :func:`planner._torch.tracing.breaks.graph_breaks.counted_breaks` returned before.
     """
     places = graph_breaks.distinct_places(map(graph_breaks.break_reason, graphs))
     why = places or graph_breaks.new_break_reasons(counted)

@@ -29,12 +29,12 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._logging._internal import log_state, trace_log
 
 from planner._torch.compat import private
-from planner._torch.tracing.break_patches import break_at_checkpoints_with_effects, pass_over_marks
+from planner._torch.tracing.breaks.break_patches import break_at_checkpoints_with_effects, pass_over_marks
+from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
+from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.inside_compile import call_planned_modules
-from planner._torch.tracing.known_breaks import break_where_it_broke
 from planner._torch.tracing.long_loops import look_at_what_is_left_later
-from planner._torch.tracing.memory_swaps import break_at_swaps
 from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
 

@@ -1,0 +1,1 @@
+"""Private PyTorch APIs: where Dynamo ends graphs, and why."""
