@@ -104,6 +104,19 @@ class Program:
         return _cbc(self, time_limit, gap, relax)
 
 
+@functools.cache
+def _quiet_solver() -> Any:
+    import highspy
+
+    class Quiet(highspy.Highs):
+        """Without callbacks: from HiGHS 1.16 on, setting them prints a banner that nothing switches off."""
+
+        def enableCallbacks(self) -> None:  # noqa: N802
+            pass
+
+    return Quiet
+
+
 def _highs(
     program: Program,
     time_limit: float | None,
@@ -115,7 +128,7 @@ def _highs(
 ) -> Answer:
     import highspy
 
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver: Any = _quiet_solver()()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("mip_rel_gap", gap)

@@ -22,7 +22,7 @@ from planner.verification.verify import Report
 @pytest.mark.parametrize(("model", "precision"), [("gpt2", "bf16")])
 def test_predicted_is_measured(model: str, precision: str, tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "80%"]
-    arguments += ["--out", str(tmp_path)]
+    arguments += ["--peers", "checkpoint per block", "--inductor", "--out", str(tmp_path)]
     found = gpu.main([*arguments, "--models", model, "--precisions", precision])
     ways = {row["way"]: Row(**row) for row in found["rows"]}
     assert set(ways) == {"unplanned", "plan 80%", "checkpoint per block"}
