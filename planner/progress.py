@@ -8,3 +8,8 @@ Progress = Callable[[str, float], None]
 
 def no_report(text: str, fraction: float) -> None:
     """A progress report that goes nowhere."""
+
+
+def part_of(report: Progress, begin: float, end: float) -> Progress:
+    """Reports of a part of the work, which takes it from ``begin`` to ``end``."""
+    return lambda text, fraction: report(text, begin + (end - begin) * fraction)

@@ -26,6 +26,8 @@ class PortfolioSettings:
         near: Nearer to the bound than this, recomputing twice is not tried.
         nearer: Large graphs this near to the bound are done when the single-recompute program is.
         far: Farther from the bound than this, lower sets are tried as well.
+        other_form: Where masks may be kept as bits, the problems with and without are not both solved if the
+            answer to one is this near to the bound of the other.
         program_share, program_seconds, program_least_share: On large graphs each kind of program gets this
             share of the time limit, but no more process seconds than the second, unless the third, a share
             as well, is more: answers on a fast machine should not wait for the limit, and a long limit
@@ -50,6 +52,7 @@ class PortfolioSettings:
     near: float = 2e-3
     nearer: float = 2e-4
     far: float = 1e-2
+    other_form: float = 1e-6
     program_share: float = 1 / 8
     program_seconds: float = 0.5
     program_least_share: float = 1 / 120
@@ -73,6 +76,8 @@ class PortfolioSettings:
 
 EFFORTS: dict[Effort, PortfolioSettings] = {
     "best": PortfolioSettings(),
-    "fast": PortfolioSettings(exact_seconds=1.0, small_program_seconds=1.0, below_least=False),
+    "fast": PortfolioSettings(
+        exact_seconds=1.0, small_program_seconds=1.0, below_least=False, other_form=2e-3
+    ),
 }
 """What either costs and brings is measured by ``benchmarks/effort.py``."""

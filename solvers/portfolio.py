@@ -280,9 +280,7 @@ def _attempt(
     if budget < shared.floor:
         return search, Bound(float("inf"), CAPTURED_ORDER)
     patience = settings.patience(graph.forward_length, time_limit)
-    bound = lower_bound(
-        graph, budget, moments=1 if large else 4, time_limit=time_limit / 4, integer_seconds=0.0
-    )
+    bound = first_bound(graph, budget, time_limit)
     if np.isinf(bound.seconds):
         return search, bound
     search.begin_stage((0.0, 0.2), 0.4)
@@ -326,6 +324,12 @@ def _attempt(
     search.begin_stage((0.0, 1.0))
     search.tell("polished", 1.0)
     return search, bound
+
+
+def first_bound(graph: Graph, budget: int, time_limit: float) -> Bound:
+    """Seconds that no schedule for a budget undercuts, in a small share of so many wall seconds."""
+    moments = 1 if graph.forward_length > ilp.FINE else 4
+    return lower_bound(graph, budget, moments=moments, time_limit=time_limit / 4, integer_seconds=0.0)
 
 
 def _distance(search: Search, bound: Bound) -> float:

@@ -1,6 +1,7 @@
 """Masks kept as bits: the same gradients, the predicted peak, and a plan that says so."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from planner.planning.encodings import Solved
 from planner.planning.solve_for import solve_for
 from planner.planning.solve_many import _monotone
 from planner.report.simulated import simulated
+from solvers import portfolio
+from solvers.model.graph import Graph
 from solvers.model.solution import Solution, Status
+from solvers.programs.lower_bound import Bound
 
 X = torch.randn(64, 32)
 
@@ -85,6 +89,37 @@ def test_solving_without_bits_has_the_time_that_it_has_alone(monkeypatch: pytest
     monkeypatch.setattr(solve, "solve_for", noted)
     planned(blocks(), time_limit=8)
     assert limits == [8, 4]
+
+
+def test_what_cannot_be_better_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Solution] = []
+
+    def noted(*args: Any, **given: Any) -> Solution:
+        searched.append(solve_for(*args, **given))
+        return searched[-1]
+
+    monkeypatch.setattr(solve, "solve_for", noted)
+    step, alone = (planner.prepare(blocks(), X, loss=squares, encodings=e) for e in ("auto", "none"))
+    least = alone.plan("min").predicted.peak_bytes
+    searched.clear()
+    plan = step.plan(int(1.2 * least))
+    assert plan.recomputed_operations > 0
+    assert plan.solver.bound_covers == "schedules that pack no masks"
+    assert len(searched) == 1
+    # Where no schedule without bits is within the budget, as far as bounds tell.
+    first_bound = portfolio.first_bound
+
+    def proven(graph: Graph, budget: int, seconds: float) -> Bound:
+        bound = first_bound(graph, budget, seconds)
+        return bound if any("pack_bits" in op.name for op in graph.ops) else Bound(math.inf, bound.moment)
+
+    monkeypatch.setattr(portfolio, "first_bound", proven)
+    plan = step.plan(int(1.1 * least))
+    assert len(searched) == 2
+    assert plan.solver.bound_covers == "schedules that pack masks"
+    # What is found in the one that is solved first may be nothing.
+    step.plan("min")
+    assert len(searched) == 4
 
 
 def test_a_cached_plan_with_bits_is_not_one_without() -> None:

@@ -72,15 +72,19 @@ def keeps_everything(solved: Solved) -> bool:
     return solution.feasible and len(solution.schedule) == solved.problem.graph.base_length
 
 
+def fits(solved: Solved, room: int | None) -> bool:
+    """Whether the schedule is within the budget; ``room`` is None where the least peak is asked for."""
+    return solved.solution.feasible and (room is None or solved.solution.peak_bytes <= room)
+
+
 def better(first: Solved, second: Solved, room: int | None) -> Solved:
     """Of two answers to a budget the better: the one that fits, then the faster; of two that do not fit, or
     where the least peak is asked for (``room`` is None), that of the smaller peak."""
 
     def rank(solved: Solved) -> tuple[bool, float, float]:
         seconds, peak = solved.solution.seconds, solved.solution.peak_bytes
-        fits = solved.solution.feasible and (room is None or peak <= room)
-        if room is None or not fits:
-            return not fits, peak, seconds
+        if room is None or not fits(solved, room):
+            return not fits(solved, room), peak, seconds
         return False, seconds, peak
 
     return min(first, second, key=rank)

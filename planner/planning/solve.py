@@ -1,22 +1,26 @@
 """From a captured step and a budget to a plan, by a solver."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord, WholeStep
-from planner.planning.encodings import Solved, better, followed, keeps_everything, offered
+from planner.planning.encodings import Solved, better, fits, followed, keeps_everything, offered
 from planner.planning.make_plan import make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
 from planner.planning.within_budget import within_budget
 from planner.problem.selection import select
-from planner.progress import Progress, no_report
+from planner.progress import Progress, no_report, part_of
+from solvers import portfolio
+from solvers.effort import EFFORTS
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.solution import Solution
 from solvers.model.solver import Solve
+from solvers.programs.lower_bound import NOT_BOUNDED, Bound, tightened
 from solvers.registry import SOLVERS
 
 
@@ -39,7 +43,28 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
     if options.backend == "inductor":
         return _planned_for_inductor(prepared, wanted, room, constraints, report)
 
-    def solve(room: int | None, seconds: float) -> Solution:
+    solved = _solved(prepared, wanted, room, constraints, report)
+    if not solved.solution.feasible:
+        raise infeasible(replace(prepared, problem=solved.problem), solved.solution, wanted)
+    made = make_plan(prepared, solved, wanted)
+    report("planned", 1.0)
+    return made
+
+
+def _solved(
+    prepared: Prepared, wanted: Budget, room: int | None, constraints: Constraints, report: Progress
+) -> Solved:
+    """The fastest schedule, or that of the least peak, with masks packed where that is better.
+
+    With masks to pack there are two problems. The one of the lower bound is solved first; the other is not
+    where its bound proves that it has nothing better.
+    """
+    options, problem = prepared.options, prepared.problem
+    offer = offered(prepared, constraints)
+
+    def solve(
+        graph: Graph, constraints: Constraints, progress: Progress, room: int | None, seconds: float
+    ) -> Solution:
         return solve_for(
             graph,
             wanted,
@@ -47,32 +72,55 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
             options.solver,
             time_limit=seconds,
             effort=options.effort,
-            progress=lambda text, fraction: report(text, (0.93 if offer is None else 0.46) * fraction),
+            progress=progress,
             constraints=constraints,
         )
 
-    offer = offered(prepared, constraints)
-    limit = options.time_limit  # as without an offer, or what is found could be worse than that
-    solution = reserving_no_more(prepared, solve(room, limit), wanted, solve, time_limit=limit)
-    solved = Solved(solution, prepared.problem)
-    if offer is not None and not keeps_everything(solved):
-        solved = replace(solved, bound_covers="schedules that pack no masks")
-        solution = solve_for(
-            offer.problem.graph,
-            wanted,
-            room,
-            options.solver,
-            time_limit=limit / 2,
-            effort=options.effort,
-            progress=lambda text, fraction: report(text, 0.46 + 0.47 * fraction),
-            constraints=_constraints(prepared, offer.problem.graph),
-        )
-        solved = better(solved, followed(prepared.problem, offer, solution), room)
-    if not solved.solution.feasible:
-        raise infeasible(replace(prepared, problem=solved.problem), solved.solution, wanted)
-    made = make_plan(prepared, solved, wanted)
-    report("planned", 1.0)
-    return made
+    def without(progress: Progress) -> Solved:
+        # In as much time as without an offer, or what is found could be worse than that.
+        again = partial(solve, problem.graph, constraints, progress)
+        solution = again(room, options.time_limit)
+        solution = reserving_no_more(prepared, solution, wanted, again, time_limit=options.time_limit)
+        solved = Solved(solution, problem)
+        if offer is None or keeps_everything(solved):
+            return solved
+        return replace(solved, bound_covers="schedules that pack no masks")
+
+    if offer is None:
+        return without(part_of(report, 0.0, 0.93))
+    masks = offer.problem.graph
+
+    def packing(progress: Progress) -> Solved:
+        solution = solve(masks, _constraints(prepared, masks), progress, room, options.time_limit / 2)
+        return followed(problem, offer, solution)
+
+    ways = [_Way(problem.graph, without), _Way(masks, packing)]
+    if room is not None and options.solver == portfolio.NAME:
+        bounds = [portfolio.first_bound(way.graph, room, options.time_limit) for way in ways]
+        ways = [replace(way, bound=bound) for way, bound in zip(ways, bounds, strict=True)]
+        ways.sort(key=lambda way: way.bound.seconds)  # without masks first where both are the same
+    first, second = ways
+    solved = first.solve(part_of(report, 0.0, 0.46))
+    if first.solve is without and keeps_everything(solved):
+        return solved
+    if room is not None and fits(solved, room):
+        settings = EFFORTS[options.effort]
+        enough = solved.solution.seconds - settings.other_form * problem.graph.base_seconds
+        bound = second.bound
+        if bound.seconds < enough:
+            bound = tightened(second.graph, room, bound, settings.small_program_seconds / 4)
+        if bound.seconds >= enough:
+            return solved
+    return better(solved, second.solve(part_of(report, 0.46, 0.93)), room)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One of the problems, how to solve it, and seconds that no schedule of it undercuts."""
+
+    graph: Graph
+    solve: Callable[[Progress], Solved]
+    bound: Bound = NOT_BOUNDED
 
 
 def _planned_for_inductor(

@@ -56,6 +56,10 @@ class Bound:
     moment: BaseOp
 
 
+NOT_BOUNDED = Bound(0.0, CAPTURED_ORDER)
+"""Nothing is proven."""
+
+
 def lower_bound(
     graph: Graph,
     budget: int,
