@@ -11,6 +11,7 @@ run again if it is there already, unless asked for.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -21,6 +22,8 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -52,6 +55,8 @@ def measure(name: str, budgets: list[str], solver: str, seconds: float) -> dict[
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:1000]
     row["seconds"] = round(time.process_time() - started, 1)
+    torch.compiler.reset()  # what is remembered of this model; or each collection of garbage goes through it
+    gc.collect()
     return row
 
 
@@ -166,7 +171,7 @@ _COLUMNS += ["planned", "measured", "extra time", "verdict"]
 _INTRODUCTION = """\
 # The zoo
 
-Made by `make zoo`. Real architectures at toy width with random weights, each planned for its budgets, run,
+Made by `COMMAND`. Real architectures at toy width with random weights, each planned for its budgets, run,
 and compared bit for bit with the unplanned step (loss, gradients, buffers, random generators); the peak is
 measured by the allocator's own events. KiB over what is there when the step begins; *unplanned* and *planned*
 are predictions, *eager* and *measured* what was measured. *captured* is the coverage: one graph, several
@@ -175,8 +180,8 @@ graphs that are planned as one step, or graphs with operations between them that
 """.splitlines()
 
 
-def markdown(rows: dict[str, dict[str, Any]], made: int) -> str:
-    """The results as a page of the documentation."""
+def markdown(rows: dict[str, dict[str, Any]], made: int, command: str) -> str:
+    """The results as a page of the documentation, made by a command."""
     kept = [rows[name] for name in zoo.everything() if name in rows]
     verdicts = [verdict(row) for row in kept]
     cells = [b for row in kept for b in row.get("budgets", {}).values() if "ok" in b]
@@ -189,7 +194,7 @@ def markdown(rows: dict[str, dict[str, Any]], made: int) -> str:
     )
     different = sum(not all(b["equal"].values()) for b in cells)
     lines = [
-        *_INTRODUCTION,
+        *(line.replace("COMMAND", command) for line in _INTRODUCTION),
         "",
         f"- {len(kept)} models of {made}; {planned} planned operation by operation "
         f"({planned / max(len(kept), 1):.1%}): {by_coverage}",
@@ -291,7 +296,10 @@ def main() -> None:
         names = [n for n in names if n not in fine]
     run(names, budgets, options.solver, options.solver_seconds, options.results, options.timeout)
     if options.out is not None:
-        options.out.write_text(markdown(load(options.results), len(every)))
+        asked = {"budgets": options.budgets, "solver": options.solver}
+        given = [f"--{name} {value}" for name, value in asked.items() if value != parser.get_default(name)]
+        command = " ".join(["python benchmarks/zoo.py", *given]) if given else "make zoo"
+        options.out.write_text(markdown(load(options.results), len(every), command))
 
 
 if __name__ == "__main__":

@@ -183,6 +183,7 @@ def _least(
         return shared.least[0]
     programs = shared.programs
     graph, floor, settings = programs.graph, shared.floor, shared.settings
+    patience = settings.patience(graph.forward_length, time_limit)
     search = Search(NAME, graph, None, settings.least_share * time_limit, progress, programs.constraints)
     everything = search.try_everything()
     for schedule in known:
@@ -190,7 +191,7 @@ def _least(
     sqrt_n.keep_nothing(search)
     forms: tuple[Callable[[], object], ...] = (
         lambda: sqrt_n.improve(search),
-        lambda: ilp.descend(search, programs),
+        lambda: ilp.descend(search, programs, seconds=patience),
         lambda: rotor.improve(search, None, everything.peak_bytes),
         lambda: _least_exactly(search, settings),
     )
@@ -244,7 +245,8 @@ def _least_within(
         )  # fmt: skip
     sqrt_n.improve(search)
     rotor.improve(search, None, everything.peak_bytes)
-    ilp.descend(search, programs)
+    patience = shared.settings.patience(graph.forward_length, time_limit)
+    ilp.descend(search, programs, seconds=patience)
 
     def attempt(budget: int, seconds: float, known: Sequence[Schedule]) -> Solution:
         if lower_bound(graph, budget, time_limit=seconds / 4, integer_seconds=0.0).seconds > most_seconds:

@@ -166,8 +166,9 @@ def improve(
             return
 
 
-def descend(search: Search, programs: Programs | None = None) -> None:
-    """Look for the least peak: solve for ever smaller budgets below the least peak so far."""
+def descend(search: Search, programs: Programs | None = None, *, seconds: float = np.inf) -> None:
+    """Look for the least peak: solve for ever smaller budgets below the least peak so far, each in so many
+    wall seconds at most."""
     programs = programs or Programs(search.graph, search.constraints)
     size = programs.sizes()[-1]
     low = 0
@@ -177,8 +178,8 @@ def descend(search: Search, programs: Programs | None = None) -> None:
         if target == low or high - target < 0.005 * high:
             return
         program = programs.program(size)
-        share = None if np.isinf(search.seconds_left) else search.seconds_left / 3
-        correct(search, program, target, programs.pinned, share)
+        most = min(search.seconds_left / 3, seconds)
+        correct(search, program, target, programs.pinned, None if np.isinf(most) else most)
         if search.least.peak_bytes > target:
             low = target
 
