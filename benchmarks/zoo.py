@@ -169,19 +169,17 @@ _COLUMNS += ["planned", "measured", "extra time", "verdict"]
 
 
 _INTRODUCTION = """\
-# The zoo
-
-Made by `COMMAND`. Real architectures at toy width with random weights, each planned for its budgets, run,
-and compared bit for bit with the unplanned step (loss, gradients, buffers, random generators); the peak is
-measured by the allocator's own events. KiB over what is there when the step begins; *unplanned* and *planned*
-are predictions, *eager* and *measured* what was measured. *captured* is the coverage: one graph, several
-graphs that are planned as one step, or graphs with operations between them that run as written
-(`partly-captured`).\
+Real architectures at toy width with random weights, each planned for its budgets, run, and compared bit for
+bit with the unplanned step (loss, gradients, buffers, random generators); the peak is measured by the
+allocator's own events. KiB over what is there when the step begins; *unplanned* and *planned* are
+predictions, *eager* and *measured* what was measured. *captured* is the coverage: one graph, several graphs
+that are planned as one step, or graphs with operations between them that run as written (`partly-
+captured`). *capture s* are process seconds; other work on the machine makes them more.\
 """.splitlines()
 
 
-def markdown(rows: dict[str, dict[str, Any]], made: int, command: str) -> str:
-    """The results as a page of the documentation, made by a command."""
+def markdown(rows: dict[str, dict[str, Any]], made: int, given: list[str]) -> str:
+    """The results as a page of the documentation, made with options other than the usual ones."""
     kept = [rows[name] for name in zoo.everything() if name in rows]
     verdicts = [verdict(row) for row in kept]
     cells = [b for row in kept for b in row.get("budgets", {}).values() if "ok" in b]
@@ -194,7 +192,10 @@ def markdown(rows: dict[str, dict[str, Any]], made: int, command: str) -> str:
     )
     different = sum(not all(b["equal"].values()) for b in cells)
     lines = [
-        *(line.replace("COMMAND", command) for line in _INTRODUCTION),
+        f"# The zoo{': ' if given else ''}{', '.join(option.removeprefix('--') for option in given)}",
+        "",
+        f"Made by `{' '.join(['python benchmarks/zoo.py', *given]) if given else 'make zoo'}`.",
+        *_INTRODUCTION,
         "",
         f"- {len(kept)} models of {made}; {planned} planned operation by operation "
         f"({planned / max(len(kept), 1):.1%}): {by_coverage}",
@@ -258,6 +259,7 @@ def _remarks(row: dict[str, Any]) -> list[str]:
 def _one_line(text: str) -> str:
     # Where a library lies on this machine is nobody's business.
     shortened = re.sub(r"(?:/[^\s/:]+)*/(?:site-packages|packages|tests)/", "", text)
+    shortened = re.sub(r"(?:/[^\s/:]+)+/(?=planner/)", "", shortened)
     return " ".join(shortened.split())[:400]
 
 
@@ -298,8 +300,7 @@ def main() -> None:
     if options.out is not None:
         asked = {"budgets": options.budgets, "solver": options.solver}
         given = [f"--{name} {value}" for name, value in asked.items() if value != parser.get_default(name)]
-        command = " ".join(["python benchmarks/zoo.py", *given]) if given else "make zoo"
-        options.out.write_text(markdown(load(options.results), len(every), command))
+        options.out.write_text(markdown(load(options.results), len(every), given))
 
 
 if __name__ == "__main__":

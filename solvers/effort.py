@@ -38,6 +38,8 @@ class PortfolioSettings:
         least_share: The share of a time limit that the forms of least peak get.
         below_least: Whether budgets just below the least peak that was found are tried as well.
         least_rounds: How often at most.
+        least_failures: Of the least at some extra time: after so many smaller budgets in a row that were not
+            met, no more are tried.
         small_trading_share, large_trading_share: The share of the time left that local improvement gets.
         polishing_rounds: How often local improvement goes over an answer at most.
     """
@@ -62,6 +64,7 @@ class PortfolioSettings:
     least_share: float = 0.5
     below_least: bool = True
     least_rounds: int = 5
+    least_failures: float = float("inf")
     small_trading_share: float = 1 / 100
     large_trading_share: float = 1 / 200
     polishing_rounds: int = 3
@@ -77,7 +80,7 @@ class PortfolioSettings:
 EFFORTS: dict[Effort, PortfolioSettings] = {
     "best": PortfolioSettings(),
     "fast": PortfolioSettings(
-        exact_seconds=1.0, small_program_seconds=1.0, below_least=False, other_form=2e-3
+        exact_seconds=1.0, small_program_seconds=1.0, below_least=False, least_failures=3, other_form=2e-3
     ),
 }
 """What either costs and brings is measured by ``benchmarks/effort.py``."""

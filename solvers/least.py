@@ -97,7 +97,15 @@ def least(
     return replace(found, solve_seconds=perf_counter() - begin)
 
 
-def bisect(attempt: Attempt, low: int, best: Solution, most_seconds: float, time_limit: float) -> Solution:
+def bisect(
+    attempt: Attempt,
+    low: int,
+    best: Solution,
+    most_seconds: float,
+    time_limit: float,
+    *,
+    most_failures: float = float("inf"),
+) -> Solution:
     """The schedule of least peak that takes at most ``most_seconds``.
 
     Args:
@@ -106,16 +114,17 @@ def bisect(attempt: Attempt, low: int, best: Solution, most_seconds: float, time
         best: A schedule that is fast enough.
         most_seconds: Of the step.
         time_limit: Wall seconds.
+        most_failures: After so many attempts in a row that find nothing, no more are made.
     """
-    begin = perf_counter()
+    begin, failures = perf_counter(), 0
     while best.peak_bytes - low > max(1, NEAR * best.peak_bytes):
         left = time_limit - (perf_counter() - begin)
-        if left <= 0:
+        if left <= 0 or failures >= most_failures:
             break
         middle = (low + best.peak_bytes) // 2
         found = attempt(middle, left / 3, [best.schedule])
         if found.feasible and found.seconds <= most_seconds:
-            best = found
+            best, failures = found, 0
         else:
-            low = middle
+            low, failures = middle, failures + 1
     return best

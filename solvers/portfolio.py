@@ -255,7 +255,8 @@ def _least_within(
         return _judge(search, bound, shared.settings.optimal_gap)
 
     best = search.solution()
-    best = bisect(attempt, shared.floor - 1, best, most_seconds, time_limit - search.elapsed)
+    left, failures = time_limit - search.elapsed, shared.settings.least_failures
+    best = bisect(attempt, shared.floor - 1, best, most_seconds, left, most_failures=failures)
     faster = attempt(best.peak_bytes, max(0.0, time_limit - search.elapsed), [best.schedule])
     best = faster if faster.feasible and faster.seconds <= best.seconds else best
     search.tell("least peak", 1.0)
