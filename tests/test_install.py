@@ -11,6 +11,7 @@ import torch.nn as nn
 
 import planner
 from planner import PlanWarning
+from planner.planning.options import Encodings
 from planner.runtime.install import PlannedCall, installed_plan
 from planner.verification.measure import measure_peak
 from tests.installed import apply_plan, assert_equal, gpt, gradients_of, plan_for
@@ -36,17 +37,23 @@ def test_it_is_the_same_object_with_the_same_state() -> None:
 
 
 @pytest.mark.heavy
-def test_the_plan_is_really_run() -> None:
+@pytest.mark.parametrize("encodings", ["auto", "none"])  # masks of dropout are kept as bits, or drawn again
+def test_the_plan_is_really_run(encodings: Encodings) -> None:
     model, args, kwargs = gpt()
     expected = gradients_of(model, args)
-    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
-    assert plan.graphs[0].recomputed
+    drew_until = torch.get_rng_state()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n", encodings=encodings)
+    graph = plan.graphs[0]
+    drawn = [i for i in graph.recomputed if graph.ops[i].name == "planner.draw_mask.default"]
+    assert drawn
+    assert set(drawn) == set(graph.packed) if encodings == "auto" else not graph.packed
     plan.apply(model)
     gradients_of(model, args)
     model.zero_grad(set_to_none=True)
     peak = measure_peak(lambda: _gradients_only(model, args), "cpu").peak_bytes
     assert peak == plan.predicted.dynamic_peak_bytes < plan.no_recompute.dynamic_peak_bytes
     assert_equal(gradients_of(model, args), expected)
+    assert torch.equal(torch.get_rng_state(), drew_until)
 
 
 def _gradients_only(model: nn.Module, args: tuple) -> torch.Tensor:  # type: ignore[type-arg]

@@ -53,7 +53,7 @@ STEPS = [
                 "    try:\n",
             ),
         ),
-        ("tests/test_install.py::test_the_plan_is_really_run",),
+        ("tests/test_install.py::test_the_plan_is_really_run[none]",),
     ),
     Mutation(
         "generator-afterwards",
@@ -66,7 +66,7 @@ STEPS = [
                 "    finally:\n        del present\n",
             ),
         ),
-        ("tests/test_loops_losses.py::test_retain_graph",),
+        ("tests/test_install.py::test_the_plan_is_really_run[none]",),
     ),
     Mutation(
         "batch-norm-again",
