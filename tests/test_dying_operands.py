@@ -210,21 +210,37 @@ def test_without_a_gradient_nothing_is_written_into_what_is_left() -> None:
     assert torch.equal(fivefold, y * 5)
 
 
-def test_a_sum_of_gradients_keeps_the_strides_of_the_first() -> None:
-    def body(graph: FxGraph, x: Node, y: Node) -> Any:
-        images = [
-            call(graph, aten.neg.default, call(graph, aten.view.default, n, [1, 4, 2, 4])) for n in (x, y)
-        ]
-        images[0] = call(graph, aten.as_strided.default, images[0], [1, 4, 2, 4], [1, 8, 4, 1])
-        return call(graph, aten.add.Tensor, *images)
+def _image(graph: FxGraph, tokens: Node) -> Node:
+    return call(graph, aten.neg.default, call(graph, aten.view.default, tokens, [1, 4, 2, 4]))
 
+
+def _sum_of(body: Callable[[FxGraph, Node, Node], Any]) -> Node:
     module = traced(body, backward=True)
     total = next(n for n in module.graph.nodes if n.target is aten.add.Tensor)
     mark_sums_in_place(module, TraceContext(module, (), AutocastContext.here()))
-    assert is_sum_in_place(total)
     write_into_dying_operands(module)
+    return total
+
+
+def test_a_sum_of_gradients_is_written_into_the_first_whatever_its_strides() -> None:
+    def body(graph: FxGraph, x: Node, y: Node) -> Any:
+        first = call(graph, aten.new_empty_strided.default, x, [1, 4, 2, 4], [1, 8, 4, 1])
+        return call(graph, aten.add.Tensor, first, _image(graph, y))
+
+    total = _sum_of(body)
+    assert is_sum_in_place(total)
     call_of_sum = writing(total)
     assert call_of_sum is None or call_of_sum.position == 0
+
+
+def test_nothing_is_added_in_place_to_a_view_nor_written_into_one_whose_strides_are_not_known() -> None:
+    def body(graph: FxGraph, x: Node, y: Node) -> Any:
+        first = call(graph, aten.as_strided.default, _image(graph, x), [1, 4, 2, 4], [1, 8, 4, 1])
+        return call(graph, aten.add.Tensor, first, _image(graph, y))
+
+    total = _sum_of(body)
+    assert not is_sum_in_place(total)
+    assert writing(total) is None
 
 
 def test_code_is_written_with_the_operators_of_eager() -> None:

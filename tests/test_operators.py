@@ -207,10 +207,15 @@ def test_dropout_of_nothing_copies_nothing_and_of_everything_draws_no_numbers() 
 
 
 class OneImage(nn.Module):
-    """Residual blocks of images, then of tokens: the gradients of a single image come back transposed."""
+    """Residual blocks of images, then of tokens: the gradients of a single image come back transposed.
 
-    def __init__(self) -> None:
+    Args:
+        pooled_last: Whether the first two gradients that are added up both have the channels last.
+    """
+
+    def __init__(self, pooled_last: bool) -> None:
         super().__init__()
+        self.pooled_last = pooled_last
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(48, 48, 1), nn.BatchNorm2d(48), nn.GELU(), nn.Conv2d(48, 48, 1))
             for _ in range(3)
@@ -220,17 +225,21 @@ class OneImage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block, norm in zip(self.blocks, self.norms, strict=True):
+            if self.pooled_last:
+                x = x + norm(block(x))
             x = x + (F.avg_pool2d(x, 3, 1, 1) - x) / 4
-            x = x + norm(block(x))
+            if not self.pooled_last:
+                x = x + norm(block(x))
         x = x.flatten(2).transpose(1, 2)
         x = x + torch.tanh(self.head(self.norm(x)))
         return x.mean(dim=1).exp().sum()
 
 
 @pytest.mark.heavy
-def test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan() -> None:
+@pytest.mark.parametrize("pooled_last", [False, True])
+def test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan(pooled_last: bool) -> None:
     torch.manual_seed(0)
-    model, x = OneImage().train(), torch.randn(1, 48, 7, 7)
+    model, x = OneImage(pooled_last).train(), torch.randn(1, 48, 7, 7)
     report = planner.verify(model, (x,), plan=plan_of(model, (x,)), repeats=0)
     assert report.ok, report.problems
 

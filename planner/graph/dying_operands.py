@@ -23,6 +23,7 @@ from planner._torch.execution.op_bindings import same_sizes, same_steps
 from planner._torch.execution.sign_operators import MASK_GRADIENT, MASK_GRADIENT_
 from planner._torch.joint import aot_metadata
 from planner.graph.in_place import operator_in_place
+from planner.graph.known_strides import with_known_strides
 from planner.graph.passes.in_place_accumulation import is_sum_in_place
 from planner.graph.replay import rule_of
 from planner.graph.replay_rule import ReplayRule
@@ -137,6 +138,7 @@ class _Storages:
         self._readers: dict[int, list[Node]] = {}
         self._viewed: set[Node] = set()  # results that are written into a view
         self._backward: set[Node] = set()
+        self._known_strides = with_known_strides(module)
         self._place = {node: place for place, node in enumerate(module.graph.nodes)}
         placeholders = module.graph.find_nodes(op="placeholder")
         mutated = aot_metadata.mutated_inputs(module)
@@ -189,7 +191,12 @@ class _Storages:
         if read & self._mutated:
             return ()
         # Eager's sum has the strides of the first of two gradients, whatever those of the second.
-        return _FIRST if is_sum_in_place(node) else _WRITERS[node.target][0]
+        if is_sum_in_place(node):
+            return _FIRST
+        # In the memory of an operand a result has its strides, which must be those of a new one.
+        if not self._known_strides.issuperset((node, *node.all_input_nodes)):
+            return ()
+        return _WRITERS[node.target][0]
 
     def is_free(self, node: Node, position: int) -> bool:
         """Whether an argument of a node has the form of its result, and dies there."""

@@ -1,9 +1,12 @@
 """Sums of gradients with the strides of eager's, which are made in place.
 
 Where two gradients are accumulated, the engine adds the later to the earlier in place, if nobody else holds
-that. A sum that is traced is a tensor of its own, whose dimensions of one element get other strides. Kernels
-that detect channels-last images look at those strides too, and then sum in another order.
+that: a view is held together with what it looks at. A sum that is traced is a tensor of its own, whose
+dimensions of one element get other strides. Kernels that detect channels-last images look at those strides
+too, and then sum in another order.
 """
+
+import operator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,7 +25,11 @@ def mark_sums_in_place(joint: GraphModule, context: TraceContext) -> None:
     if context.cuda:
         return
     last: dict[int, Node] = {}  # by storage, the last node that uses it
+    maker: dict[int, Node] = {}  # by storage, the node that makes it
     for node in joint.graph.nodes:
+        for made in fake.tree_leaves(node.meta.get("val")):
+            if isinstance(made, torch.Tensor) and made.layout is torch.strided:
+                maker.setdefault(fake.storage_key(made), node)
         for used in node.all_input_nodes:
             if isinstance(used.meta.get("val"), torch.Tensor):
                 last[fake.storage_key(used.meta["val"])] = node
@@ -33,8 +40,9 @@ def mark_sums_in_place(joint: GraphModule, context: TraceContext) -> None:
             and _may_be_image(node.meta["val"])
         ):
             first: Node = node.args[0]
-            made = first.op == "call_function" and first.meta.get("partitioner_tag") == "is_backward"
-            if made and last[fake.storage_key(first.meta["val"])] is node:
+            key = fake.storage_key(first.meta["val"])
+            made = maker[key].op == "call_function" and first.meta.get("partitioner_tag") == "is_backward"
+            if made and _without_views(first) is maker[key] and last[key] is node:
                 node.meta[IN_PLACE] = True
 
 
@@ -52,6 +60,13 @@ def add_as_in_place(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     ):  # others of the first are not dense, and nothing is added to them in place
         total.as_strided_(total.shape, steps)
     return total
+
+
+def _without_views(node: Node) -> Node:
+    """What made a value, past what autograd does not take for a view: `_unsafe_view`, and one of several."""
+    while node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _may_be_image(value: torch.Tensor) -> bool:
