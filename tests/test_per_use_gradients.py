@@ -263,6 +263,7 @@ class FrozenFirst(nn.Module):
 @pytest.mark.heavy
 def test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward() -> None:
     torch.manual_seed(0)
-    plan, _ = _exactly((FrozenFirst(), (torch.randn(64, 64),), None), "min")
+    plan, _ = _exactly((FrozenFirst(), (torch.randn(64, 64),), None), "85%")
     layers = [g for g in plan.graphs if g.occurrences == 4]
+    assert layers[0].kept != layers[2].kept
     assert [g.occurrence for g in layers if g.structure == layers[0].structure] == [1, 2, 3]

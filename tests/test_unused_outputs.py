@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.graph.tangent_layouts import TangentLayouts
 from tests.side_by_side import assert_same, left_by, no_plan_warnings, plan_of
 
 
@@ -98,10 +99,35 @@ def test_what_graphs_hand_on_gets_its_gradient_or_none(build: type[nn.Module]) -
 
     def loop(module: nn.Module) -> None:
         for _ in range(2):
-            module(x)[0].square().sum().backward()
+            _loss(module(x)).backward()
 
     twin = copy.deepcopy(model)
-    plan_of(model, (x,), loss=lambda output: output[0].square().sum()).apply(model)
+    plan_of(model, (x,), loss=_loss).apply(model)
     with no_plan_warnings():
         ours = left_by(model, loop)
     assert_same(ours, left_by(twin, loop))
+
+
+def test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    probed: set[int] = set()
+    end = TangentLayouts.end
+
+    def overlook(layouts: TangentLayouts) -> None:
+        end(layouts)
+        if id(layouts) not in probed:
+            probed.add(id(layouts))
+            layouts.received.clear()
+
+    monkeypatch.setattr(TangentLayouts, "end", overlook)
+    torch.manual_seed(0)
+    model, x = LeavesAPart(), torch.randn(8, 16)
+    plan = plan_of(model, (x,), loss=_loss)
+    assert len(probed) == 3
+    report = planner.verify(model, (x,), plan=plan, loss=_loss, repeats=0)
+    assert report.ok, report.problems
+
+
+def _loss(output: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return output[0].square().sum()
