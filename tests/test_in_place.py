@@ -121,7 +121,8 @@ def _product_in_a_view(y: torch.Tensor) -> torch.Tensor:
 def _looks_elsewhere(y: torch.Tensor) -> torch.Tensor:
     a, b, c = y.unsafe_chunk(3, 1)
     a = (a + 1).transpose_(0, 1).unsqueeze_(0).squeeze_(0).t_()
-    return a * (b + 1).swapaxes_(0, 1).as_strided_(b.shape, (1, len(b))) * c
+    a = a * (b + 1).swapaxes_(0, 1).as_strided_(b.shape, (1, len(b))) * c
+    return a * (y + 1).t_()[:WIDTH].t()
 
 
 WRITES = (

@@ -263,7 +263,7 @@ class FrozenFirst(nn.Module):
 @pytest.mark.heavy
 def test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward() -> None:
     torch.manual_seed(0)
-    plan, _ = _exactly((FrozenFirst(), (torch.randn(64, 64),), None), "85%")
+    plan, _ = _exactly((FrozenFirst(), (torch.randn(64, 64),), None), "80%")
     layers = [g for g in plan.graphs if g.occurrences == 4]
-    assert layers[0].kept != layers[2].kept
+    assert len({tuple(layer.kept) for layer in layers}) == 3
     assert [g.occurrence for g in layers if g.structure == layers[0].structure] == [1, 2, 3]
