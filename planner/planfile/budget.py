@@ -88,7 +88,7 @@ def _parse_text(value: str, baseline_peak_bytes: int) -> Budget:
         raise BudgetError(f"budget {_shortened(value)} cannot be understood: expected {_FORMS}{hint}")
     amount = Fraction(match["sign"] + match["number"])
     if unit == "%":
-        amount = amount * baseline_peak_bytes / 100
+        amount = min(amount * baseline_peak_bytes / 100, Fraction(_LARGEST_BYTES))
     elif unit:
         amount *= _UNITS[unit]
     elif amount.denominator != 1:
