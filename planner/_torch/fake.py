@@ -2,10 +2,11 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -94,6 +95,14 @@ def without_modes() -> Iterator[None]:
     """Suspend the dispatch modes that are active (to run real operations inside a fake step)."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
+
+
+def strides_of_view(
+    sizes: Sequence[int], strides: Sequence[int], new_sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """Strides that ``view`` gives a tensor of other sizes; tracing may tell others where a size is one."""
+    with without_modes(), no_python_dispatcher():
+        return torch.empty_strided(sizes, strides, device="meta").view(new_sizes).stride()
 
 
 def is_size(value: object) -> bool:

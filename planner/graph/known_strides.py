@@ -47,7 +47,10 @@ def _is_known(node: Node, known: set[Node]) -> bool:
         return False
     result, operands = _tensors(node), [_tensors(operand) for operand in node.all_input_nodes]
     if node.target in _VIEWS:
-        return _view_strides(operands[0][0], result[0]) == _strides(result[0])
+        viewed = operands[0][0]
+        return fake.strides_of_view(_sizes(viewed), _strides(viewed), _sizes(result[0])) == _strides(
+            result[0]
+        )
     if is_sum_in_place(node):
         return _strides(operands[0][0]) == _strides(result[0])
     own, shapes = set(map(_strides, result)), {value.shape for value in result}
@@ -80,12 +83,6 @@ def _is_plain(value: torch.Tensor) -> bool:
             return False
         inner *= size
     return len(set(strides)) == len(strides)
-
-
-def _view_strides(value: torch.Tensor, result: torch.Tensor) -> tuple[int, ...]:
-    with fake.without_modes():
-        same = torch.empty_strided(_sizes(value), _strides(value), device="meta")
-        return same.view(_sizes(result)).stride()
 
 
 def _sizes(value: torch.Tensor) -> tuple[int, ...]:
