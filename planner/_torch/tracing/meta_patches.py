@@ -9,8 +9,10 @@ import torch
 from torch import _meta_registrations
 from torch._decomp import decomposition_table
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from planner._torch.fake import strides_of_view
 from planner._torch.tracing.dynamo_patches import replace
 
 
@@ -93,6 +95,8 @@ _LAYOUTS: dict[Any, Layout] = {
 } | {torch.ops.aten._native_batch_norm_legit.no_stats: _channels_last_as(0)}
 
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
 
@@ -111,13 +115,32 @@ def layouts_of_kernels() -> Iterator[None]:
     known = {
         operator: decomposition_table[operator] for operator in _LAYOUTS.keys() & decomposition_table.keys()
     }
+    views = {operator: op_implementations_dict[operator] for operator in _VIEWS}
     decomposition_table.update({op: _laid_out(shapes, _LAYOUTS[op]) for op, shapes in known.items()})
+    op_implementations_dict.update({op: _as_viewed(shapes) for op, shapes in views.items()})
     FakeTensorMode.cache = _REMEMBERED
     try:
         yield
     finally:
         decomposition_table.update(known)
+        op_implementations_dict.update(views)
         FakeTensorMode.cache = remembered
+
+
+def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """Views whose dimensions of one element have the strides of the kernel's too, by which others then choose
+    how to compute."""
+
+    @functools.wraps(shapes)
+    def run(mode: FakeTensorMode, operator: Any, viewed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        view = shapes(mode, operator, viewed, *args, **kwargs)
+        numbers = (*viewed.shape, *viewed.stride(), *view.shape)
+        if not all(isinstance(number, int) for number in numbers) or 1 not in view.shape:
+            return view
+        strides = strides_of_view(viewed.shape, viewed.stride(), view.shape)
+        return view if strides == view.stride() else view.as_strided(view.shape, strides)
+
+    return run
 
 
 def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
