@@ -53,8 +53,8 @@ def _is_known(node: Node, known: set[Node]) -> bool:
         )
     if is_sum_in_place(node):
         return _strides(operands[0][0]) == _strides(result[0])
-    own, shapes = set(map(_strides, result)), {value.shape for value in result}
-    return all(_strides(value) in own for values in operands for value in values if value.shape in shapes)
+    own, sizes = set(map(_strides, result)), set(map(_sizes, result))
+    return all(_strides(value) in own for values in operands for value in values if _sizes(value) in sizes)
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:
