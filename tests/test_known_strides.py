@@ -13,6 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.graph.known_strides import with_known_strides
 
 aten = torch.ops.aten
@@ -85,7 +86,7 @@ def test_known_strides_are_those_of_the_kernels(function: Function, dispatcher: 
             inputs = [
                 _laid_out(sizes, draw.choice(orders), draw if draw.random() < 0.3 else None) for _ in range(2)
             ]
-            with enable_python_dispatcher() if dispatcher else torch.no_grad():
+            with enable_python_dispatcher() if dispatcher else torch.no_grad(), layouts_of_kernels():
                 module = make_fx(function, tracing_mode="fake")(*inputs)
                 nodes = with_known_strides(module)
             run = _Strides(module)

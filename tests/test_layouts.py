@@ -1,6 +1,8 @@
 """Results without data have the strides of the kernels' results, also where the inputs are transposed."""
 
 import itertools
+import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch.nn as nn
 
 import planner
 from planner._torch import fake
-from planner._torch.tracing.meta_patches import layouts_of_kernels
+from planner._torch.tracing.meta_patches import ELEMENTWISE, layouts_of_kernels
 
 aten = torch.ops.aten
 
@@ -71,6 +73,49 @@ def test_results_of_transposed_arguments_are_laid_out_as_on_the_cpu(operator: An
         made = operator(*arguments)
         for one, like in [(found, made)] if isinstance(made, torch.Tensor) else zip(found, made, strict=True):
             assert one.stride() == like.stride(), (grad.stride(), x.stride())
+
+
+_MORE: dict[Any, tuple[Any, ...]] = {aten.threshold_backward.default: (0.5,), aten.pow.Tensor_Scalar: (3.0,)}
+"""Arguments that follow the tensors."""
+
+
+_OPERANDS = {**ELEMENTWISE, aten.threshold_backward.default: 2}
+
+
+@pytest.mark.parametrize("operator", _OPERANDS, ids=str)
+def test_elementwise_results_of_any_strides_of_single_elements_are_laid_out_as_on_the_cpu(
+    operator: Any,
+) -> None:
+    draw, settled = random.Random(0), 0
+    for _ in range(120):
+        sizes = [draw.choice((1, 1, 2, 3)) for _ in range(draw.randint(2, 5))]
+        orders = [draw.sample(range(len(sizes)), len(sizes)) for _ in range(draw.randint(1, 2))]
+        odd = draw.random() < 0.3
+        tensors = [
+            _laid_out(sizes, draw.choice(orders), draw if odd else None).abs_()
+            for _ in range(_OPERANDS[operator])
+        ]
+        if operator is aten.where.self:
+            tensors[0] = tensors[0] > 0.5
+        arguments, mode = (*tensors, *_MORE.get(operator, ())), fake.fake_mode()
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        with mode, layouts_of_kernels():
+            found = operator(*fakes)
+        made = operator(*arguments)
+        assert (found.dtype, found.shape) == (made.dtype, made.shape)
+        same = len({tensor.stride() for tensor in tensors}) == 1
+        if same or all(tensor.is_contiguous() for tensor in tensors):
+            assert found.stride() == made.stride(), [t.stride() for t in tensors]
+            settled += 1
+    assert settled > 30
+
+
+def _laid_out(sizes: list[int], order: list[int], odd: random.Random | None) -> torch.Tensor:
+    """A tensor whose dimensions lie in memory in some order; with odd strides of those of one element."""
+    strides = [math.prod(sizes[d] for d in order[order.index(i) + 1 :]) for i in range(len(sizes))]
+    if odd is not None:
+        strides = [odd.choice([1, 7, s]) if n == 1 else s for n, s in zip(sizes, strides, strict=True)]
+    return torch.empty_strided(sizes, strides).uniform_(-1, 1)
 
 
 class Mixed(nn.Module):

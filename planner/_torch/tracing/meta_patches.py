@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import _meta_registrations
 from torch._decomp import decomposition_table
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    is_non_overlapping_and_dense_or_false,
+    suggest_memory_format,
+)
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner._torch.fake import strides_of_view
+from planner._torch.fake import strides_of_view, without_modes
 from planner._torch.tracing.dynamo_patches import replace
 
 
@@ -60,6 +64,30 @@ def _elementwise(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     return _strided(result, compute_elementwise_output_strides(args[0], args[1]))
 
 
+def _by_operands(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """As kernels choose by all operands at once."""
+    strides = _strides_of_elementwise([a for a in args if isinstance(a, torch.Tensor)])
+    return result if strides is None else _strided(result, strides)
+
+
+def _strides_of_elementwise(operands: Sequence[torch.Tensor]) -> Sequence[int] | None:
+    """Strides that kernels choose by all operands at once; None where they look at each dimension, or where
+    tracing is right."""
+    first = operands[0]
+    numbers = (number for operand in operands for number in (*operand.shape, *operand.stride()))
+    if not all(isinstance(number, int) for number in numbers) or 1 not in first.shape:
+        return None
+    if any(operand.shape != first.shape or operand.device.type != "cpu" for operand in operands):
+        return None
+    strides = {operand.stride() for operand in operands}
+    for memory_format in (torch.contiguous_format, torch.channels_last)[: 2 if first.dim() == 4 else 1]:
+        if all(operand.is_contiguous(memory_format=memory_format) for operand in operands):
+            with without_modes():
+                new = torch.empty(first.shape, device="meta", memory_format=memory_format).stride()
+            return None if memory_format is torch.contiguous_format and strides == {new} else new
+    return first.stride() if len(strides) == 1 and is_non_overlapping_and_dense_or_false(first) else None
+
+
 def _strided(result: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
     if tuple(strides) == result.stride():
         return result
@@ -90,10 +118,26 @@ _LAYOUTS: dict[Any, Layout] = {
             _elementwise,
             ("native_dropout_backward", "hardtanh_backward", "hardswish_backward", "logit_backward"),
         ),
+        (_by_operands, ("threshold_backward",)),
     )
     for name in names
 } | {torch.ops.aten._native_batch_norm_legit.no_stats: _channels_last_as(0)}
 
+
+_UNARY = (
+    *("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "erf"),
+    *("tanh", "sigmoid", "relu", "silu", "gelu"),
+)
+_BINARY = ("tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward")
+
+ELEMENTWISE: dict[Any, int] = {
+    **{getattr(torch.ops.aten, name).default: 1 for name in _UNARY},
+    **{getattr(torch.ops.aten, name).default: 2 for name in _BINARY},
+    **{getattr(torch.ops.aten, name).Tensor: 2 for name in ("add", "sub", "mul", "div")},
+    torch.ops.aten.pow.Tensor_Scalar: 1,
+    torch.ops.aten.where.self: 3,
+}
+"""Operators that compute element by element, and how many tensors they take."""
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
@@ -118,12 +162,15 @@ def layouts_of_kernels() -> Iterator[None]:
     views = {operator: op_implementations_dict[operator] for operator in _VIEWS}
     decomposition_table.update({op: _laid_out(shapes, _LAYOUTS[op]) for op, shapes in known.items()})
     op_implementations_dict.update({op: _as_viewed(shapes) for op, shapes in views.items()})
+    op_implementations_dict.update(computed := dict.fromkeys(ELEMENTWISE, _as_operands))
     FakeTensorMode.cache = _REMEMBERED
     try:
         yield
     finally:
         decomposition_table.update(known)
         op_implementations_dict.update(views)
+        for operator in computed:
+            del op_implementations_dict[operator]
         FakeTensorMode.cache = remembered
 
 
@@ -141,6 +188,20 @@ def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
         return view if strides == view.stride() else view.as_strided(view.shape, strides)
 
     return run
+
+
+def _as_operands(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Results element by element, whose dimensions of one element have the strides of the kernel's."""
+    operands = [argument for argument in args if isinstance(argument, torch.Tensor)]
+    strides = _strides_of_elementwise(operands) if len(operands) == ELEMENTWISE[operator] else None
+    if strides is None:
+        return NotImplemented
+    with mode:
+        plain = [
+            torch.empty_like(a, memory_format=torch.contiguous_format) if isinstance(a, torch.Tensor) else a
+            for a in args
+        ]
+        return _strided(operator(*plain, **kwargs), strides)
 
 
 def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
