@@ -1,13 +1,13 @@
 """Every model of the zoo: planned, applied, compared with the unplanned step, and measured.
 
     python benchmarks/zoo.py [--models gpt,hf_bert] [--families text,layers] [--budgets 70%,min]
-                             [--results out/zoo.jsonl] [--again failed|all] [--out docs/zoo.md]
+                             [--batch 1] [--results out/zoo.jsonl] [--again failed|all] [--out docs/zoo.md]
 
 Each model is captured once and planned for each budget. The plan is applied, a step is run, and loss,
 gradients, buffers and random generators are compared bit for bit with the unplanned step's; the peak is
 measured by the allocator's own events. A worker process does the models one after the other; one that
 crashes or takes too long costs its model only. Every model is a line of JSON in the results, and is not
-run again if it is there already, unless asked for.
+run again if it is there already, unless asked for. ``--batch`` takes the first samples of each batch.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,14 +42,14 @@ from tests import zoo
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def measure(name: str, budgets: list[str], solver: str, seconds: float) -> dict[str, Any]:
+def measure(name: str, budgets: list[str], solver: str, seconds: float, batch: int | None) -> dict[str, Any]:
     """One model: what came of capturing it, and of its plan for each budget."""
     row: dict[str, Any] = {"model": name, "family": zoo.family_of(name)}
     started = time.process_time()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PlanWarning)
-            _measure(name, budgets, solver, seconds, row)
+            _measure(name, budgets, solver, seconds, batch, row)
         row["warnings"] = sorted({str(w.message) for w in caught if issubclass(w.category, PlanWarning)})
     except planner.PlannerError as error:
         row["refused"] = f"{type(error).__name__}: {error}"
@@ -60,8 +61,18 @@ def measure(name: str, budgets: list[str], solver: str, seconds: float) -> dict[
     return row
 
 
-def _measure(name: str, budgets: list[str], solver: str, seconds: float, row: dict[str, Any]) -> None:
+def _measure(
+    name: str, budgets: list[str], solver: str, seconds: float, batch: int | None, row: dict[str, Any]
+) -> None:
     model, args, kwargs = zoo.build(name)
+    if batch is not None:
+        args, kwargs = first_samples((args, kwargs), batch)
+        try:
+            zoo.scalar_loss(model(*args, **kwargs)).backward()
+        except Exception as error:
+            row["unable"] = f"{type(error).__name__}: {error}"[:300]
+            return
+        model = zoo.build(name)[0]
     started = time.process_time()
     step = Step(args, kwargs, zoo.scalar_loss)
     prepared = prepare(model, step, PlanOptions())
@@ -101,10 +112,22 @@ def _measure(name: str, budgets: list[str], solver: str, seconds: float, row: di
         }
 
 
+def first_samples(inputs: Any, count: int) -> Any:
+    """The inputs of a model, with the first samples only: of tensors as long as the first of them."""
+    lengths = [t.shape[0] for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim()]
+    return pytree.tree_map(
+        lambda t: (
+            t[:count].clone() if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == lengths[0] else t
+        ),
+        inputs,
+    )
+
+
 def verdict(row: dict[str, Any]) -> str:
-    """In a word or two: ok, different, over budget, under-predicted, refused, or failed."""
-    if "refused" in row or "failed" in row:
-        return "refused" if "refused" in row else "FAILED"
+    """In a word or two: ok, different, over budget, under-predicted, refused, unable without a plan, or failed."""
+    for reason, word in (("refused", "refused"), ("unable", "unable"), ("failed", "FAILED")):
+        if reason in row:
+            return word
     done = [b for b in row["budgets"].values() if "ok" in b]
     if any(not all(b["equal"].values()) for b in done):
         return "DIFFERENT"
@@ -116,7 +139,13 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def run(
-    names: list[str], budgets: list[str], solver: str, seconds: float, results: Path, timeout: float
+    names: list[str],
+    budgets: list[str],
+    solver: str,
+    seconds: float,
+    batch: int | None,
+    results: Path,
+    timeout: float,
 ) -> None:
     """Run models in a worker process, and append a line of results for each."""
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +153,7 @@ def run(
     while waiting:
         command = [sys.executable, "-W", "ignore", __file__, "--worker", ",".join(waiting)]
         command += ["--budgets", ",".join(budgets), "--solver", solver, "--solver-seconds", str(seconds)]
+        command += [] if batch is None else ["--batch", str(batch)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT
@@ -252,7 +282,7 @@ def _table_rows(row: dict[str, Any]) -> list[str]:
 
 
 def _remarks(row: dict[str, Any]) -> list[str]:
-    reasons = [row[key] for key in ("refused", "failed") if key in row]
+    reasons = [row[key] for key in ("refused", "unable", "failed") if key in row]
     return [*reasons, *row.get("notes", ())]
 
 
@@ -270,6 +300,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="70%,min")
     parser.add_argument("--solver", default="auto")
     parser.add_argument("--solver-seconds", type=float, default=10.0, help="for a model and a budget")
+    parser.add_argument("--batch", type=int, help="samples of each batch that are taken; all if not given")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "zoo.jsonl")
     parser.add_argument(
         "--again", choices=("none", "failed", "all"), default="none", help="run again what is there"
@@ -284,7 +315,7 @@ def main() -> None:
         results, sys.stdout = sys.stdout, sys.stderr  # a model may print
         for name in options.worker.split(","):
             print(
-                json.dumps(measure(name, budgets, options.solver, options.solver_seconds)),
+                json.dumps(measure(name, budgets, options.solver, options.solver_seconds, options.batch)),
                 file=results,
                 flush=True,
             )
@@ -296,9 +327,17 @@ def main() -> None:
     if options.again != "all":
         fine = {n for n, row in known.items() if options.again == "none" or verdict(row) == "ok"}
         names = [n for n in names if n not in fine]
-    run(names, budgets, options.solver, options.solver_seconds, options.results, options.timeout)
+    run(
+        names,
+        budgets,
+        options.solver,
+        options.solver_seconds,
+        options.batch,
+        options.results,
+        options.timeout,
+    )
     if options.out is not None:
-        asked = {"budgets": options.budgets, "solver": options.solver}
+        asked = {"budgets": options.budgets, "solver": options.solver, "batch": options.batch}
         given = [f"--{name} {value}" for name, value in asked.items() if value != parser.get_default(name)]
         options.out.write_text(markdown(load(options.results), len(every), given))
 

@@ -22,10 +22,10 @@ from planner.verification.verify import Report
 @pytest.mark.parametrize(("model", "precision"), [("gpt2", "bf16")])
 def test_predicted_is_measured(model: str, precision: str, tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "80%"]
-    arguments += ["--peers", "checkpoint per block", "--inductor", "--out", str(tmp_path)]
+    arguments += ["--peers", "checkpoint per block", "compile 0.5", "--inductor", "--out", str(tmp_path)]
     found = gpu.main([*arguments, "--models", model, "--precisions", precision])
     ways = {row["way"]: Row(**row) for row in found["rows"]}
-    assert set(ways) == {"unplanned", "plan 80%", "checkpoint per block"}
+    assert set(ways) == {"unplanned", "plan 80%", "checkpoint per block", "compile 0.5"}
     assert not [row.problem for row in ways.values() if row.problem]
     plan, unplanned, peer = ways["plan 80%"], ways["unplanned"], ways["checkpoint per block"]
     for row in (plan, unplanned):
