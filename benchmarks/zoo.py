@@ -124,7 +124,7 @@ def first_samples(inputs: Any, count: int) -> Any:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """In a word or two: ok, different, over budget, under-predicted, refused, unable without a plan, or failed."""
+    """In a word or two: ok, different, over budget, under-predicted, refused, unable, or failed."""
     for reason, word in (("refused", "refused"), ("unable", "unable"), ("failed", "FAILED")):
         if reason in row:
             return word
