@@ -1,16 +1,19 @@
 """Every model of the zoo: planned, applied, compared with the unplanned step, and measured.
 
-    python benchmarks/zoo.py [--models gpt,hf_bert] [--families text,layers] [--budgets 70%,min]
-                             [--batch 1] [--results out/zoo.jsonl] [--again failed|all] [--out docs/zoo.md]
+    python benchmarks/zoo.py [--models gpt,hf_bert] [--families text,layers] [--variant one-sample]
+                             [--budgets 70%,min] [--results out/zoo.jsonl] [--again failed|all]
+                             [--out docs/zoo.md]
 
 Each model is captured once and planned for each budget. The plan is applied, a step is run, and loss,
 gradients, buffers and random generators are compared bit for bit with the unplanned step's; the peak is
 measured by the allocator's own events. A worker process does the models one after the other; one that
 crashes or takes too long costs its model only. Every model is a line of JSON in the results, and is not
-run again if it is there already, unless asked for. ``--batch`` takes the first samples of each batch.
+run again if it is there already, unless asked for. ``--variant`` changes models or
+inputs (`benchmarks/zoo_variants.py`); a model that cannot run so without a plan is "unable".
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -24,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
+from benchmarks.zoo_variants import VARIANTS, Variant
 from planner.errors import PlanWarning
 from planner.planning.make_plan import make_plan
 from planner.planning.options import PlanOptions
@@ -42,14 +45,18 @@ from tests import zoo
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def measure(name: str, budgets: list[str], solver: str, seconds: float, batch: int | None) -> dict[str, Any]:
+def measure(
+    name: str, budgets: list[str], solver: str, seconds: float, variant: str | None
+) -> dict[str, Any]:
     """One model: what came of capturing it, and of its plan for each budget."""
     row: dict[str, Any] = {"model": name, "family": zoo.family_of(name)}
     started = time.process_time()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PlanWarning)
-            _measure(name, budgets, solver, seconds, batch, row)
+            change = VARIANTS[variant] if variant else None
+            with change.around() if change else contextlib.nullcontext():
+                _measure(name, budgets, solver, seconds, change, row)
         row["warnings"] = sorted({str(w.message) for w in caught if issubclass(w.category, PlanWarning)})
     except planner.PlannerError as error:
         row["refused"] = f"{type(error).__name__}: {error}"
@@ -62,17 +69,17 @@ def measure(name: str, budgets: list[str], solver: str, seconds: float, batch: i
 
 
 def _measure(
-    name: str, budgets: list[str], solver: str, seconds: float, batch: int | None, row: dict[str, Any]
+    name: str, budgets: list[str], solver: str, seconds: float, change: Variant | None, row: dict[str, Any]
 ) -> None:
     model, args, kwargs = zoo.build(name)
-    if batch is not None:
-        args, kwargs = first_samples((args, kwargs), batch)
+    if change is not None:
+        model, (args, kwargs) = change.module(model), change.inputs((args, kwargs))
         try:
             zoo.scalar_loss(model(*args, **kwargs)).backward()
         except Exception as error:
             row["unable"] = f"{type(error).__name__}: {error}"[:300]
             return
-        model = zoo.build(name)[0]
+        model = change.module(zoo.build(name)[0])
     started = time.process_time()
     step = Step(args, kwargs, zoo.scalar_loss)
     prepared = prepare(model, step, PlanOptions())
@@ -112,17 +119,6 @@ def _measure(
         }
 
 
-def first_samples(inputs: Any, count: int) -> Any:
-    """The inputs of a model, with the first samples only: of tensors as long as the first of them."""
-    lengths = [t.shape[0] for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim()]
-    return pytree.tree_map(
-        lambda t: (
-            t[:count].clone() if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == lengths[0] else t
-        ),
-        inputs,
-    )
-
-
 def verdict(row: dict[str, Any]) -> str:
     """In a word or two: ok, different, over budget, under-predicted, refused, unable, or failed."""
     for reason, word in (("refused", "refused"), ("unable", "unable"), ("failed", "FAILED")):
@@ -143,7 +139,7 @@ def run(
     budgets: list[str],
     solver: str,
     seconds: float,
-    batch: int | None,
+    variant: str | None,
     results: Path,
     timeout: float,
 ) -> None:
@@ -153,7 +149,7 @@ def run(
     while waiting:
         command = [sys.executable, "-W", "ignore", __file__, "--worker", ",".join(waiting)]
         command += ["--budgets", ",".join(budgets), "--solver", solver, "--solver-seconds", str(seconds)]
-        command += [] if batch is None else ["--batch", str(batch)]
+        command += [] if variant is None else ["--variant", variant]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT
@@ -300,7 +296,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="70%,min")
     parser.add_argument("--solver", default="auto")
     parser.add_argument("--solver-seconds", type=float, default=10.0, help="for a model and a budget")
-    parser.add_argument("--batch", type=int, help="samples of each batch that are taken; all if not given")
+    parser.add_argument("--variant", choices=VARIANTS, help="models or inputs changed so")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "zoo.jsonl")
     parser.add_argument(
         "--again", choices=("none", "failed", "all"), default="none", help="run again what is there"
@@ -315,12 +311,14 @@ def main() -> None:
         results, sys.stdout = sys.stdout, sys.stderr  # a model may print
         for name in options.worker.split(","):
             print(
-                json.dumps(measure(name, budgets, options.solver, options.solver_seconds, options.batch)),
+                json.dumps(measure(name, budgets, options.solver, options.solver_seconds, options.variant)),
                 file=results,
                 flush=True,
             )
         return
     names = options.models.split(",") if options.models else list(every)
+    if unknown := set(names) - every.keys():
+        parser.error(f"the zoo has no {', '.join(sorted(unknown))}")
     families = options.families.split(",") if options.families else None
     known = load(options.results)
     names = [n for n in names if families is None or zoo.family_of(n) in families]
@@ -332,12 +330,12 @@ def main() -> None:
         budgets,
         options.solver,
         options.solver_seconds,
-        options.batch,
+        options.variant,
         options.results,
         options.timeout,
     )
     if options.out is not None:
-        asked = {"budgets": options.budgets, "solver": options.solver, "batch": options.batch}
+        asked = {"budgets": options.budgets, "solver": options.solver, "variant": options.variant}
         given = [f"--{name} {value}" for name, value in asked.items() if value != parser.get_default(name)]
         options.out.write_text(markdown(load(options.results), len(every), given))
 
