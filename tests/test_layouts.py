@@ -86,28 +86,23 @@ _OPERANDS = {**ELEMENTWISE, aten.threshold_backward.default: 2}
 def test_elementwise_results_of_any_strides_of_single_elements_are_laid_out_as_on_the_cpu(
     operator: Any,
 ) -> None:
-    draw, settled = random.Random(0), 0
-    for _ in range(120):
+    draw = random.Random(0)
+    for _ in range(100):
         sizes = [draw.choice((1, 1, 2, 3)) for _ in range(draw.randint(2, 5))]
         orders = [draw.sample(range(len(sizes)), len(sizes)) for _ in range(draw.randint(1, 2))]
-        odd = draw.random() < 0.3
-        tensors = [
-            _laid_out(sizes, draw.choice(orders), draw if odd else None).abs_()
-            for _ in range(_OPERANDS[operator])
+        odd = draw if draw.random() < 0.3 else None
+        operands: list[Any] = [
+            _laid_out(sizes, draw.choice(orders), odd).abs_() for _ in range(_OPERANDS[operator])
         ]
-        if operator is aten.where.self:
-            tensors[0] = tensors[0] > 0.5
-        arguments, mode = (*tensors, *_MORE.get(operator, ())), fake.fake_mode()
+        if operator._overloadname == "Tensor" and draw.random() < 0.5:
+            operands[1] = draw.choice([2.0, torch.tensor(2.0), operands[1][:1]])
+        arguments, mode = (*operands, *_MORE.get(operator, ())), fake.fake_mode()
         fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
         with mode, layouts_of_kernels():
             found = operator(*fakes)
         made = operator(*arguments)
         assert (found.dtype, found.shape) == (made.dtype, made.shape)
-        same = len({tensor.stride() for tensor in tensors}) == 1
-        if same or all(tensor.is_contiguous() for tensor in tensors):
-            assert found.stride() == made.stride(), [t.stride() for t in tensors]
-            settled += 1
-    assert settled > 30
+        assert found.stride() == made.stride(), operands
 
 
 def _laid_out(sizes: list[int], order: list[int], odd: random.Random | None) -> torch.Tensor:

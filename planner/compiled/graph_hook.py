@@ -53,6 +53,10 @@ class GraphHook:
         """The compiled backward, or another function around it."""
         return compiled
 
+    def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the forward is called with, or others in its place; the other methods see the first."""
+        return args
+
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         """A forward has run.
 
@@ -77,11 +81,15 @@ class CompiledGraph:
     def __init__(self, call: Callable[..., Any], hooks: Sequence[GraphHook]) -> None:
         self._call = call
         self._hooks = [hook for hook in hooks if hook.watches]
+        self._passing = [hook for hook in hooks if type(hook).arguments is not GraphHook.arguments]
         self._replacing = [hook for hook in hooks if type(hook).results is not GraphHook.results]
 
     def __call__(self, *args: Any) -> Any:
+        passed = args
+        for hook in self._passing:
+            passed = hook.arguments(passed)
         before = aot.nodes_so_far()
-        results = self._call(*args)
+        results = self._call(*passed)
         node = aot.compiled_node(results, before)
         if node is not None:
             for hook in self._hooks:

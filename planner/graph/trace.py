@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner._torch.joint import aot, aot_metadata
+from planner.graph.accumulation import arrivals
 from planner.graph.dynamo_graph import detach_outputs
 from planner.graph.joint_graph import JointGraph, read_joint
 from planner.graph.joint_pass import AutocastContext, JointPass, TraceContext
@@ -29,6 +30,7 @@ class TracedGraph:
         inputs: How many inputs Dynamo's graph has.
         per_use_inputs: Positions of the inputs whose gradients are to be returned unsummed.
         cached_casts: Inputs of which autocast keeps casts beyond the graph, by position, and what these are.
+        arrivals: Positions of the inputs that get a gradient, in the order in which eager is done with these.
     """
 
     joint: GraphModule
@@ -37,6 +39,7 @@ class TracedGraph:
     inputs: int
     per_use_inputs: frozenset[int]
     cached_casts: dict[int, torch.dtype]
+    arrivals: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,13 @@ def trace_joint(
             for i, d in spec.tangent_layouts.items()
             if i not in gradients or not aot.has_dim_order(gradients[i], d)
         )
+        arriving = arrivals(joint)
         for correct in passes:
             correct(joint, context)
         reading = read_joint(joint, outputs)
         inputs, per_use = len(example_inputs), spec.per_use_inputs
-        return partition(TracedGraph(joint, reading, outputs, inputs, per_use, context.cached_casts))
+        casts = context.cached_casts
+        return partition(TracedGraph(joint, reading, outputs, inputs, per_use, casts, arriving))
 
     added = [i for i, count in uses.items() for _ in range(count - 1)]
     compiled = aot.compile_joint(

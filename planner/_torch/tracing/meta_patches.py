@@ -2,15 +2,16 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import _meta_registrations
 from torch._decomp import decomposition_table
+from torch._dispatch.python import no_python_dispatcher
 from torch._prims_common import (
     compute_elementwise_output_strides,
-    is_non_overlapping_and_dense_or_false,
     suggest_memory_format,
 )
 from torch._subclasses.fake_impls import op_implementations_dict
@@ -65,27 +66,31 @@ def _elementwise(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _by_operands(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """As kernels choose by all operands at once."""
-    strides = _strides_of_elementwise([a for a in args if isinstance(a, torch.Tensor)])
+    """Of the gradient and what decides about it, which the kernel reads in the other order."""
+    strides = _strides_of_elementwise(args[1::-1])
     return result if strides is None else _strided(result, strides)
 
 
-def _strides_of_elementwise(operands: Sequence[torch.Tensor]) -> Sequence[int] | None:
-    """Strides that kernels choose by all operands at once; None where they look at each dimension, or where
-    tracing is right."""
-    first = operands[0]
-    numbers = (number for operand in operands for number in (*operand.shape, *operand.stride()))
-    if not all(isinstance(number, int) for number in numbers) or 1 not in first.shape:
+def _strides_of_elementwise(operands: Sequence[Any]) -> Sequence[int] | None:
+    """The strides of what kernels make of one or two operands, element by element; None if tracing is right.
+
+    All of them lay their results out by the same rule, the tensor iterator's. Operators whose kernel for
+    tensors without data is of C++ follow it, as the one that is asked here.
+    """
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    numbers = (number for tensor in tensors for number in (*tensor.shape, *tensor.stride()))
+    if any(tensor.device.type != "cpu" for tensor in tensors) or not all(isinstance(n, int) for n in numbers):
         return None
-    if any(operand.shape != first.shape or operand.device.type != "cpu" for operand in operands):
+    if not any(1 in tensor.shape for tensor in tensors):
         return None
-    strides = {operand.stride() for operand in operands}
-    for memory_format in (torch.contiguous_format, torch.channels_last)[: 2 if first.dim() == 4 else 1]:
-        if all(operand.is_contiguous(memory_format=memory_format) for operand in operands):
-            with without_modes():
-                new = torch.empty(first.shape, device="meta", memory_format=memory_format).stride()
-            return None if memory_format is torch.contiguous_format and strides == {new} else new
-    return first.stride() if len(strides) == 1 and is_non_overlapping_and_dense_or_false(first) else None
+    with without_modes(), no_python_dispatcher():
+        without_data = [
+            torch.empty_strided(o.shape, o.stride(), device="meta")
+            if isinstance(o, torch.Tensor)
+            else torch.empty((), device="meta")
+            for o in operands
+        ]
+        return tuple(torch.ops.aten.silu_backward.default(without_data[0], without_data[-1]).stride())
 
 
 def _strided(result: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
@@ -135,9 +140,8 @@ ELEMENTWISE: dict[Any, int] = {
     **{getattr(torch.ops.aten, name).default: 2 for name in _BINARY},
     **{getattr(torch.ops.aten, name).Tensor: 2 for name in ("add", "sub", "mul", "div")},
     torch.ops.aten.pow.Tensor_Scalar: 1,
-    torch.ops.aten.where.self: 3,
 }
-"""Operators that compute element by element, and how many tensors they take."""
+"""Operators that compute element by element, and of how many operands; of two, one may be a number."""
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
@@ -192,16 +196,24 @@ def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
 
 def _as_operands(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Results element by element, whose dimensions of one element have the strides of the kernel's."""
-    operands = [argument for argument in args if isinstance(argument, torch.Tensor)]
-    strides = _strides_of_elementwise(operands) if len(operands) == ELEMENTWISE[operator] else None
+    strides = None if _UNDERWAY.operator else _strides_of_elementwise(args[: ELEMENTWISE[operator]])
     if strides is None:
         return NotImplemented
-    with mode:
-        plain = [
-            torch.empty_like(a, memory_format=torch.contiguous_format) if isinstance(a, torch.Tensor) else a
-            for a in args
-        ]
-        return _strided(operator(*plain, **kwargs), strides)
+    _UNDERWAY.operator = operator
+    try:
+        with mode:
+            return _strided(operator(*args, **kwargs), strides)
+    finally:
+        _UNDERWAY.operator = None
+
+
+class _Underway(threading.local):
+    """The operator whose result is being laid out in this thread, which PyTorch is asked for as it is."""
+
+    operator: Any = None
+
+
+_UNDERWAY = _Underway()
 
 
 def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
