@@ -73,8 +73,9 @@ def _measure(
 ) -> None:
     model, args, kwargs = zoo.build(name)
     if change is not None:
-        model, (args, kwargs) = change.module(model), change.inputs((args, kwargs))
+        args, kwargs = change.inputs((args, kwargs))
         try:
+            model = change.module(model)
             zoo.scalar_loss(model(*args, **kwargs)).backward()
         except Exception as error:
             row["unable"] = f"{type(error).__name__}: {error}"[:300]

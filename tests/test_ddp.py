@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import planner
 from planner._torch import distributed
 from planner.runtime import ddp
+from tests.ranks import run_ranks, what_a_rank_says
 from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
-from tests.two_ranks import run_two_ranks, what_a_rank_says
 
 pytestmark = pytest.mark.heavy
 
@@ -178,7 +178,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     wanted = frozenset(item.callspec.params["name"] for item in tests if hasattr(item, "callspec"))
     plan = tmp_path_factory.mktemp("ranks") / "plan.json"
     plan_of(layers(Normalised)[0], (torch.randn(64, 32),), loss=sum).save(plan)
-    return run_two_ranks(partial(_rank, wanted, plan), tmp_path_factory, "ddp")
+    return run_ranks(partial(_rank, wanted, plan), tmp_path_factory, "ddp")
 
 
 @pytest.mark.parametrize(

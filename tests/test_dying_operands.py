@@ -164,6 +164,21 @@ def test_only_what_dies_is_written_into(body: Body, count: int, backward: bool) 
     assert torch.equal(y, before[1])
 
 
+@pytest.mark.parametrize(("name", "count"), [("x", 1), ("tangents_1", 0)])
+def test_nothing_is_written_into_what_may_have_other_strides_than_traced(name: str, count: int) -> None:
+    """Gradients arrive with any strides of dimensions of one element, as does what is computed of them."""
+    graph = FxGraph()
+    graph.output((call(graph, aten.exp.default, call(graph, aten.neg.default, graph.placeholder(name))),))
+    module = GraphModule(nn.Module(), graph)
+    with fake_mode():
+        given, negated, result, _ = graph.nodes
+        for node in (given, negated, result):
+            node.meta |= {"val": torch.empty(1, 4, 8), "partitioner_tag": "is_backward"}
+    module.graph.output_node().meta["desc"] = []
+    write_into_dying_operands(module)
+    assert sum(writing(n) is not None for n in module.graph.nodes) == count
+
+
 def test_in_the_forward_only_what_one_operation_reads_is_written_into() -> None:
     """What else is read of it may be computed again; what is computed again reads what was made before it;
     and users may write to what they get, which a view of a function of autograd's forbids."""

@@ -59,6 +59,10 @@ class Breaking(torch.autograd.Function):
 @pytest.mark.heavy
 def test_a_custom_autograd_function_that_breaks_the_graph() -> None:
     model, args, _ = layers(_with(Breaking.apply))
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    assert len(plan.forward_only) == 1  # what is inside has no backward
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
     assert_trains_alike(model, args, steps(args), expected_runs=None)
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from planner.verification.measure import measure_peak
-from tests.two_ranks import run_two_ranks, what_a_rank_says
+from tests.ranks import run_ranks, what_a_rank_says
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -171,7 +171,7 @@ def _rank(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each rank says of each case; all in one pair of processes."""
-    return run_two_ranks(_rank, tmp_path_factory, "parallel")
+    return run_ranks(_rank, tmp_path_factory, "parallel")
 
 
 @pytest.mark.heavy

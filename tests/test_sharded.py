@@ -11,8 +11,8 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 import planner
+from tests.ranks import run_ranks, what_a_rank_says
 from tests.side_by_side import counting_runs
-from tests.two_ranks import run_two_ranks, what_a_rank_says
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,7 +51,7 @@ def _other_plans() -> str:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each rank says of each case; all in one pair of processes."""
-    return run_two_ranks(_rank, tmp_path_factory, "sharded")
+    return run_ranks(_rank, tmp_path_factory, "sharded")
 
 
 @pytest.mark.heavy

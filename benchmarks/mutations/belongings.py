@@ -43,8 +43,8 @@ BELONGINGS = [
             ),
         ),
         (
-            "tests/test_intact.py::test_variables_of_files_and_classes_are_left_alone",
-            "tests/test_intact.py::test_what_a_loss_refers_to_is_left_alone",
+            "tests/test_step_snapshot.py::test_a_step_that_changes_all_that_it_can",
+            "tests/test_verification.py::test_state_that_the_forward_replaces_or_caches_is_put_back",
         ),
     ),
     Mutation(

@@ -37,6 +37,19 @@ RANKS = [
         ("tests/test_ddp.py::test_two_ranks[accumulating]",),
     ),
     Mutation(
+        "ddp-order-of-gradients",
+        "DistributedDataParallel fills its buckets in the order in which it would without a plan.",
+        "Gradients arrive in whatever order the engine takes them from one node.",
+        (
+            Change(
+                "planner/hooks/arrival_order.py",
+                "            if given.is_leaf and given.requires_grad:\n",
+                "            if False:\n",
+            ),
+        ),
+        ("tests/test_arrival_order.py::test_gradients_arrive_in_eager_s_order[shared]",),
+    ),
+    Mutation(
         "ddp-other-plans",
         "Ranks with different plans are an error at the first forward.",
         "Ranks publish their plans, and compare nothing.",

@@ -1,4 +1,4 @@
-"""Two processes that train together, over gloo on this machine."""
+"""Two processes that train together, or more, over gloo on this machine."""
 
 import faulthandler
 import os
@@ -15,20 +15,24 @@ from filelock import FileLock
 SECONDS = 400
 
 
-def run_two_ranks(work: Callable[[Path], None], factory: pytest.TempPathFactory, name: str) -> Path:
-    """Run a function in two processes of one group, given a folder for what they say; return that folder.
+def run_ranks(
+    work: Callable[[Path], None], factory: pytest.TempPathFactory, name: str, count: int = 2
+) -> Path:
+    """Run a function in processes of one group, given a folder for what they say; return that folder.
 
     It runs once, also where pytest's workers share the tests that read the folder. A process that takes
     longer than ``SECONDS`` is ended. ``what_a_rank_says`` reads what is there.
     """
     base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"two ranks of {name}"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"ranks of {name}"
     with FileLock(f"{folder}.lock"):
         if folder.exists():
             return folder
         folder.mkdir()
         context = torch.multiprocessing.get_context("spawn")
-        processes = [context.Process(target=_rank, args=(r, work, folder), daemon=True) for r in (0, 1)]
+        processes = [
+            context.Process(target=_rank, args=(r, count, work, folder), daemon=True) for r in range(count)
+        ]
         for started in processes:
             started.start()
         end = time.monotonic() + SECONDS
@@ -46,11 +50,13 @@ def what_a_rank_says(folder: Path, name: str, rank: int) -> str:
     return f"rank {rank} did not come to it: {(folder / f'end.{rank}').read_text()[-2000:]}"
 
 
-def _rank(rank: int, work: Callable[[Path], None], folder: Path) -> None:
+def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path) -> None:
     with (folder / f"end.{rank}").open("w") as end:
         faulthandler.dump_traceback_later(SECONDS - 10, file=end)
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", store=_store(rank, folder / "port"), rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", store=_store(rank, count, folder / "port"), rank=rank, world_size=count
+        )
         try:
             work(folder)
         except BaseException:
@@ -61,13 +67,13 @@ def _rank(rank: int, work: Callable[[Path], None], folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def _store(rank: int, port: Path) -> dist.Store:
+def _store(rank: int, count: int, port: Path) -> dist.Store:
     """Where the ranks meet, as under torchrun; at a port that rank 0 has already, so that none takes it."""
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
         port.with_suffix(".new").write_text(str(store.port))
         port.with_suffix(".new").rename(port)
         return store
     while not port.exists():
         time.sleep(0.05)
-    return dist.TCPStore("127.0.0.1", int(port.read_text()), 2, is_master=False)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), count, is_master=False)

@@ -1,0 +1,111 @@
+"""Under DistributedDataParallel gradients arrive in eager's order, by which it adds them up."""
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+from planner._torch import distributed
+from planner.runtime import ddp
+from tests.ranks import run_ranks, what_a_rank_says
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+
+class Shared(nn.Module):
+    """Norms, weights that one product reads at once, and a layer that is used three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for norm in self.norms:
+            x = x + self.shared(norm(x)).tanh()
+        return torch.addmm(self.bias, x.tanh(), self.weight).square().mean()
+
+
+def _transformer() -> nn.Module:
+    blocks: Any = importlib.import_module("blocks")
+    return blocks.build_model()
+
+
+def _words(rank: int = 0, step: int = 0) -> torch.Tensor:
+    blocks: Any = importlib.import_module("blocks")
+    return blocks.batch(step, rank)
+
+
+def _arrivals(model: nn.Module, x: torch.Tensor) -> list[str]:
+    arrived: list[str] = []
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+        for name, p in model.named_parameters()
+    ]
+    model(x).backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return arrived
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict[str, Any]]] = {
+    "shared": (Shared, lambda: torch.randn(8, 16), {}),
+    "transformer": (_transformer, _words, {}),
+    "transformer in regions": (_transformer, _words, {"regions": "layers.*"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_arrive_in_eager_s_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, batch, options = CASES[name]
+    torch.manual_seed(0)
+    model, x = build().train(), batch()
+    expected = _arrivals(copy.deepcopy(model), x)
+    assert len(expected) == len(list(model.parameters()))
+    planner.plan(model, (x,), budget="min", solver="sqrt_n", **options).apply(model)
+    assert _arrivals(model, x) != expected  # a graph is one node: its gradients arrive in any order
+    monkeypatch.setattr(distributed, "active_data_parallel_group", object)
+    monkeypatch.setattr(ddp.RankCheck, "__call__", lambda self: True)
+    assert _arrivals(model, x) == expected
+
+
+def _weights(plan: planner.Plan | None) -> dict[str, torch.Tensor]:
+    model = _transformer()
+    if plan is not None:
+        plan.apply(model)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(dist.get_rank())
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(_words(dist.get_rank(), step)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def _rank(folder: Path) -> None:
+    plan = planner.plan(_transformer(), (_words(),), budget="min", solver="sqrt_n")
+    ours, theirs = _weights(plan), _weights(None)
+    unequal = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
+    (folder / f"said.{dist.get_rank()}").write_text(f"{unequal or 'all'} equal")
+
+
+@pytest.mark.heavy
+def test_three_ranks_get_the_sums_that_they_get_without_a_plan(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = run_ranks(_rank, tmp_path_factory, "three", 3)
+    for rank in range(3):
+        assert what_a_rank_says(folder, "said", rank) == "all equal"
