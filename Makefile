@@ -104,7 +104,7 @@ reports: venv  ## Plan three models and measure their reports in Chromium: docs/
 zoo: venv packages  ## Plan, run and compare every model of the zoo; writes docs/zoo.md. Takes an hour; goes on where it stopped.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --results $(OUT)/zoo.jsonl --out docs/zoo.md
 
-mutations: venv  ## Disable each safeguard in a copy: a test must fail. Writes docs/results/mutations.md; a quarter of an hour.
+mutations: venv  ## Disable each safeguard in a copy: a test must fail. Writes docs/results/mutations.md; half an hour.
 	$(BIN)/python benchmarks/mutate.py --out docs/results/mutations.md
 
 bench: venv  ## Run the benchmarks, one after the other.

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from planner._torch import distributed
 from planner.runtime import ddp
-from tests.ranks import run_ranks, what_a_rank_says
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -42,9 +39,9 @@ def _transformer() -> nn.Module:
     return blocks.build_model()
 
 
-def _words(rank: int = 0, step: int = 0) -> torch.Tensor:
+def _words() -> torch.Tensor:
     blocks: Any = importlib.import_module("blocks")
-    return blocks.batch(step, rank)
+    return blocks.batch(0, 0)
 
 
 def _arrivals(model: nn.Module, x: torch.Tensor) -> list[str]:
@@ -79,33 +76,3 @@ def test_gradients_arrive_in_eager_s_order(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(distributed, "active_data_parallel_group", object)
     monkeypatch.setattr(ddp.RankCheck, "__call__", lambda self: True)
     assert _arrivals(model, x) == expected
-
-
-def _weights(plan: planner.Plan | None) -> dict[str, torch.Tensor]:
-    model = _transformer()
-    if plan is not None:
-        plan.apply(model)
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(dist.get_rank())
-    for step in range(3):
-        optimizer.zero_grad()
-        wrapped(_words(dist.get_rank(), step)).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-def _rank(folder: Path) -> None:
-    plan = planner.plan(_transformer(), (_words(),), budget="min", solver="sqrt_n")
-    ours, theirs = _weights(plan), _weights(None)
-    unequal = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    (folder / f"said.{dist.get_rank()}").write_text(f"{unequal or 'all'} equal")
-
-
-@pytest.mark.heavy
-def test_three_ranks_get_the_sums_that_they_get_without_a_plan(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    folder = run_ranks(_rank, tmp_path_factory, "three", 3)
-    for rank in range(3):
-        assert what_a_rank_says(folder, "said", rank) == "all equal"
