@@ -23,7 +23,7 @@ from planner._torch.execution.op_bindings import same_sizes, same_steps
 from planner._torch.execution.sign_operators import MASK_GRADIENT, MASK_GRADIENT_
 from planner._torch.joint import aot_metadata
 from planner.graph.in_place import operator_in_place
-from planner.graph.known_strides import with_known_strides
+from planner.graph.known_strides import has_one, with_known_strides
 from planner.graph.passes.in_place_accumulation import is_sum_in_place
 from planner.graph.replay import rule_of
 from planner.graph.replay_rule import ReplayRule
@@ -193,8 +193,9 @@ class _Storages:
         # Eager's sum has the strides of the first of two gradients, whatever those of the second.
         if is_sum_in_place(node):
             return _FIRST
-        # In the memory of an operand a result has its strides, which must be those of a new one.
-        if not self._known_strides.issuperset((node, *node.all_input_nodes)):
+        # In the memory of an operand a result has its strides, which must be those of a new one. Where it has no
+        # dimension of one element, such dimensions of its operands are broadcast, and their strides not read.
+        if has_one(value) and not self._known_strides.issuperset((node, *node.all_input_nodes)):
             return ()
         return _WRITERS[node.target][0]
 

@@ -31,7 +31,7 @@ def with_known_strides(module: GraphModule) -> set[Node]:
     known: set[Node] = set()
     for node in module.graph.nodes:
         values = _tensors(node)
-        if not any(map(_has_one, values)) or (all(map(_is_plain, values)) and _is_known(node, known)):
+        if not any(map(has_one, values)) or (all(map(_is_plain, values)) and _is_known(node, known)):
             known.add(node)
     return known
 
@@ -62,13 +62,14 @@ def _tensors(node: Node) -> list[torch.Tensor]:
     return [t for t in fake.tree_leaves(value) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 
-def _has_one(value: torch.Tensor) -> bool:
+def has_one(value: torch.Tensor) -> bool:
+    """Whether a tensor has a dimension of one element."""
     return any(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _is_plain(value: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a new one, of some order of its dimensions."""
-    if not _has_one(value):
+    if not has_one(value):
         return True
     sizes, strides = _sizes(value), _strides(value)
     same = torch.empty_strided(sizes, strides, device="meta")
