@@ -34,6 +34,21 @@ def writes(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def strided_copy(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A copy that lies in memory as the tensor does, dense or not.
+
+    Args:
+        device: Where it is made; None for the tensor's own device.
+    """
+    device = device or tensor.device
+    if tensor.layout is not torch.strided or tensor.is_contiguous() or not tensor.numel():
+        return tensor.to(device, copy=True)
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    made.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
+    return made
+
+
 def stored_elements(tensor: torch.Tensor) -> int:
     """How many elements a sparse tensor stores."""
     return int(tensor._nnz())

@@ -193,8 +193,8 @@ class _Storages:
         # Eager's sum has the strides of the first of two gradients, whatever those of the second.
         if is_sum_in_place(node):
             return _FIRST
-        # In the memory of an operand a result has its strides, which must be those of a new one. Where it has no
-        # dimension of one element, such dimensions of its operands are broadcast, and their strides not read.
+        # In the memory of an operand a result has its strides, which must be those of a new one. Where it has
+        # no dimension of one element, those of its operands are broadcast, and their strides are not read.
         if has_one(value) and not self._known_strides.issuperset((node, *node.all_input_nodes)):
             return ()
         return _WRITERS[node.target][0]

@@ -115,11 +115,3 @@ def copy_bytes(primal: Node) -> int:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and version under another tensor: it stays with it where the first is given other."""
     return tensor.detach()
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the tensor does, dense or not."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return tensor.clone()
-    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())

@@ -20,9 +20,10 @@ from torch.fx.node import map_arg
 
 from planner._torch import fake
 from planner._torch.joint.graph_modules import graph_module
+from planner._torch.tensors import strided_copy
 from planner.errors import CaptureError
 from planner.graph.joint_graph import JointGraph, JointOp
-from planner.graph.overwritten import InputReads, alias, copied
+from planner.graph.overwritten import InputReads, alias
 from planner.graph.replay.packed import PACKED, read_sizes
 from planner.graph.replay_rule import ReplayRule
 from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
@@ -275,7 +276,7 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
             state_of[op].meta["val"] = torch.empty(0, dtype=torch.uint8)
         for primal in first_readers.get(op.index, ()):
             if (primal, True) in body.taken:
-                taken_as[primal, True] = _taken(graph, env[primal], copied)
+                taken_as[primal, True] = _taken(graph, env[primal], strided_copy)
         node(op.node)
         if op in body.states and op in body.packed:
             state_of[op] = PACKED.save_state(graph, node(op.node))

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake as fake_
 from planner._torch import modules
-from planner._torch.tensors import writes
+from planner._torch.tensors import strided_copy, writes
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
@@ -82,7 +82,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
     def clone(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            made[id(tensor)] = strided_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
 
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))

@@ -36,6 +36,7 @@ from planner._torch.joint.in_place import results_in_place
 from planner._torch.joint.logs import logged_when_asked
 from planner._torch.joint.trace_key import trace_key
 from planner._torch.joint.traced_before import TRACED_BEFORE
+from planner._torch.tensors import strided_copy
 from planner._torch.without_data.apart import tell_results_apart
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -232,10 +233,10 @@ def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tupl
 
 
 def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
-    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copy = strided_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
     if tensor.constant is not None and isinstance(copy, FakeTensor):
         with without_modes():  # without data it would be taken for data, which ends the process
-            copy.constant = tensor.constant.clone()
+            copy.constant = strided_copy(tensor.constant)
     return copy
 
 

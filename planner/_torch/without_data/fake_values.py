@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from planner._torch.tensors import strided_copy
 from planner._torch.without_data.apart import tell_results_apart
 from planner._torch.without_data.data_free import DataFreeLog
 
@@ -188,7 +189,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     # On the meta device there are none. Ones are taken: a valid index, a mask without padding.
     if tensor.device.type == "meta":
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
-    return torch.empty_like(tensor, device=_CPU, memory_format=torch.preserve_format).copy_(tensor)
+    return strided_copy(tensor, _CPU)
 
 
 def forget_changes(fake: torch.Tensor, original: torch.Tensor) -> None:
