@@ -87,7 +87,8 @@ EXACTNESS = [
         (
             Change(
                 "planner/graph/dying_operands.py",
-                "        if not self._known_strides.issuperset((node, *node.all_input_nodes)):\n",
+                "        if has_one(value) and not self._known_strides.issuperset("
+                "(node, *node.all_input_nodes)):\n",
                 "        if False:\n",
             ),
         ),

@@ -43,10 +43,18 @@ def strided_copy(tensor: torch.Tensor, device: torch.device | None = None) -> to
     device = device or tensor.device
     if tensor.layout is not torch.strided or tensor.is_contiguous() or not tensor.numel():
         return tensor.to(device, copy=True)
-    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    made.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
+    copy_elements(made, tensor)
     return made
+
+
+def copy_elements(made: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor into another of the same sizes and strides, of which elements may share memory."""
+    if tensor.is_contiguous() or not tensor.numel():
+        made.copy_(tensor)
+        return
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    made.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
 
 
 def stored_elements(tensor: torch.Tensor) -> int:

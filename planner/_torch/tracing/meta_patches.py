@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import _meta_registrations
 from torch._decomp import decomposition_table
-from torch._dispatch.python import no_python_dispatcher
 from torch._prims_common import (
-    compute_elementwise_output_strides,
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
     suggest_memory_format,
 )
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner._torch.fake import strides_of_view, without_modes
+from planner._torch.fake import strides_of_view
 from planner._torch.tracing.dynamo_patches import replace
+from planner._torch.tracing.elementwise_strides import ELEMENTWISE, Form, strides_of_elementwise
 
 
 @functools.cache
@@ -41,56 +42,77 @@ Layout = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
 
 
 def _contiguous(result: torch.Tensor, _: tuple[Any, ...]) -> torch.Tensor:
-    return result.contiguous()
+    return _new(result, torch.contiguous_format)
 
 
-def _channels_last_as(position: int) -> Layout:
-    """Contiguous, or channels-last where this argument is; not what has another shape."""
+def _suggested_by(position: int) -> Layout:
+    """Contiguous, or channels-last where this argument is."""
+    return lambda result, args: (
+        _new(result, suggest_memory_format(args[position]))
+        if result.dim() == args[position].dim()
+        else result
+    )
+
+
+def _normalised_as(*positions: int) -> Layout:
+    """Contiguous, or channels-last where the last of these arguments is, as batch normalisations see it.
+
+    One can be both, where dimensions have one element. It is then taken for contiguous, if it is dense and
+    all of these arguments suggest the same format.
+    """
+
+    def laid_out(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+        sources = [args[position] for position in positions]
+        if result.shape != sources[-1].shape:
+            return result
+        dense = [*map(_dense_format, sources)]
+        suggested = [*map(suggest_memory_format, sources)]
+        agreed = None not in dense and len(set(suggested)) == 1
+        return _new(result, dense[-1] if agreed and dense[-1] is not None else suggested[-1])
+
+    return laid_out
+
+
+def _dense_format(tensor: torch.Tensor) -> torch.memory_format | None:
+    formats = (torch.contiguous_format, *_CHANNELS_LAST.get(tensor.dim(), ()))
+    return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)
+
+
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
+
+def _like(position: int) -> Layout:
+    """As what is made like this argument."""
 
     def laid_out(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
         source = args[position]
         if result.shape != source.shape:
             return result
-        return result.contiguous(memory_format=suggest_memory_format(source))
+        dense = torch.ops.aten.is_non_overlapping_and_dense.default(source)
+        return _strided(result, source.stride() if dense else torch.empty_like(source).stride())
 
     return laid_out
 
 
-def _like(position: int) -> Layout:
-    """As what is made like this argument."""
-    return lambda result, args: _strided(result, torch.empty_like(args[position]).stride())
+def _element_by_element(operator: Any) -> Layout:
+    def laid_out(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+        strides = _elementwise(operator, args)
+        return result if strides is None else _strided(result, strides)
+
+    return laid_out
 
 
-def _elementwise(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    return _strided(result, compute_elementwise_output_strides(args[0], args[1]))
-
-
-def _by_operands(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """Of the gradient and what decides about it, which the kernel reads in the other order."""
-    strides = _strides_of_elementwise(args[1::-1])
-    return result if strides is None else _strided(result, strides)
-
-
-def _strides_of_elementwise(operands: Sequence[Any]) -> Sequence[int] | None:
-    """The strides of what kernels make of one or two operands, element by element; None if tracing is right.
-
-    All of them lay their results out by the same rule, the tensor iterator's. Operators whose kernel for
-    tensors without data is of C++ follow it, as the one that is asked here.
-    """
-    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
-    numbers = (number for tensor in tensors for number in (*tensor.shape, *tensor.stride()))
-    if any(tensor.device.type != "cpu" for tensor in tensors) or not all(isinstance(n, int) for n in numbers):
-        return None
-    if not any(1 in tensor.shape for tensor in tensors):
-        return None
-    with without_modes(), no_python_dispatcher():
-        without_data = [
-            torch.empty_strided(o.shape, o.stride(), device="meta")
-            if isinstance(o, torch.Tensor)
-            else torch.empty((), device="meta")
-            for o in operands
-        ]
-        return tuple(torch.ops.aten.silu_backward.default(without_data[0], without_data[-1]).stride())
+def _new(result: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """A result with the strides of a new tensor."""
+    if not all(isinstance(size, int) for size in result.shape):
+        return result.contiguous(memory_format=memory_format)
+    contiguous = memory_format is torch.contiguous_format
+    return _strided(
+        result,
+        make_contiguous_strides_for(result.shape)
+        if contiguous
+        else make_channels_last_strides_for(result.shape),
+    )
 
 
 def _strided(result: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
@@ -104,44 +126,46 @@ _LAYOUTS: dict[Any, Layout] = {
     getattr(torch.ops.aten, name).default: layout
     for layout, names in (
         (
-            _channels_last_as(0),
+            _normalised_as(0),
             (
                 *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
                 *("_batch_norm_with_update", "_batch_norm_with_update_functional"),
             ),
         ),
-        (_channels_last_as(1), ("native_batch_norm_backward", "batch_norm_backward")),
+        (_normalised_as(0, 1), ("native_batch_norm_backward", "batch_norm_backward")),
+        (
+            _suggested_by(0),
+            (
+                *("native_group_norm", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
+                "roll",
+            ),
+        ),
+        (
+            _suggested_by(1),
+            ("native_group_norm_backward", "reflection_pad2d_backward", "replication_pad2d_backward"),
+        ),
         (
             _contiguous,
             (
-                *("native_layer_norm_backward", "_log_softmax_backward_data", "log_sigmoid_forward"),
+                *("native_layer_norm", "native_layer_norm_backward", "_log_softmax", "log_sigmoid_forward"),
+                *("_log_softmax_backward_data", "tril", "triu"),
                 *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"),
             ),
         ),
-        (_like(1), ("binary_cross_entropy_backward",)),
         (
-            _elementwise,
-            ("native_dropout_backward", "hardtanh_backward", "hardswish_backward", "logit_backward"),
+            _like(0),
+            (
+                *("empty_like", "full_like", "zeros_like", "ones_like", "rand_like", "randn_like"),
+                *("flip", "hardtanh", "nan_to_num", "_prelu_kernel", "log_sigmoid_backward"),
+            ),
         ),
-        (_by_operands, ("threshold_backward",)),
+        (_like(1), ("binary_cross_entropy_backward", "nll_loss2d_backward", "_prelu_kernel_backward")),
     )
     for name in names
-} | {torch.ops.aten._native_batch_norm_legit.no_stats: _channels_last_as(0)}
+} | {torch.ops.aten._native_batch_norm_legit.no_stats: _normalised_as(0)}
+_LAYOUTS |= dict.fromkeys((torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor), _contiguous)
+_LAYOUTS |= {operator: _element_by_element(operator) for operator in ELEMENTWISE}
 
-
-_UNARY = (
-    *("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "erf"),
-    *("tanh", "sigmoid", "relu", "silu", "gelu"),
-)
-_BINARY = ("tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward")
-
-ELEMENTWISE: dict[Any, int] = {
-    **{getattr(torch.ops.aten, name).default: 1 for name in _UNARY},
-    **{getattr(torch.ops.aten, name).default: 2 for name in _BINARY},
-    **{getattr(torch.ops.aten, name).Tensor: 2 for name in ("add", "sub", "mul", "div")},
-    torch.ops.aten.pow.Tensor_Scalar: 1,
-}
-"""Operators that compute element by element, and of how many operands; of two, one may be a number."""
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
@@ -164,17 +188,21 @@ def layouts_of_kernels() -> Iterator[None]:
         operator: decomposition_table[operator] for operator in _LAYOUTS.keys() & decomposition_table.keys()
     }
     views = {operator: op_implementations_dict[operator] for operator in _VIEWS}
+    before = {operator: op_implementations_dict.get(operator) for operator in _LAYOUTS}
     decomposition_table.update({op: _laid_out(shapes, _LAYOUTS[op]) for op, shapes in known.items()})
     op_implementations_dict.update({op: _as_viewed(shapes) for op, shapes in views.items()})
-    op_implementations_dict.update(computed := dict.fromkeys(ELEMENTWISE, _as_operands))
+    op_implementations_dict.update({op: _implemented(own, _LAYOUTS[op]) for op, own in before.items()})
     FakeTensorMode.cache = _REMEMBERED
     try:
         yield
     finally:
         decomposition_table.update(known)
         op_implementations_dict.update(views)
-        for operator in computed:
-            del op_implementations_dict[operator]
+        for operator, own in before.items():
+            if own is None:
+                del op_implementations_dict[operator]
+            else:
+                op_implementations_dict[operator] = own
         FakeTensorMode.cache = remembered
 
 
@@ -194,17 +222,40 @@ def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _as_operands(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Results element by element, whose dimensions of one element have the strides of the kernel's."""
-    strides = None if _UNDERWAY.operator else _strides_of_elementwise(args[: ELEMENTWISE[operator]])
-    if strides is None:
-        return NotImplemented
-    _UNDERWAY.operator = operator
-    try:
-        with mode:
-            return _strided(operator(*args, **kwargs), strides)
-    finally:
-        _UNDERWAY.operator = None
+def _elementwise(operator: Any, args: Sequence[Any]) -> tuple[int, ...] | None:
+    """The strides of a result that is computed element by element; None if PyTorch tells them right."""
+    forms: list[Form] = []
+    for position in ELEMENTWISE[operator]:
+        operand = args[position]
+        if not isinstance(operand, torch.Tensor):
+            forms.append(((), ()))
+            continue
+        form = tuple(operand.shape), operand.stride()
+        if operand.device.type != "cpu" or not all(isinstance(n, int) and n > 0 for n in form[0]):
+            return None
+        if operand.layout is not torch.strided or not all(isinstance(n, int) for n in form[1]):
+            return None
+        forms.append(form)
+    sizes, strides = forms[0]
+    if 1 not in sizes and strides == make_contiguous_strides_for(sizes) and len(set(forms)) == 1:
+        return None
+    return strides_of_elementwise(forms)
+
+
+def _implemented(own: Callable[..., Any] | None, layout: Layout) -> Callable[..., Any]:
+    """A shape function: PyTorch's own, if it has one of this operator, or what it computes without data."""
+
+    def run(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        if _UNDERWAY.operator is operator:
+            return NotImplemented if own is None else own(mode, operator, *args, **kwargs)
+        before, _UNDERWAY.operator = _UNDERWAY.operator, operator
+        try:
+            with mode:
+                return _laid_out(operator, layout)(*args, **kwargs)
+        finally:
+            _UNDERWAY.operator = before
+
+    return run
 
 
 class _Underway(threading.local):
@@ -220,6 +271,8 @@ def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     @functools.wraps(shapes)  # only what says that it is of PyTorch is used
     def run(*args: Any, **kwargs: Any) -> Any:
         results = shapes(*args, **kwargs)
+        if kwargs.get("memory_format") not in (None, torch.preserve_format):
+            return results
         one = isinstance(results, torch.Tensor)
         laid_out = tuple(
             result if result is None or result.device.type != "cpu" else layout(result, args)

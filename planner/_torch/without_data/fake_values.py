@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from planner._torch.tensors import strided_copy
+from planner._torch.tensors import copy_elements, strided_copy
 from planner._torch.without_data.apart import tell_results_apart
 from planner._torch.without_data.data_free import DataFreeLog
 
@@ -199,7 +199,7 @@ def forget_changes(fake: torch.Tensor, original: torch.Tensor) -> None:
         fake.constant = _values(original)
         fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
     else:
-        fake.constant.copy_(_values(original))
+        copy_elements(fake.constant, _values(original))
 
 
 def known_values(tensors: Sequence[object]) -> list[torch.Tensor | None]:
