@@ -246,7 +246,8 @@ def _implemented(own: Callable[..., Any] | None, layout: Layout) -> Callable[...
     """A shape function: PyTorch's own, if it has one of this operator, or what it computes without data."""
 
     def run(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        if _UNDERWAY.operator is operator:
+        right = operator in ELEMENTWISE and _elementwise(operator, args) is None
+        if _UNDERWAY.operator is operator or right:
             return NotImplemented if own is None else own(mode, operator, *args, **kwargs)
         before, _UNDERWAY.operator = _UNDERWAY.operator, operator
         try:
