@@ -4,6 +4,7 @@ Tested with torch 2.13.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +61,15 @@ def copy_elements(made: torch.Tensor, tensor: torch.Tensor) -> None:
 def stored_elements(tensor: torch.Tensor) -> int:
     """How many elements a sparse tensor stores."""
     return int(tensor._nnz())
+
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+"""What is called with a gradient, and may return another in its place."""
+
+
+def hooks_on(tensor: torch.Tensor) -> list[Hook]:
+    """The hooks that look at, or change, the gradient of a tensor, in their order."""
+    return list((tensor._backward_hooks or {}).values())
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

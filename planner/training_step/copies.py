@@ -1,7 +1,7 @@
 """Copies of a module and of a step's arguments, on which the step can run without changing the originals."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake as fake_
 from planner._torch import modules
-from planner._torch.tensors import strided_copy, writes
+from planner._torch.tensors import Hook, has_hooks, hooks_on, strided_copy, writes
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
@@ -29,6 +29,7 @@ class StepCopy:
         reset: Puts back what a pass changed.
         data: Whether the copy has data.
         value_of: A tensor of the step without data as one with data; None where it depends on data.
+        notes: What of the step the copy leaves out; more may come while it runs.
     """
 
     module: torch.nn.Module
@@ -37,6 +38,7 @@ class StepCopy:
     reset: Callable[[], None]
     data: bool
     value_of: Callable[[torch.Tensor], torch.Tensor | None]
+    notes: Sequence[str] = ()
 
 
 def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
@@ -73,7 +75,15 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
     loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
-    return StepCopy(copied, copied_step, running, reset, data=False, value_of=mode.log.value)
+    return StepCopy(
+        copied,
+        copied_step,
+        running,
+        reset,
+        data=False,
+        value_of=mode.log.value,
+        notes=_hook_gradients(module, copied),
+    )
 
 
 def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
@@ -103,7 +113,13 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     loss = _on_copies(step.loss, pairs)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
     return StepCopy(
-        copied, copied_step, contextlib.nullcontext, reset, data=True, value_of=lambda tensor: tensor
+        copied,
+        copied_step,
+        contextlib.nullcontext,
+        reset,
+        data=True,
+        value_of=lambda tensor: tensor,
+        notes=_hook_gradients(module, copied),
     )
 
 
@@ -123,6 +139,33 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
             # Scripted modules clone their parameters with history: gradients would reach the user's.
             mine.detach_().requires_grad_(original.requires_grad)
     return copied
+
+
+def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[str]:
+    """Let the hooks on the gradients of weights run on those of a copy; returns what of them is not planned.
+
+    One that asks for data, as to log a norm, is none without them.
+    """
+    notes: list[str] = []
+
+    def unless_data_decide(name: str, hook: Hook) -> Hook:
+        def run(gradient: torch.Tensor) -> torch.Tensor | None:
+            try:
+                return hook(gradient)
+            except fake_.DataDependentError:
+                note = f"a hook on the gradient of {name} asks for its values: what that takes is not planned"
+                notes.extend([note] * (note not in notes))
+                return None
+
+        return run
+
+    copies = dict(copied.named_parameters())
+    for name, original in module.named_parameters():
+        mine = copies[name]
+        if mine.requires_grad and not has_hooks(mine):
+            for hook in hooks_on(original):
+                mine.register_hook(unless_data_decide(name, hook))
+    return notes
 
 
 def _state(module: torch.nn.Module) -> list[torch.Tensor]:
