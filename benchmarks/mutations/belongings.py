@@ -79,9 +79,9 @@ BELONGINGS = [
         "Re-runs read the inputs themselves.",
         (
             Change(
-                "planner/graph/overwritten.py",
-                "        return tensor.clone()\n",
-                "        return tensor.detach()\n",
+                "planner/_torch/tensors.py",
+                "        return tensor.to(device, copy=True)\n",
+                "        return tensor.to(device)\n",
             ),
         ),
         ("tests/test_overwritten.py::test_what_is_overwritten_is_not_read_again",),

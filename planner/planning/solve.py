@@ -63,7 +63,12 @@ def _solved(
     offer = offered(prepared, constraints)
 
     def solve(
-        graph: Graph, constraints: Constraints, progress: Progress, room: int | None, seconds: float
+        graph: Graph,
+        constraints: Constraints,
+        progress: Progress,
+        room: int | None,
+        seconds: float,
+        below: int | None = None,
     ) -> Solution:
         return solve_for(
             graph,
@@ -72,13 +77,14 @@ def _solved(
             options.solver,
             time_limit=seconds,
             effort=options.effort,
+            below=below,
             progress=progress,
             constraints=constraints,
         )
 
-    def without(progress: Progress) -> Solved:
+    def without(progress: Progress, below: int | None = None) -> Solved:
         # In as much time as without an offer, or what is found could be worse than that.
-        again = partial(solve, problem.graph, constraints, progress)
+        again = partial(solve, problem.graph, constraints, progress, below=below)
         solution = again(room, options.time_limit)
         solution = reserving_no_more(prepared, solution, wanted, again, time_limit=options.time_limit)
         solved = Solved(solution, problem)
@@ -90,8 +96,9 @@ def _solved(
         return without(part_of(report, 0.0, 0.93))
     masks = offer.problem.graph
 
-    def packing(progress: Progress) -> Solved:
-        solution = solve(masks, _constraints(prepared, masks), progress, room, options.time_limit / 2)
+    def packing(progress: Progress, below: int | None = None) -> Solved:
+        pinned = _constraints(prepared, masks)
+        solution = solve(masks, pinned, progress, room, options.time_limit / 2, below)
         return followed(problem, offer, solution)
 
     ways = [_Way(problem.graph, without), _Way(masks, packing)]
@@ -111,7 +118,8 @@ def _solved(
             bound = tightened(second.graph, room, bound, settings.small_program_seconds / 4)
         if bound.seconds >= enough:
             return solved
-    return better(solved, second.solve(part_of(report, 0.46, 0.93)), room)
+    below = solved.solution.peak_bytes if room is None else None
+    return better(solved, second.solve(part_of(report, 0.46, 0.93), below), room)
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class _Way:
     """One of the problems, how to solve it, and seconds that no schedule of it undercuts."""
 
     graph: Graph
-    solve: Callable[[Progress], Solved]
+    solve: Callable[..., Solved]
     bound: Bound = NOT_BOUNDED
 
 
