@@ -45,7 +45,6 @@ def solve(
     known: Sequence[Schedule] = (),
     most_seconds: float = float("inf"),
     minimum: bool = True,
-    below: int | None = None,
     effort: Effort = "best",
 ) -> Solution:
     """Run the portfolio on one budget.
@@ -61,8 +60,6 @@ def solve(
         most_seconds: Where the least peak is asked for, of the schedules that take no longer.
         minimum: Whether an infeasible answer is to have the least peak of all, the one that a budget of
             None has; else it has the least that was met on the way, sooner.
-        below: Where the least peak is asked for, bytes that it must be below, or as low as, to be of use: the
-            fastest schedule of a higher one is not looked for.
         effort: How long to go on where the answer is hardly getting better.
 
     Returns:
@@ -77,7 +74,7 @@ def solve(
     if budget is not None:
         return _solve(shared, budget, left, progress, known, minimum)
     if np.isinf(most_seconds):
-        return _least(shared, left, progress, known, below)
+        return _least(shared, left, progress, known)
     return _least_within(shared, most_seconds, left, progress)
 
 
@@ -179,11 +176,7 @@ def _solve(
 
 
 def _least(
-    shared: Shared,
-    time_limit: float,
-    progress: Progress | None,
-    known: Sequence[Schedule] = (),
-    below: int | None = None,
+    shared: Shared, time_limit: float, progress: Progress | None, known: Sequence[Schedule] = ()
 ) -> Solution:
     """The least peak, by the fastest schedule that is found of it; found once for each graph."""
     if shared.least:
@@ -211,8 +204,6 @@ def _least(
     proven = floor if settings.below_least else best.peak_bytes
     for _ in range(settings.least_rounds):
         budget = best.peak_bytes - (best.peak_bytes > proven)
-        if budget == best.peak_bytes and below is not None and budget > below:
-            break
         left = max(0.0, time_limit - search.elapsed)
         attempt, _ = _attempt(shared, budget, left / 2, None, [best.schedule])
         assert attempt.least is not None

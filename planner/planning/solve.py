@@ -63,12 +63,7 @@ def _solved(
     offer = offered(prepared, constraints)
 
     def solve(
-        graph: Graph,
-        constraints: Constraints,
-        progress: Progress,
-        room: int | None,
-        seconds: float,
-        below: int | None = None,
+        graph: Graph, constraints: Constraints, progress: Progress, room: int | None, seconds: float
     ) -> Solution:
         return solve_for(
             graph,
@@ -77,14 +72,13 @@ def _solved(
             options.solver,
             time_limit=seconds,
             effort=options.effort,
-            below=below,
             progress=progress,
             constraints=constraints,
         )
 
-    def without(progress: Progress, below: int | None = None) -> Solved:
+    def without(progress: Progress) -> Solved:
         # In as much time as without an offer, or what is found could be worse than that.
-        again = partial(solve, problem.graph, constraints, progress, below=below)
+        again = partial(solve, problem.graph, constraints, progress)
         solution = again(room, options.time_limit)
         solution = reserving_no_more(prepared, solution, wanted, again, time_limit=options.time_limit)
         solved = Solved(solution, problem)
@@ -96,9 +90,8 @@ def _solved(
         return without(part_of(report, 0.0, 0.93))
     masks = offer.problem.graph
 
-    def packing(progress: Progress, below: int | None = None) -> Solved:
-        pinned = _constraints(prepared, masks)
-        solution = solve(masks, pinned, progress, room, options.time_limit / 2, below)
+    def packing(progress: Progress) -> Solved:
+        solution = solve(masks, _constraints(prepared, masks), progress, room, options.time_limit / 2)
         return followed(problem, offer, solution)
 
     ways = [_Way(problem.graph, without), _Way(masks, packing)]
@@ -118,8 +111,7 @@ def _solved(
             bound = tightened(second.graph, room, bound, settings.small_program_seconds / 4)
         if bound.seconds >= enough:
             return solved
-    below = solved.solution.peak_bytes if room is None else None
-    return better(solved, second.solve(part_of(report, 0.46, 0.93), below), room)
+    return better(solved, second.solve(part_of(report, 0.46, 0.93)), room)
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ class _Way:
     """One of the problems, how to solve it, and seconds that no schedule of it undercuts."""
 
     graph: Graph
-    solve: Callable[..., Solved]
+    solve: Callable[[Progress], Solved]
     bound: Bound = NOT_BOUNDED
 
 

@@ -19,7 +19,6 @@ def solve_for(
     *,
     time_limit: float,
     effort: Effort,
-    below: int | None = None,
     progress: Progress | None = None,
     constraints: Constraints | None = None,
 ) -> Solution:
@@ -32,7 +31,6 @@ def solve_for(
         solver: Its name.
         time_limit: Wall seconds.
         effort: How long the portfolio searches.
-        below: Where the least is asked for, of how much at most it is of use.
         progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
 
@@ -66,7 +64,6 @@ def solve_for(
             progress=progress,
             constraints=constraints,
             most_seconds=most_seconds,
-            below=below,
             effort=effort,
         )
     else:
