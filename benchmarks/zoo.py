@@ -15,11 +15,7 @@ inputs (`benchmarks/zoo_variants.py`); a model that cannot run so without a plan
 import argparse
 import contextlib
 import gc
-import json
-import os
 import re
-import selectors
-import subprocess
 import sys
 import time
 import warnings
@@ -31,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
+from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.zoo_variants import VARIANTS, Variant
 from planner.errors import PlanWarning
 from planner.planning.make_plan import make_plan
@@ -41,8 +38,6 @@ from planner.training_step.step import Step
 from planner.user_plan import Plan
 from solvers.registry import SOLVERS
 from tests import zoo
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def measure(
@@ -135,60 +130,12 @@ def verdict(row: dict[str, Any]) -> str:
     return "ok"
 
 
-def run(
-    names: list[str],
-    budgets: list[str],
-    solver: str,
-    seconds: float,
-    variant: str | None,
-    results: Path,
-    timeout: float,
-) -> None:
-    """Run models in a worker process, and append a line of results for each."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    waiting = list(names)
-    while waiting:
-        command = [sys.executable, "-W", "ignore", __file__, "--worker", ",".join(waiting)]
-        command += ["--budgets", ",".join(budgets), "--solver", solver, "--solver-seconds", str(seconds)]
-        command += [] if variant is None else ["--variant", variant]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT
-        ) as worker:
-            assert worker.stdout is not None
-            with selectors.DefaultSelector() as ready:
-                ready.register(worker.stdout, selectors.EVENT_READ)
-                while waiting:
-                    line = worker.stdout.readline() if ready.select(timeout) else None
-                    if line:
-                        row = json.loads(line)
-                        assert row["model"] == waiting.pop(0)
-                    else:
-                        worker.kill()
-                        name = waiting.pop(0)
-                        why = (
-                            f"took more than {timeout:.0f} s"
-                            if line is None
-                            else f"the process ended ({worker.wait()})"
-                        )
-                        row = {"model": name, "family": zoo.family_of(name), "failed": why}
-                    with results.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(
-                        f"{row['model']:34} {verdict(row):16} {row.get('seconds', '-')} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    if not line:
-                        break
+def _failed(name: str, why: str) -> dict[str, Any]:
+    return {"model": name, "family": zoo.family_of(name), "failed": why}
 
 
-def load(results: Path) -> dict[str, dict[str, Any]]:
-    """The last line of every model."""
-    if not results.exists():
-        return {}
-    rows = (json.loads(line) for line in results.read_text().splitlines())
-    return {row["model"]: row for row in rows}
+def _said(row: dict[str, Any]) -> str:
+    return f"{row['model']:34} {verdict(row):16} {row.get('seconds', '-')} s"
 
 
 _COLUMNS = ["model", "captured", "graphs", "operations", "capture s", "unplanned", "eager", "budget"]
@@ -309,13 +256,8 @@ def main() -> None:
     every = zoo.everything()
     budgets = options.budgets.split(",")
     if options.worker:
-        results, sys.stdout = sys.stdout, sys.stderr  # a model may print
-        for name in options.worker.split(","):
-            print(
-                json.dumps(measure(name, budgets, options.solver, options.solver_seconds, options.variant)),
-                file=results,
-                flush=True,
-            )
+        solver, seconds, variant = options.solver, options.solver_seconds, options.variant
+        work(options.worker, lambda name: measure(name, budgets, solver, seconds, variant))
         return
     names = options.models.split(",") if options.models else list(every)
     if unknown := set(names) - every.keys():
@@ -326,15 +268,10 @@ def main() -> None:
     if options.again != "all":
         fine = {n for n, row in known.items() if options.again == "none" or verdict(row) == "ok"}
         names = [n for n in names if n not in fine]
-    run(
-        names,
-        budgets,
-        options.solver,
-        options.solver_seconds,
-        options.variant,
-        options.results,
-        options.timeout,
-    )
+    given = ["--budgets", options.budgets, "--solver", options.solver]
+    given += ["--solver-seconds", str(options.solver_seconds)]
+    given += [] if options.variant is None else ["--variant", options.variant]
+    run_each(__file__, given, names, options.results, options.timeout, _failed, _said)
     if options.out is not None:
         asked = {"budgets": options.budgets, "solver": options.solver, "variant": options.variant}
         given = [f"--{name} {value}" for name, value in asked.items() if value != parser.get_default(name)]

@@ -204,21 +204,23 @@ def prepared_step(
 def with_checkpoints(prepared: Prepared, patterns: Sequence[str]) -> tuple[Change, Checkpointed]:
     """What puts a checkpoint around each of some modules, and the step with it."""
     names = _matching(prepared.model, patterns)
-    return _wrapped(names), _checkpointed(prepared, names)
+    return wrap_in_checkpoints(names), _checkpointed(prepared, names)
 
 
 def enable_checkpointing(prepared: Prepared) -> tuple[Change, Checkpointed] | None:
     """What Hugging Face's models do themselves, and the step with it; None for others."""
     made = _as_hugging_face(prepared)
-    return None if made is None else (_enable, made)
+    return None if made is None else (enable, made)
 
 
 def _checkpointed(prepared: Prepared, names: Sequence[str]) -> Checkpointed:
     """The step with a checkpoint around each of some modules, recorded."""
-    return _recorded(prepared, _wrapped(names), names)
+    return _recorded(prepared, wrap_in_checkpoints(names), names)
 
 
-def _wrapped(names: Sequence[str]) -> Change:
+def wrap_in_checkpoints(names: Sequence[str]) -> Change:
+    """What puts ``torch.utils.checkpoint`` around each of some modules."""
+
     def wrap(copied: torch.nn.Module) -> None:
         for name in names:
             part = copied.get_submodule(name)
@@ -237,10 +239,11 @@ def _as_hugging_face(prepared: Prepared) -> Checkpointed | None:
     ]
     if not layers or not getattr(model, "supports_gradient_checkpointing", False):
         return None
-    return _recorded(prepared, _enable, layers)
+    return _recorded(prepared, enable, layers)
 
 
-def _enable(copied: torch.nn.Module) -> None:
+def enable(copied: torch.nn.Module) -> None:
+    """Switch on the checkpointing that a model of Hugging Face brings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it is to have another name one day
         copied.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
