@@ -25,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from benchmarks.one_by_one import ROOT, load, run_each, work
-from planner.estimation.estimate import enable, estimate_suggested, wrap_in_checkpoints
+from planner.estimation.checkpointed import enable, wrap_in_checkpoints
+from planner.estimation.suggest import estimate_suggested
 from planner.planfile.atomic_file import write_atomically
+from planner.training_step.generators import GeneratorStates
 from planner.training_step.step import Step
 from planner.verification.measure import measure_peak
 from tests import zoo
@@ -67,11 +69,13 @@ def measure(name: str) -> dict[str, Any]:
 
 def _measured(name: str, change: Callable[[torch.nn.Module], None]) -> dict[str, Any]:
     model, args, kwargs = zoo.build(name)
+    drawn = GeneratorStates.now()  # as at the estimate, where random numbers decide which layers run
     change(model)
     step = Step(args, kwargs, zoo.scalar_loss)
     try:
         step.run(model)
         model.zero_grad()
+        drawn.restore()
         return {"measured": measure_peak(lambda: step.run(model), "cpu").peak_bytes}
     except Exception as error:  # some models do not run with checkpoints
         return {"unable": f"{type(error).__name__}: {error}"[:300]}

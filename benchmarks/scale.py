@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from planner.batch.interpolate import SizedSteps
-from planner.estimation.estimate import prepared_step, with_checkpoints
+from planner.estimation.checkpointed import with_checkpoints
+from planner.estimation.estimate import prepared_step
 from planner.planning.options import StepKeywords
 from planner.planning.solve import plan_prepared
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from planner.batch.max_batch import max_batch
     from planner.blocks.decorators import checkpointable, no_recompute, recompute
     from planner.estimation.comparison import compare
-    from planner.estimation.estimate import estimate, suggest
+    from planner.estimation.estimate import estimate
+    from planner.estimation.suggest import suggest
     from planner.lazy.auto_checkpoint import auto_checkpoint
     from planner.lazy.step import step
     from planner.parallel.strategies import DDP, FSDP2
@@ -56,7 +57,7 @@ _HOMES = {
     "recompute": "planner.blocks.decorators",
     "remove": "planner.runtime.install",
     "step": "planner.lazy.step",
-    "suggest": "planner.estimation.estimate",
+    "suggest": "planner.estimation.suggest",
     "sweep": "planner.api",
     "verify": "planner.verification.verify",
 }

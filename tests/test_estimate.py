@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import planner
 from planner.cli.commands import app
+from planner.errors import CaptureError, PlanWarning
 from planner.estimation.table import _label
 from planner.problem.selection import SelectionError
 from planner.training_step.inputs import InputError
@@ -119,6 +120,42 @@ def test_only_modules_that_are_called_are_suggested() -> None:
     assert {name for one in found for name in one.modules} == {"layers.0", "layers.1", "layers.2"}
     peaks = [one.dynamic_peak_bytes for one in found]
     assert peaks == sorted(set(peaks), reverse=True)
+
+
+class _Appending(nn.Module):
+    """A layer that appends to a list of its caller's, as attention does to a cache of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(x)
+        return x + self.mlp(x) * torch.cat(seen, 1).sigmoid().mean()
+
+
+class _Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Appending() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        for layer in self.layers:
+            x = layer(x, seen)
+        return torch.stack(seen).square().sum() + x.square().sum()
+
+
+def test_what_cannot_run_twice_is_not_suggested_and_an_error_says_so() -> None:
+    model, args = _Cached(), (torch.randn(64, 8),)
+    torch.manual_seed(0)
+    with pytest.warns(PlanWarning, match=r"not suggested are layers\.\d and the like.*use_cache = False"):
+        found = planner.suggest(model, args, k=3)
+    assert found
+    assert all(name.endswith(".mlp") for one in found for name in one.modules)
+    assert found[-1].dynamic_peak_bytes == _measured(_wrapped(model, list(found[-1].modules)), args, {})
+    with pytest.raises(CaptureError, match=r"with torch\.utils\.checkpoint around layers\.1: .*use_cache"):
+        planner.estimate(_Cached(), args, checkpoints=["layers.1"])
 
 
 def test_names_that_match_nothing_are_refused_before_the_long_work() -> None:

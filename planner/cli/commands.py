@@ -276,7 +276,7 @@ def estimate_command(
             inputs: dict[str, Any] = {"args": built.args, "kwargs": built.kwargs, "progress": progress}
             inputs |= step.keywords()
             if suggest:
-                from planner.estimation.estimate import estimate_suggested  # which imports PyTorch
+                from planner.estimation.suggest import estimate_suggested  # which imports PyTorch
 
                 made = estimate_suggested(built.model, k=suggest, **inputs)
                 checkpoint = list(made.checkpointed.modules) if made.checkpointed else []

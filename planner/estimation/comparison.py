@@ -13,13 +13,9 @@ import torch
 from planner._torch import partitioner
 from planner.blocks.running import blocks_run_as_written
 from planner.errors import InfeasibleBudget, PlannerError
+from planner.estimation.checkpointed import Change, enable_checkpointing, with_checkpoints
 from planner.estimation.comparison_table import Comparison, Way
-from planner.estimation.estimate import (
-    Change,
-    enable_checkpointing,
-    prepared_step,
-    with_checkpoints,
-)
+from planner.estimation.estimate import prepared_step
 from planner.estimation.table import Checkpointed
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import PlanRecord
