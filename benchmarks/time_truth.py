@@ -103,6 +103,29 @@ def enable_checkpointing(model: Any) -> bool:
     return True
 
 
+def step_of(built: Built) -> Callable[[], object]:
+    """A step of a model, which leaves its gradients and nothing else."""
+    model, inputs, loss = built
+
+    def step() -> object:
+        model.zero_grad(set_to_none=True)
+        found = model(**inputs)
+        found = found.loss if loss is None else loss(found)
+        found.backward()
+        return None
+
+    return step
+
+
+def peak_of(built: Built, step: Callable[[], object]) -> int:
+    """The measured peak of a model's step over what is resident."""
+    from planner.verification.measure import measure_peak
+
+    step()
+    built[0].zero_grad(set_to_none=True)
+    return measure_peak(step, "cpu").peak_bytes
+
+
 def interleaved(steps: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median process time of each step in seconds; they take turns, after one that does not count."""
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -119,28 +142,10 @@ def interleaved(steps: Mapping[str, Callable[[], object]], repeats: int) -> dict
 def compare(name: str, options: argparse.Namespace) -> list[str]:
     """A model's rows of the table."""
     import planner
-    from planner.verification.measure import measure_peak
 
     def fresh() -> Built:
         model, inputs, loss = build(name, tiny=options.tiny)
         return model.train(), inputs, loss
-
-    def step_of(built: Built) -> Callable[[], object]:
-        model, inputs, loss = built
-
-        def step() -> object:
-            model.zero_grad(set_to_none=True)
-            found = model(**inputs)
-            found = found.loss if loss is None else loss(found)
-            found.backward()
-            return None
-
-        return step
-
-    def peak_of(built: Built, step: Callable[[], object]) -> int:
-        step()
-        built[0].zero_grad(set_to_none=True)
-        return measure_peak(step, "cpu").peak_bytes
 
     plain, theirs = fresh(), fresh()
     steps = {"unplanned": step_of(plain)}

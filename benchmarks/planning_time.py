@@ -1,0 +1,131 @@
+"""Process seconds of a plan: the first of a process, and another budget's of the same model.
+
+    python benchmarks/planning_time.py --out docs/results/planning-time.md
+    python benchmarks/planning_time.py --models bert --shares 60%
+
+The models are those of ``benchmarks/time_truth.py``: six layers, outputs dropped. For each budget a process
+of its own imports what it needs, and then plans (capture and solving), plans for another budget, and solves
+the first once more with ``effort="best"``, which tells how far the plan's extra time is from the best known.
+"their peak" is that of Hugging Face's own checkpointing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.one_by_one import ROOT
+from benchmarks.time_truth import SETTINGS, build, enable_checkpointing, peak_of, step_of
+
+MODELS = ("bert", "gpt2", "llama", "vit")
+SHARES = ("80%", "60%", "50%", "40%", "their peak", "min")
+OTHER = "70%"
+"""The budget of the second plan."""
+BEST_SECONDS = 120.0
+
+
+def measure(name: str, share: str) -> dict[str, Any]:
+    """One model and budget, in this process."""
+    import planner
+
+    model, kwargs, loss = build(name)
+    model.train()
+    budget: str | int = share
+    if share == "their peak":
+        budget = int(os.environ["THEIR_PEAK"])
+
+    def plan(wanted: str | int, **options: Any) -> tuple[float, Any]:
+        started = time.process_time()
+        made = planner.plan(model, kwargs=kwargs, loss=loss, outputs="dropped", budget=wanted, **options)
+        return time.process_time() - started, made
+
+    try:
+        first, made = plan(budget)
+    except planner.InfeasibleBudget as error:
+        return {"infeasible": str(error)}
+    second, _ = plan(OTHER)
+    _, best = plan(budget, effort="best", time_limit=BEST_SECONDS)
+    return {
+        "first": first,
+        "second": second,
+        "overhead": made.overhead,
+        "best": min(best.overhead, made.overhead),
+    }
+
+
+def their_peak(name: str) -> int:
+    """What the model's own checkpointing takes, with what is resident."""
+    import planner
+
+    model, kwargs, loss = build(name)
+    model.train()
+    prepared = planner.prepare(model, kwargs=kwargs, loss=loss, outputs="dropped")
+    resident = prepared.plan("100%", solver="none").predicted.resident_bytes
+    assert enable_checkpointing(model)
+    built = (model, kwargs, loss)
+    return resident + peak_of(built, step_of(built))
+
+
+def main() -> None:
+    """Measure the chosen models and budgets."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--shares", nargs="+", default=list(SHARES), help="budgets, of the unplanned step")
+    parser.add_argument("--out", type=Path, help="write the table to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.worker:
+        print(json.dumps(measure(options.models[0], options.worker)))
+        return
+    import torch
+
+    from planner.planfile.atomic_file import write_atomically
+
+    lines = [
+        "# Process seconds of a plan",
+        "",
+        "Made by `python benchmarks/planning_time.py --out docs/results/planning-time.md`: six",
+        "layers, each budget in a process of its own, one thread. *first* is capture and solving of the",
+        f"first plan of a process, *another* a plan of the same model for {OTHER} after it; *best known* is",
+        f'what `effort="best"` finds in {BEST_SECONDS:.0f} s. "their peak" is what the model\'s',
+        "own checkpointing takes.",
+        f"torch {torch.__version__}, {platform.machine()} with {torch.backends.cpu.get_cpu_capability()}.",
+        "",
+        "| model | budget | first, s | another, s | extra time | best known |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in options.models:
+        environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT)}
+        if "their peak" in options.shares:
+            environment["THEIR_PEAK"] = str(their_peak(name))
+        for share in options.shares:
+            command = [sys.executable, "-W", "ignore", __file__, "--models", name, "--worker", share]
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if ran.returncode:
+                raise RuntimeError(f"{name}, {share}: {ran.stderr[-2000:]}")
+            row = json.loads(ran.stdout.splitlines()[-1])
+            print(name, share, row, file=sys.stderr, flush=True)
+            if "infeasible" in row:
+                lines.append(f"| {name} | {share} | infeasible | | | |")
+                continue
+            lines.append(
+                f"| {name} | {share} | {row['first']:.1f} | {row['second']:.1f} "
+                f"| {row['overhead']:+.1%} | {row['best']:+.1%} |"
+            )
+    text = "\n".join([*lines, ""])
+    if options.out is not None:
+        write_atomically(options.out, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
