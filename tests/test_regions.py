@@ -147,3 +147,40 @@ def test_more_layers_than_one_line_may_be_captured_for(monkeypatch: pytest.Monke
     with no_plan_warnings():
         plan.apply(model)
         model(*args).backward()
+
+
+class _Numbered(nn.Module):
+    """A layer that writes to its own place in what all layers share."""
+
+    def __init__(self, number: int, numbered: bool) -> None:
+        super().__init__()
+        self.number, self.numbered = number, numbered
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor | None]) -> torch.Tensor:
+        x = x + self.mlp(x)
+        if self.numbered:
+            cache[self.number] = x
+        return x
+
+
+class _Stack(nn.Module):
+    def __init__(self, numbered: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Numbered(i, numbered) for i in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache: list[torch.Tensor | None] = [None] * 4
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x.square().sum() + sum(c.sum() for c in cache if c is not None)
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_regions_that_cannot_share_a_graph_are_told(numbered: bool) -> None:
+    plan = planner.plan(_Stack(numbered), (torch.randn(16, 8),), budget="100%", regions="auto")
+    told = [note for note in plan.notes if "captured one by one" in note]
+    assert bool(told) is numbered
+    if numbered:
+        assert told[0].startswith("4 regions")
+        assert "use_cache = False" in told[0]

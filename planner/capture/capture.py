@@ -245,7 +245,12 @@ class _Capture:
             ),
             with_data=self.copied.data,
             autocast=autocast,
-            notes=[*self.notes, *self.copied.notes, *notes_on(runners), *[NO_LOSS] * self._no_loss],
+            notes=[
+                *self.notes,
+                *self.copied.notes,
+                *notes_on(runners, bool(regions)),
+                *[NO_LOSS] * self._no_loss,
+            ],
         )
 
     def _as_on_its_device(self, stack: contextlib.ExitStack) -> Any:

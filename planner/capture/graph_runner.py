@@ -62,6 +62,9 @@ class GraphCall:
     released: frozenset[int] = frozenset()
 
 
+_MANY_ALIKE = 3
+
+
 class GraphRunner:
     """Stands for one Dynamo graph inside a step on tensors without data; see the module's docstring.
 
@@ -288,15 +291,27 @@ class GraphRunner:
         recording.events[-1] = replace(recording.events[-1], graph=call)
 
 
-def notes_on(runners: Sequence[GraphRunner]) -> list[str]:
-    """What the user should know of the captured graphs."""
-    calls = sum(dynamo.checkpoint_calls(runner.graph) for runner in runners)
-    if not calls:
-        return []
-    return [
-        f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
-        "what is recomputed is decided by the plan"
-    ]
+def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
+    """What the user should know of the captured graphs; ``regions``: whether some are regions."""
+    notes = []
+    if calls := sum(dynamo.checkpoint_calls(runner.graph) for runner in runners):
+        notes.append(
+            f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
+            "what is recomputed is decided by the plan"
+        )
+    alike = Counter((r.structure, *map(_size, r.example_inputs)) for r in runners)
+    if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
+        notes.append(
+            f"{most} regions are alike in operations and sizes and are captured one by one, since their code "
+            "reads what differs between them, as a layer's own number with a cache of keys and values: "
+            "planning and the first step take longer with every layer. For Hugging Face's models "
+            "model.config.use_cache = False makes them one graph"
+        )
+    return notes
+
+
+def _size(value: Any) -> object:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
 
 
 def collector(
