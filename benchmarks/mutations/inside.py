@@ -234,4 +234,36 @@ INSIDE = [
         ),
         ("tests/test_known_breaks.py::test_code_of_the_users_own_is_compiled_as_before",),
     ),
+    Mutation(
+        "compiled-parts",
+        "Parts that the user compiles run as they were written while a plan is made, and are named.",
+        "They are compiled.",
+        (
+            Change(
+                "planner/_torch/tracing/callbacks.py",
+                "        return None if _runs_uncompiled(callback) else by_stance(callback)",
+                "        return by_stance(callback)",
+            ),
+        ),
+        (
+            "tests/test_compiled_parts.py::test_compiled_parts_run_uncompiled_by_a_plan_and_it_says_so"
+            "[False-function]",
+        ),
+    ),
+    Mutation(
+        "loops-that-broke",
+        "A break in a loop that the user's own torch.compile met does not end our captures there.",
+        "Methods that Dynamo left alone are left alone.",
+        (
+            Change(
+                "planner/_torch/dynamo.py",
+                "            trace_methods_of(module)",
+                "            pass",
+            ),
+        ),
+        (
+            "tests/test_compiled_parts.py::test_a_break_in_a_loop_that_the_users_compile_met_is_passed_by_a_plan"
+            "[before]",
+        ),
+    ),
 ]

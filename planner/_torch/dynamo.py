@@ -12,6 +12,7 @@ from torch._C._dynamo.eval_frame import _FrameAction
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.breaks.break_patches import marks_allowed
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
+from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
     answer_like_eager,
     go_on_inside_modules,
@@ -20,12 +21,11 @@ from planner._torch.tracing.dynamo_patches import (
 )
 from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
 from planner._torch.tracing.hindrances import (
-    Callback,
     RunsAsItIs,
-    call_ours_in_any_stance,
     guarded,
     no_other_thread_traces,
     switched_on,
+    trace_methods_of,
 )
 from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
@@ -95,9 +95,11 @@ class _WithSettings(Callback):
         super().__init__(callback)
         self._symbolic, self._given_up, self._parts = symbolic, given_up, parts
 
-    def __call__(self, *frame: Any) -> Any:
+    def __call__(self, frame: Any, *rest: Any) -> Any:
+        if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
+            trace_methods_of(module)
         with no_other_thread_traces(), dynamo_settings(symbolic=self._symbolic, parts=self._parts):
-            result = self._torchdynamo_orig_backend(*frame)
+            result = self._torchdynamo_orig_backend(frame, *rest)
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
             self._given_up()

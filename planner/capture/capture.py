@@ -25,6 +25,7 @@ from planner._torch.autocast_state import autocast_regions
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing.breaks import graph_breaks
+from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
@@ -160,6 +161,7 @@ class _Capture:
         self._given = PythonState([], (copied.step.args, dict(copied.step.kwargs)))
         self._generators = GeneratorStates.now(PythonState([copied.module]).generators)
         self.notes: list[str] = []
+        self._uncompiled: dict[str, None] = {}  # in the order in which they are called
         self._no_loss = False
         self._eager_runs = False
         if rank is not None:
@@ -251,6 +253,7 @@ class _Capture:
                 *notes_on(runners, bool(regions)),
                 *[NO_LOSS] * self._no_loss,
             ],
+            uncompiled=list(self._uncompiled),
         )
 
     def _as_on_its_device(self, stack: contextlib.ExitStack) -> Any:
@@ -355,8 +358,9 @@ class _Capture:
         self._before.generators.restore()
         _drop_gradients(self._resident)
         try:
-            with self.copied.running(), blocks_run_as_written():
+            with self.copied.running(), blocks_run_as_written(), parts_run_uncompiled() as called:
                 yield
+                self._uncompiled |= dict.fromkeys(n for n in map(name_of, called) if n is not None)
         except CaptureError:
             raise
         except Exception as error:

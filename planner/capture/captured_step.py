@@ -54,6 +54,7 @@ class CapturedStep:
         with_data: Whether it took a run with data, since the data decide what runs.
         autocast: The regions of autocast around the step, as in ``cuda:bfloat16``.
         notes: Things that the user should know.
+        uncompiled: Names of functions that the user compiles and that ran as written.
     """
 
     graphs: list[CapturedGraph]
@@ -68,6 +69,7 @@ class CapturedStep:
     with_data: bool = False
     autocast: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    uncompiled: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

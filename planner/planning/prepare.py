@@ -8,6 +8,7 @@ from typing import get_args
 
 import torch
 
+from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.tracing.inside_compile import holds_dtensors
 from planner.capture.capture import capture
@@ -51,6 +52,10 @@ IN_EVALUATION = (
     "the model is in evaluation mode, as from_pretrained() returns it, and is planned for training mode: "
     "call model.train() before training, or plan with training=False to train it as it is"
 )
+
+
+_SHOWN = 5
+"""Compiled parts that are named."""
 
 
 class CostsError(PlannerError, ValueError):
@@ -174,6 +179,10 @@ def prepare(
         rank=rank,
     )
     captured.notes.extend(notes)
+    compiled = [*compiled_modules(model), *captured.uncompiled]
+    if compiled and options.backend == "eager":
+        captured.notes.append(uncompiled(compiled))
+        warn(uncompiled(compiled))
     progress("measuring what kernels allocate inside", 0.8)
     meter = WorkspaceMeter(here) if at_hand else None
     source: Costs = roofline(target)
@@ -228,6 +237,15 @@ def _rank(model: torch.nn.Module, options: PlanOptions) -> tuple[Rank | None, li
     else:
         regions = find_regions(model, options.regions)
     return (None if parallel is None else Rank(parallel, tuple(regions))), regions
+
+
+def uncompiled(parts: Sequence[str]) -> str:
+    shown = ", ".join(parts[:_SHOWN]) + (f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else "")
+    return (
+        f"torch.compile is put around {shown}. By the plan these run operation by operation, as they were "
+        "written: gradients are those of the step with them uncompiled, and so are its memory and its "
+        "percentages. Plan the step as a whole with backend='inductor' to have it compiled"
+    )
 
 
 def unmeasured(meter: WorkspaceMeter) -> str:

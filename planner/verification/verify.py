@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from planner._torch import modules
+from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
 from planner.errors import PlanMismatch
 from planner.interrupts import at_stages, held_interrupts
@@ -132,6 +133,8 @@ def verify(
         planned.retire()
         sides: tuple[Callable[..., Any] | None, ...] = (original, planned)
         as_written.enter_context(blocks_run_as_written())
+        if plan.target.backend == "eager":  # as it runs by the plan
+            as_written.enter_context(parts_run_uncompiled())
         before.restore()
         before.drop_gradients()
         modules.install_call(model, original)

@@ -11,25 +11,21 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from planner._torch.tracing.callbacks import Callback
+
 _SWITCH = "TORCHDYNAMO_DISABLE"
-
-
-class Callback:
-    """A callback of ours, around one of Dynamo's."""
-
-    def __init__(self, callback: Any) -> None:
-        # Under this name Dynamo looks for the backend that a callback ends in.
-        self._torchdynamo_orig_backend = callback
+_LOOK = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 
 
 class RunsAsItIs(Callback):
@@ -55,17 +51,6 @@ class RunsAsItIs(Callback):
         return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
 
 
-@functools.cache
-def call_ours_in_any_stance() -> None:
-    """Have Dynamo call our callbacks whatever stance is set, and no other backend in their place."""
-    by_stance = eval_frame._callback_from_stance
-
-    def callback_of(callback: Any) -> Any:
-        return callback if isinstance(callback, Callback) else by_stance(callback)
-
-    setattr(eval_frame, "_callback_from_stance", callback_of)  # noqa: B010
-
-
 def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The same, and the code that runs is the one whose guards hold.
 
@@ -86,6 +71,19 @@ def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
                 eval_frame._stance = stance
 
     return call
+
+
+def trace_methods_of(module: torch.nn.Module) -> None:
+    """Have Dynamo look again at the methods of a module and its parts.
+
+    A break in a loop makes it leave the method alone that the loop is in, for good and for whatever is
+    compiled, by the user's ``torch.compile`` too; in our captures it goes on.
+    """
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    for kind in kinds - set(torch.nn.Module.__mro__):
+        for method in vars(kind).values():
+            if isinstance(method, FunctionType) and not hasattr(method, "_torchdynamo_disable"):
+                set_code_exec_strategy(method.__code__, _LOOK)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,99 @@
+"""Private PyTorch APIs: which callback Dynamo calls for a function that is compiled, by us or by the user.
+
+While a plan is made, parts of the model that the user compiles run uncompiled: compiled programs cannot run
+on tensors without data (Inductor's end the process), and Dynamo traces what they were made of. Tested with
+torch 2.13.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count
+from torch._dynamo import eval_frame
+from torch._dynamo.eval_frame import OptimizedModule
+
+
+class Callback:
+    """A callback of ours, around one of Dynamo's."""
+
+    def __init__(self, callback: Any) -> None:
+        # Under this name Dynamo looks for the backend that a callback ends in.
+        self._torchdynamo_orig_backend = callback
+
+
+class _Running(threading.local):
+    """What was called in this thread since its parts run uncompiled; None while they run compiled."""
+
+    called: list[Callable[..., Any]] | None = None
+
+
+_running = _Running()
+
+
+@functools.cache
+def call_ours_in_any_stance() -> None:
+    """Have Dynamo call our callbacks whatever stance is set, and no other backend in their place; none for
+    what runs uncompiled."""
+    by_stance = eval_frame._callback_from_stance
+
+    def callback_of(callback: Any) -> Any:
+        if isinstance(callback, Callback):
+            return callback
+        return None if _runs_uncompiled(callback) else by_stance(callback)
+
+    setattr(eval_frame, "_callback_from_stance", callback_of)  # noqa: B010
+
+
+@contextlib.contextmanager
+def parts_run_uncompiled() -> Iterator[list[Callable[..., Any]]]:
+    """Within this, what the user compiled runs as it was written, in this thread.
+
+    Yields:
+        The functions that were called so, each once.
+    """
+    call_ours_in_any_stance()
+    before, called = _running.called, list[Callable[..., Any]]()
+    _running.called = called
+    try:
+        yield called
+    finally:
+        _running.called = before
+
+
+def _runs_uncompiled(callback: object) -> bool:
+    """Whether a call that is about to be compiled by a callback of the user's is to run as it was written."""
+    called = _running.called
+    if called is None or callback in (None, False):
+        return False
+    function = sys._getframe(2).f_locals.get("fn")  # of Dynamo's wrapper around it
+    if function is not None and function not in called:
+        called.append(function)
+    set_fullgraph_compiled_frame_count(-1)  # that nothing was compiled is an error else
+    return True
+
+
+def compiled_modules(model: torch.nn.Module) -> list[str]:
+    """Names of the parts of a model that are compiled, by ``torch.compile(part)`` or ``part.compile()``."""
+    return [
+        name
+        for name, part in model.named_modules()
+        if name and (isinstance(part, OptimizedModule) or _is_wrapped(part._compiled_call_impl))
+    ]
+
+
+def _is_wrapped(call: object) -> bool:
+    return call is not None and hasattr(call, "get_compiler_config")
+
+
+def name_of(function: Callable[..., Any]) -> str | None:
+    """The name of a function that was compiled; None of what is called for a module."""
+    function = inspect.unwrap(function)
+    if isinstance(getattr(function, "__self__", function), torch.nn.Module):
+        return None
+    return getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,0 +1,142 @@
+"""Models with parts that the user compiles, and models that the user compiles elsewhere."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import planner
+from planner._torch.tracing.callbacks import parts_run_uncompiled
+from planner.errors import PlanWarning
+from tests.side_by_side import assert_same, left_by, no_plan_warnings, plan_of, steps
+
+INPUT = (torch.randn(64, 16),)
+
+
+def _gated(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x) * x.sigmoid() + x.softmax(-1)
+
+
+class _Net(nn.Module):
+    """Layers with an activation."""
+
+    def __init__(
+        self, activation: Callable[[torch.Tensor], torch.Tensor] = _gated, broken: bool = False
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(3)
+        )
+        self.activation, self.broken = activation, broken
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.broken:
+                torch._dynamo.graph_break()
+            x = x + self.activation(layer(x))
+        return x.square().mean()
+
+
+class _Method(_Net):
+    """The activation is a method that is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = self.mixed
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        return _gated(x) + self.layers[0][2].weight.sum()
+
+
+def _with_compiled_module(in_place: bool) -> nn.Module:
+    model = _Net()
+    if in_place:
+        model.layers[1].compile(backend="aot_eager")
+    else:
+        model.layers[1] = torch.compile(model.layers[1], backend="aot_eager")  # type: ignore[assignment]
+    return model
+
+
+PARTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "function": (lambda: _Net(torch.compile(_gated, backend="aot_eager")), "_gated"),
+    "fullgraph": (lambda: _Net(torch.compile(_gated, backend="aot_eager", fullgraph=True)), "_gated"),
+    "method": (_Method, r"_Method\.mixed"),
+    "module": (lambda: _with_compiled_module(False), r"layers\.1"),
+    "module in place": (lambda: _with_compiled_module(True), r"layers\.1"),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("warm", [False, True])
+def test_compiled_parts_run_uncompiled_by_a_plan_and_it_says_so(kind: str, warm: bool) -> None:
+    build, named = PARTS[kind]
+    torch.manual_seed(0)
+    model = build()
+    if warm:
+        model(*INPUT).backward()
+        model.zero_grad()
+    with pytest.warns(PlanWarning, match=rf"torch\.compile is put around {named}\. .*backend='inductor'"):
+        plan = planner.plan(model, INPUT, budget="min")
+    assert any("torch.compile is put around" in note for note in plan.notes)
+    report = planner.verify(model, INPUT, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.predicted_dynamic_peak_bytes == report.measured_dynamic_peak_bytes
+    assert report.baseline_predicted_dynamic_peak_bytes == report.baseline_measured_dynamic_peak_bytes
+    torch.manual_seed(0)
+    reference = build()
+    with parts_run_uncompiled():
+        expected = left_by(reference, steps(INPUT))
+    with no_plan_warnings():
+        plan.apply(model)
+        torch.manual_seed(0)
+        model.load_state_dict(build().state_dict())
+        assert_same(left_by(model, steps(INPUT)), expected)
+
+
+def test_a_part_that_inductor_compiles_does_not_end_the_process() -> None:
+    model = _Net(torch.compile(_gated))
+    with pytest.warns(PlanWarning, match="torch.compile is put around _gated"):
+        plan = planner.plan(model, INPUT, budget="60%")
+    assert planner.verify(model, INPUT, plan=plan, repeats=0).ok
+
+
+def test_parts_are_compiled_again_when_planning_has_ended() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    model = _Net(torch.compile(_gated, backend=backend, fullgraph=True))
+    with pytest.warns(PlanWarning, match="torch.compile"):
+        planner.plan(model, INPUT, budget="60%")
+    assert not compiled
+    model(*INPUT).backward()
+    assert compiled
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_a_break_in_a_loop_that_the_users_compile_met_is_passed_by_a_plan(when: str) -> None:
+    torch.manual_seed(0)
+    model = _Net(broken=True)
+
+    def compile_elsewhere() -> None:
+        torch.compile(copy.deepcopy(model), backend="aot_eager")(*INPUT).backward()
+
+    expected = plan_of(model, INPUT, budget="60%")
+    torch._dynamo.reset()
+    if when != "after":
+        compile_elsewhere()
+    plan = plan_of(model, INPUT, budget="60%")
+    assert [g.structure for g in plan.graphs] == [g.structure for g in expected.graphs]
+    if when != "before":
+        compile_elsewhere()
+    with no_plan_warnings():
+        report = planner.verify(model, INPUT, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.predicted_dynamic_peak_bytes == report.measured_dynamic_peak_bytes
