@@ -55,8 +55,8 @@ INSIDE = [
         (
             Change(
                 "planner/capture/graph_runner.py",
-                "    if not calls:\n        return []\n",
-                "    if calls:\n        return []\n",
+                "    if calls := sum(",
+                "    if not sum(",
             ),
         ),
         ("tests/test_user_checkpoints.py::test_checkpoints_of_the_user_are_seen_through[Checkpointed]",),

@@ -299,7 +299,7 @@ def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
             f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
             "what is recomputed is decided by the plan"
         )
-    alike = Counter((r.structure, *map(_size, r.example_inputs)) for r in runners)
+    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners)
     if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
         notes.append(
             f"{most} regions are alike in operations and sizes and are captured one by one, since their code "
@@ -310,8 +310,8 @@ def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
     return notes
 
 
-def _size(value: Any) -> object:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+def _shape(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value.shape)) if isinstance(value, torch.Tensor) else ()  # sizes may be symbols
 
 
 def collector(
