@@ -156,9 +156,9 @@ EXACTNESS = [
         "Plans are left out without a word where the user switches torch.compile off.",
         (
             Change(
-                "planner/_torch/tracing/hindrances.py",
-                "        return callback if isinstance(callback, Callback) else by_stance(callback)\n",
-                "        return by_stance(callback)\n",
+                "planner/_torch/tracing/callbacks.py",
+                "        if isinstance(callback, Callback):\n",
+                "        if callback is None:\n",
             ),
         ),
         ("tests/test_switches.py::test_a_plan_is_followed_in_any_stance",),
