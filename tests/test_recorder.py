@@ -1,7 +1,10 @@
 """What a recorder notes of a step."""
 
+import pytest
 import torch
+import torch.nn as nn
 
+import planner
 from planner._torch import fake
 from planner.training_step.recorder import Recording, StepRecorder
 
@@ -61,3 +64,37 @@ def test_sums_that_hooks_make_are_tensors_of_their_own() -> None:
     names = [str(recorder.recording.calls[e.call].func) for e in recorder.recording.events if e.backward]
     assert names.count("aten.add.Tensor") == 2  # both gradients of the product, and the hook's
     assert names.count("aten.add_.Tensor") == 1  # that of the cosine, into their sum
+
+
+class _Attributes(nn.Module):
+    """Reads a tensor that is neither parameter nor buffer, and writes constants into one that it makes."""
+
+    def __init__(self, data: bool) -> None:
+        super().__init__()
+        self.table = torch.randn(40, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.data = data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = torch.empty(40, dtype=torch.long)
+        shifted[0] = 3
+        shifted[1:] = torch.tensor([2, 1, 0]).repeat(13)
+        if self.data and x[0, 0] > 1e9:
+            return x.sum()
+        torch._dynamo.graph_break()
+        for layer in self.layers:
+            x = layer(x + self.table.view(1, 40, 16).expand(4, -1, -1).flatten(0, 1)).relu()
+        torch._dynamo.graph_break()
+        return x.square().mean() * shifted.float().mean()
+
+
+@pytest.mark.parametrize("data", [False, True], ids=["without-data", "data-decide"])
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_attributes_are_there_before_the_step_and_constants_go_with_it(data: bool, budget: str) -> None:
+    torch.manual_seed(0)
+    model, args = _Attributes(data), (torch.randn(160, 16),)
+    plan = planner.plan(model, args, budget=budget)
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.baseline_predicted_dynamic_peak_bytes == report.baseline_measured_dynamic_peak_bytes
+    assert report.predicted_dynamic_peak_bytes == report.measured_dynamic_peak_bytes

@@ -113,9 +113,11 @@ class StepRecorder(autograd.InfrastructureMode):
         if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
         self._record_saved_number()
-        unknown = [t for t in _tensors(args, kwargs) if fake.storage_key(t) not in self._known]
+        # What lift_fresh is given was made just now.
+        given = [] if func is torch.ops.aten.lift_fresh.default else _tensors(args, kwargs)
+        unknown = {key: t for t in given if (key := fake.storage_key(t)) not in self._known}
         if unknown:
-            self._foreign(func, unknown)
+            self._foreign(func, list(unknown.values()))
         node = autograd.running_node_number()
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
@@ -129,7 +131,8 @@ class StepRecorder(autograd.InfrastructureMode):
             with self.pause():  # the tensor that autograd saved of the number: another is not made
                 args = operators.numbers_as_tensors(func, args)
         call = self._call(func, args, kwargs, out)
-        self._append(call, reads, _tensors((out,), {}), node)
+        made = [t for t in _tensors((out,), {}) if fake.storage_key(t) not in unknown]
+        self._append(call, reads, made, node)
         if names:
             self._with_number = (weakref.ref(out), names, node) if isinstance(out, torch.Tensor) else None
         return out
