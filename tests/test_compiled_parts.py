@@ -105,6 +105,26 @@ def test_a_part_that_inductor_compiles_does_not_end_the_process() -> None:
     assert planner.verify(model, INPUT, plan=plan, repeats=0).ok
 
 
+class _Conditional(_Net):
+    """An operator of higher order, which PyTorch itself compiles where it is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            moved = torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))
+            x = moved + self.activation(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operators_of_higher_order_compile_as_they_do(compiled: bool) -> None:
+    model = _Conditional(torch.compile(_gated, backend="aot_eager") if compiled else _gated)
+    with pytest.warns(PlanWarning, match="around _gated") if compiled else no_plan_warnings():
+        plan = planner.plan(model, INPUT, budget="min")
+    report = planner.verify(model, INPUT, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert plan.recomputed_operations
+
+
 def test_parts_are_compiled_again_when_planning_has_ended() -> None:
     compiled: list[int] = []
 

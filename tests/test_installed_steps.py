@@ -145,3 +145,22 @@ def test_buffers_that_the_forward_updates_are_not_read_again() -> None:
     assert report.ok, report.problems
     joint_reads = [op.name for op in plan.graphs[0].ops if "mv" in op.name]
     assert joint_reads, "the power iteration was captured"
+
+
+class _Image(torch.Tensor):
+    """A tensor with another name, as torchvision's images."""
+
+
+@pytest.mark.parametrize("planned", [torch.Tensor, _Image])
+def test_inputs_of_a_subclass_of_tensors(planned: type[torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
+    model, x = nn.Sequential(*layers), torch.randn(32, 16)
+    twin = copy.deepcopy(model)
+    twin(x.as_subclass(_Image)).square().mean().backward()
+    plan = planner.plan(
+        model, (x.as_subclass(planned),), loss=lambda y: y.square().mean(), budget="min", solver="sqrt_n"
+    )
+    plan.apply(model)
+    model(x.as_subclass(_Image)).square().mean().backward()
+    assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])

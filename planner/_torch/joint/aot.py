@@ -104,6 +104,7 @@ def compile_joint(
         stack.enter_context(_gradients_laid_out(layouts))
         stack.enter_context(results_in_place())
         stack.enter_context(_numbers_stay_numbers())
+        stack.enter_context(_first_calls_like_others())
         key = trace_key(graph, example_inputs, layouts) if reuse else None
         stack.enter_context(TRACED_BEFORE.used_for(key))
         if TracingContext.try_get() is None:
@@ -161,6 +162,19 @@ def _numbers_stay_numbers() -> Iterator[None]:
         yield
     finally:
         module._is_tensorify_enabled = original
+
+
+@contextlib.contextmanager
+def _first_calls_like_others() -> Iterator[None]:
+    """The first call of what is compiled goes through no dispatch mode that looks at what operators of the user's
+    return: eager has none, and it refuses subclasses of tensors."""
+    context: Any = runtime_wrappers._FirstInvocationContext
+    original = context.__init__
+    context.__init__ = lambda self: setattr(self, "_is_first", False)
+    try:
+        yield
+    finally:
+        context.__init__ = original
 
 
 def _can_lie(tangent: Any, dimensions: Sequence[int]) -> bool:

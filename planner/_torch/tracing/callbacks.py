@@ -27,6 +27,10 @@ class Callback:
         self._torchdynamo_orig_backend = callback
 
 
+_COMPILING = ("torch._higher_order_ops.", "torch.nn.attention.flex_attention")
+"""Modules of PyTorch's that compile what they are given, to call it operation by operation: torch.cond."""
+
+
 class _Running(threading.local):
     """What was called in this thread since its parts run uncompiled; None while they run compiled."""
 
@@ -71,7 +75,11 @@ def _runs_uncompiled(callback: object) -> bool:
     called = _running.called
     if called is None or callback in (None, False):
         return False
-    function = sys._getframe(2).f_locals.get("fn")  # of Dynamo's wrapper around it
+    wrapper = sys._getframe(2)  # Dynamo's, around what is compiled
+    caller = wrapper.f_back
+    if caller is not None and str(caller.f_globals.get("__name__")).startswith(_COMPILING):
+        return False
+    function = wrapper.f_locals.get("fn")
     if function is not None and function not in called:
         called.append(function)
     set_fullgraph_compiled_frame_count(-1)  # that nothing was compiled is an error else
