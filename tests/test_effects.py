@@ -79,7 +79,7 @@ def test_what_has_effects_has_them_once() -> None:
     calls: list[int] = []
     with torch.library._scoped_library("planner_tests", "FRAGMENT"):
 
-        @torch.library.custom_op("planner_tests::counted", mutates_args=())
+        @torch.library.custom_op("planner_tests::counted_calls", mutates_args=())
         def counted(x: torch.Tensor) -> torch.Tensor:
             calls.append(x.numel())
             return x * 2

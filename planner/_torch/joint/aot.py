@@ -166,7 +166,7 @@ def _numbers_stay_numbers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first_calls_like_others() -> Iterator[None]:
-    """The first call of what is compiled goes through no dispatch mode that looks at what operators of the user's
+    """The first call of what is compiled goes through no dispatch mode that looks at what user operators
     return: eager has none, and it refuses subclasses of tensors."""
     context: Any = runtime_wrappers._FirstInvocationContext
     original = context.__init__
