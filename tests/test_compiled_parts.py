@@ -105,6 +105,34 @@ def test_a_part_that_inductor_compiles_does_not_end_the_process() -> None:
     assert planner.verify(model, INPUT, plan=plan, repeats=0).ok
 
 
+def _interrupted(x: torch.Tensor) -> torch.Tensor:
+    y = _gated(x)
+    torch._dynamo.graph_break()
+    return y * x.sigmoid()
+
+
+def test_parts_that_no_graph_covers_run_uncompiled_in_planned_steps_too() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = _Net(torch.compile(_interrupted, backend=backend))
+    with pytest.warns(PlanWarning, match="torch.compile is put around _interrupted"):
+        plan = planner.plan(model, INPUT, budget="min")
+    plan.apply(model)
+    model(*INPUT).backward()
+    assert not compiled
+    report = planner.verify(model, INPUT, repeats=0)
+    assert report.ok, report.problems
+    assert report.predicted_dynamic_peak_bytes == report.measured_dynamic_peak_bytes
+    planner.remove(model)
+    model(*INPUT).backward()
+    assert compiled
+
+
 class _Conditional(_Net):
     """An operator of higher order, which PyTorch itself compiles where it is called."""
 

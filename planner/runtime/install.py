@@ -6,6 +6,7 @@ hooks stay. Only its call goes, while it trains, through the graphs that the pla
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from planner._torch import dynamo, modules
 from planner._torch.compat import check_version
 from planner._torch.tracing import torchscript
+from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import holds_dtensors, not_compiled
@@ -267,7 +269,8 @@ class PlannedCall(InstalledCall):
             program = self._programs[key] = run_forward
         if program is run_forward:
             return program(self._model, args, kwargs)
-        with blocks_run_as_written():
+        parts = parts_run_uncompiled() if self.plan.target.backend == "eager" else nullcontext()
+        with blocks_run_as_written(), parts:
             return program(self._model, args, kwargs)
 
 
