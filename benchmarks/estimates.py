@@ -44,6 +44,7 @@ def measure(name: str) -> dict[str, Any]:
     started = time.process_time()
     try:
         model, args, kwargs = zoo.build(name)
+        drawn = GeneratorStates.now()  # random numbers may decide which layers run
         found = estimate_suggested(model, args, kwargs, k=MODULES, loss=zoo.scalar_loss)
         estimated = {"as it is": found.dynamic_peak_bytes}
         changes: dict[str, Callable[[torch.nn.Module], None]] = {"as it is": lambda module: None}
@@ -56,7 +57,7 @@ def measure(name: str) -> dict[str, Any]:
             changes["its own"] = enable
         row["steps"] = {}
         for what, change in changes.items():
-            row["steps"][what] = {"estimated": estimated[what], **_measured(name, change)}
+            row["steps"][what] = {"estimated": estimated[what], **_measured(name, change, drawn)}
     except planner.PlannerError as error:
         row["refused"] = f"{type(error).__name__}: {error}"
     except Exception as error:
@@ -67,12 +68,12 @@ def measure(name: str) -> dict[str, Any]:
     return row
 
 
-def _measured(name: str, change: Callable[[torch.nn.Module], None]) -> dict[str, Any]:
+def _measured(name: str, change: Callable[[torch.nn.Module], None], drawn: GeneratorStates) -> dict[str, Any]:
     model, args, kwargs = zoo.build(name)
-    drawn = GeneratorStates.now()  # as at the estimate, where random numbers decide which layers run
     change(model)
     step = Step(args, kwargs, zoo.scalar_loss)
     try:
+        drawn.restore()
         step.run(model)
         model.zero_grad()
         drawn.restore()
@@ -117,7 +118,8 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
             + (f"; {len(steps) - len(measured)} cannot run so" if len(steps) > len(measured) else "")
         )
     refused = [row for row in kept if "steps" not in row]
-    lines += [f"- {len(kept)} models; {len(refused)} without an estimate", ""]
+    every = len(zoo.everything())
+    lines += [f"- {len(kept)} models of {every}; {len(refused)} without an estimate", ""]
     lines += ["| model | step | estimated | measured | off |", "|---|---|---|---|---|"]
     for row in kept:
         for what, step in row.get("steps", {}).items():
