@@ -168,8 +168,9 @@ class _Capture:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self.parameters = list(copied.module.parameters())
         self.buffers = list(copied.module.buffers())
-        self.inputs = unique_storages(tensors_in((copied.step.args, dict(copied.step.kwargs))))
-        self._resident = [*self.parameters, *self.buffers, *self.inputs]
+        given = tensors_in((copied.step.args, dict(copied.step.kwargs)))
+        self.inputs = unique_storages(given)
+        self._resident = [*self.parameters, *self.buffers, *given]
         with copied.running():
             self.gradients = {
                 parameter: torch.zeros_like(parameter, requires_grad=False)

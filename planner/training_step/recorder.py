@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from planner._torch import autograd, fake, operators
-from planner._torch.tensors import schema_of, storage_number
+from planner._torch.tensors import held_tensors, is_wrapper, schema_of, storage_number
 from planner.training_step.call import Call
 from planner.training_step.examples import SPARSE, Examples
 
@@ -103,12 +103,15 @@ class StepRecorder(autograd.InfrastructureMode):
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
         # Held, so that their identities are not used again.
-        self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
+        there = [held for tensor in (*resident, *gradients) for held in held_tensors(tensor)]
+        self._resident = [tensor.untyped_storage() for tensor in there]
         for storage in self._resident:
             self._known[storage_number(storage)] = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._paused and any(map(is_wrapper, types)):
+            return NotImplemented  # it runs operations on the tensors that it holds, which are recorded
         # Operators of higher order run the operators that they are made of, which are recorded themselves.
         if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
             return func(*args, **kwargs)

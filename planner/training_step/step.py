@@ -8,7 +8,7 @@ import torch
 
 from planner._torch import pytree
 from planner._torch.autocast_state import without_autocast
-from planner._torch.tensors import storage_number
+from planner._torch.tensors import held_tensors, storage_number
 from planner.errors import CaptureError, PlannerError
 
 Loss = Callable[[Any], torch.Tensor]
@@ -123,8 +123,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def unique_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor of each distinct storage, in order."""
+    """One tensor of each distinct storage, in order; of DTensors their local ones."""
     seen: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
+    for tensor in (held for one in tensors for held in held_tensors(one)):
         seen.setdefault(storage_number(tensor.untyped_storage()), tensor)
     return list(seen.values())
