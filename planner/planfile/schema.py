@@ -168,7 +168,7 @@ class ModelRecord(Record):
 class ParallelRecord(Record):
     """How the model is trained on many ranks; the plan is one rank's."""
 
-    kind: Literal["fsdp2", "ddp"]
+    kind: Literal["fsdp2", "ddp", "tensor"]
     world_size: Annotated[int, Field(ge=1, le=10_000_000)]
     reshard_after_forward: bool | Count | None = Field(
         default=None, description="fsdp2: whether parameters are freed after the forward"

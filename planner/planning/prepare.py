@@ -8,6 +8,7 @@ from typing import get_args
 
 import torch
 
+from planner._torch.distributed import is_fully_sharded
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.tracing.inside_compile import holds_dtensors
@@ -24,7 +25,7 @@ from planner.errors import PlannerError, warn
 from planner.graph.overwritten import checked_inputs
 from planner.interrupts import at_stages, held_interrupts
 from planner.parallel.rank import Rank, gradients_there
-from planner.parallel.strategies import FSDP2, read_parallel
+from planner.parallel.strategies import FSDP2, read_parallel, refuse_for_tensor_parallel
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import (
     Resident,
@@ -150,7 +151,7 @@ def prepare(
     notes = []
     if step.training and not model.training:
         notes.append(IN_EVALUATION)
-    if holds_dtensors(model):
+    if is_fully_sharded(model):
         notes.append(SHARDED)
     for note in notes:
         warn(note)
@@ -229,6 +230,8 @@ def prepare(
 def _rank(model: torch.nn.Module, options: PlanOptions) -> tuple[Rank | None, list[str]]:
     """Which rank a step is of, and its regions, which are what ``fully_shard`` shards."""
     parallel = read_parallel(options.parallel)
+    if holds_dtensors(model) and not is_fully_sharded(model):
+        refuse_for_tensor_parallel(parallel, options.backend)
     if isinstance(parallel, FSDP2) and options.regions is None:
         try:
             regions = find_regions(model, "auto")

@@ -128,6 +128,8 @@ class StepRecorder(autograd.InfrastructureMode):
         else:
             func = self._in_place(func, args, node) or func
             out = func(*args, **kwargs)
+            if operators.waits(func) and fake.is_fake(out):
+                return args[0]  # as it does with data
         reads = tuple(self.index_of(t) for t in _tensors(args, kwargs))
         names = operators.numbers_for_tensors(func, args) if self._numbers else []
         if names and node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
