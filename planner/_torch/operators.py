@@ -85,6 +85,14 @@ def waits(operator: Any) -> bool:
     return is_collective(operator) and operator._schema.name == "_c10d_functional::wait_tensor"
 
 
+_READ_WHILE_THEY_RUN = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+def reads_until_waited_for(operator: Any) -> bool:
+    """Whether a collective reads its argument until its result is waited for; others copy it first."""
+    return is_collective(operator) and operator._schema.name.partition("::")[2] in _READ_WHILE_THEY_RUN
+
+
 def takes_item(target: Any) -> bool:
     """Whether a graph's node is one of several results of another node."""
     return target is getitem

@@ -102,6 +102,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._with_number: tuple[weakref.ref[torch.Tensor], list[str], tuple[str, int] | None] | None = None
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
+        self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
         # Held, so that their identities are not used again.
         there = [held for tensor in (*resident, *gradients) for held in held_tensors(tensor)]
         self._resident = [tensor.untyped_storage() for tensor in there]
@@ -128,8 +129,12 @@ class StepRecorder(autograd.InfrastructureMode):
         else:
             func = self._in_place(func, args, node) or func
             out = func(*args, **kwargs)
-            if operators.waits(func) and fake.is_fake(out):
-                return args[0]  # as it does with data
+            if operators.reads_until_waited_for(func):
+                self._read_by_collectives[fake.storage_key(out)] = args[0]
+            if operators.waits(func):
+                self._read_by_collectives.pop(fake.storage_key(args[0]), None)
+                if fake.is_fake(out):
+                    return args[0]  # as it does with data
         reads = tuple(self.index_of(t) for t in _tensors(args, kwargs))
         names = operators.numbers_for_tensors(func, args) if self._numbers else []
         if names and node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
