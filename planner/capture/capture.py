@@ -55,7 +55,7 @@ from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.regions import RunningRegions
-from planner.training_step.step import Step, tensors_in, unique_storages
+from planner.training_step.step import Step, differentiable_outputs, tensors_in, unique_storages
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,7 @@ class _Capture:
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
         self._no_loss = False
+        self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
         self._eager_runs = False
         if rank is not None:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
@@ -242,6 +243,7 @@ class _Capture:
             self.buffers,
             self.inputs,
             list(self.gradients.values()),
+            self.arriving,
             breaks=graph_breaks.distinct_places(reasons),
             eager_operations=sum(
                 e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
@@ -252,7 +254,7 @@ class _Capture:
                 *self.notes,
                 *self.copied.notes,
                 *notes_on(runners, bool(regions)),
-                *[NO_LOSS] * self._no_loss,
+                *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],
             uncompiled=list(self._uncompiled),
         )
@@ -345,8 +347,11 @@ class _Capture:
         with self._pass(doing), dispatched, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
-            kept = self.copied.step.run(marked)
+            kept = self.copied.step.run(marked, recorder.pause)
         self._no_loss = kept[1] is None
+        recorder.note_what_is_left(self.copied.step, self.parameters, *kept)
+        if self._no_loss and self.copied.step.in_flight is not None:
+            self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
         del kept  # after the recording: users hold outputs beyond the step
         return recorder.recording, marked.events
 

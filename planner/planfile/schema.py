@@ -199,6 +199,11 @@ class Target(Record):
     parallel: ParallelRecord | None = Field(
         default=None, description="the ranks that train the model; null: a single process"
     )
+    in_flight: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        default=None,
+        description="micro-batches of a pipeline that have had their forward when the first backward begins; "
+        "null: no pipeline",
+    )
     backend: BackendName = Field(
         default="eager",
         description="what runs the graphs: eager's operators one by one, or the programs that Inductor makes "

@@ -138,6 +138,7 @@ def make_plan(
             parallel=tensor_parallel_record(tensor_parallel_ranks(model))
             if prepared.rank is None
             else parallel_record(prepared.rank.options),
+            in_flight=prepared.step.in_flight,
             backend=prepared.options.backend,
             backend_options=dict(prepared.options.backend_options),
         ),

@@ -144,6 +144,7 @@ def prepare(
     """
     progress = at_stages(progress)
     costs = options.costs
+    step = replace(step, in_flight=options.in_flight)
     check_backend(options)
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):
@@ -194,7 +195,8 @@ def prepare(
             progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
         )
     workspaces = meter or cudnn_workspaces(target)
-    problem = build_problem(captured, target, workspaces, source, copying=options.inputs == "overwritten")
+    copying = options.inputs == "overwritten"
+    problem = build_problem(captured, target, workspaces, source, copying=copying, in_flight=step.in_flight)
     packings = find_packings(captured, problem, target, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
@@ -207,7 +209,7 @@ def prepare(
         source.save()
     if meter is not None and meter.unmeasured:
         warn(unmeasured(meter))
-    there = _there(captured, rank, model, gradients_there(model, options.accumulate))
+    there = _there(captured, rank, model, gradients_there(model, options.accumulate), step.in_flight)
     footprint = StepMemoryModel(target, there.resident(update, target), update, there.tensors(target))
     seconds = time.perf_counter() - started
     return Prepared(
@@ -287,12 +289,18 @@ class _There:
 
 
 def _there(
-    captured: CapturedStep, rank: Rank | None, model: torch.nn.Module, added_to: Sequence[bool]
+    captured: CapturedStep,
+    rank: Rank | None,
+    model: torch.nn.Module,
+    added_to: Sequence[bool],
+    in_flight: int | None = None,
 ) -> _There:
     def sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [int(t.untyped_storage().nbytes()) for t in unique_storages(tensors)]
 
     buffers, inputs = sizes(captured.buffers), sizes(captured.inputs)
+    if in_flight is not None:  # each has inputs of its own, and room for the gradients that it is sent
+        inputs = [*inputs, *(t.numel() * t.element_size() for t in captured.arriving)] * in_flight
     if rank is None:
         return _There(sizes(captured.parameters), buffers, (), sizes(captured.gradients), inputs)
     return _There(

@@ -11,7 +11,7 @@ Where autograd saves it, it is found in the node of the result, and recorded rig
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from planner._torch import autograd, fake, operators
 from planner._torch.tensors import held_tensors, is_wrapper, schema_of, storage_number
 from planner.training_step.call import Call
 from planner.training_step.examples import SPARSE, Examples
+from planner.training_step.step import Step, tensors_in
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
 _NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
@@ -51,6 +52,7 @@ class Event:
         allocates: Indices of the storages that it allocates, in order of the outputs.
         backward: Whether it ran inside a backward pass.
         graph: For a captured graph, what ran (:class:`planner.capture.graph_runner.GraphCall`).
+        node: The autograd node that it ran in; None in the forward.
     """
 
     call: int | None
@@ -58,16 +60,25 @@ class Event:
     allocates: tuple[int, ...]
     backward: bool
     graph: Any = None
+    node: tuple[str, int] | None = None
 
 
 @dataclass
 class Recording:
-    """Everything that :class:`StepRecorder` recorded."""
+    """Everything that :class:`StepRecorder` recorded.
+
+    Attributes:
+        outputs: Example outputs of each distinct call.
+        gradients: The storages that are gradients of parameters when the step has ended.
+        results: Those of what the step returned that a pipeline does not hold beyond a micro-batch's backward.
+    """
 
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)  # example outputs of each distinct call
+    outputs: list[Any] = field(default_factory=list)
+    gradients: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
 
 
 class StepRecorder(autograd.InfrastructureMode):
@@ -172,6 +183,23 @@ class StepRecorder(autograd.InfrastructureMode):
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         self._append(None, reads, tensors, autograd.running_node_number())
 
+    def indices_of(self, tensors: Iterable[torch.Tensor | None]) -> frozenset[int]:
+        """Indices of the recorded storages of some tensors."""
+        held = [part for tensor in tensors if tensor is not None for part in held_tensors(tensor)]
+        return frozenset(map(self.index_of, held)) - {-1}
+
+    def note_what_is_left(
+        self,
+        step: Step,
+        parameters: Sequence[torch.Tensor],
+        output: object,
+        loss: torch.Tensor | None,
+    ) -> None:
+        """Note which storages a step leaves that has run, and for what."""
+        self.recording.gradients = self.indices_of(parameter.grad for parameter in parameters)
+        if loss is None or step.outputs == "dropped":
+            self.recording.results = self.indices_of(tensors_in(output))
+
     def pause(self) -> "_Pause":
         """A context in which operations run unrecorded."""
         return _Pause(self)
@@ -210,7 +238,7 @@ class StepRecorder(autograd.InfrastructureMode):
             self._known[key] = number
             self._references[number] = weakref.ref(storage, self._on_death(key, number))
             born.append(number)
-        self.recording.events.append(Event(call, reads, tuple(born), node is not None))
+        self.recording.events.append(Event(call, reads, tuple(born), node is not None, node=node))
 
     def _on_death(self, key: int, number: int) -> Any:
         recording, known = self.recording, self._known
