@@ -27,6 +27,7 @@ from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
 from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.inside_compile import holds_dtensors
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels
@@ -77,11 +78,10 @@ def capture(
     regions: Sequence[str] = (),
     rank: Rank | None = None,
 ) -> CapturedStep:
-    """Capture one training step.
+    """Capture one training step, on a copy of the module.
 
     Args:
-        module: The module; it is copied, not touched.
-        step: Its arguments and loss.
+        module, step: The module, and its arguments and loss.
         progress: Called with what is going on and the fraction done.
         cuda: Replace what the CPU does by what CUDA does; None to capture what the tensors' device does.
         accumulate: Whether every trainable parameter has a gradient that is added to; None: those that
@@ -105,11 +105,7 @@ def record_eagerly(
     accumulate: bool | None = None,
     rank: Rank | None = None,
 ) -> Recording:
-    """Record the step as it is without graphs, on a copy of the module that is changed before.
-
-    Args:
-        module, step, cuda, accumulate, rank: As for :func:`capture`.
-        change: Given the copy.
+    """Record the step as it is without graphs, on a copy of the module that ``change`` is given before.
 
     Raises:
         CaptureError: If the step cannot be run.
@@ -338,6 +334,9 @@ class _Capture:
         self, call: torch.nn.Module, doing: str, runners: Sequence[GraphRunner] = ()
     ) -> tuple[Recording, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
+        if not self._eager_runs and holds_dtensors(self.copied.module):
+            with self._pass(doing):  # what they compute to learn how an operator is distributed they remember
+                self.copied.step.run(call)
         gradients, foreign = list(self.gradients.values()), self._before.about_to_run
         recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, self._cuda is None, foreign)
         for runner in runners:

@@ -108,7 +108,7 @@ def build_problem(
     eager, left = eager_timeline(captured.eager, device, meter, costs), builder.final_bytes(graph)
     if in_flight is not None:
         graph, left = with_others(graph, captured, builder.value_of, in_flight)
-        eager = unplanned_with_others(captured, eager, device, in_flight)
+        eager = unplanned_with_others(captured, eager, in_flight)
     return Problem(graph, sources, eager, left)
 
 

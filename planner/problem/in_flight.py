@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 
 from planner.capture.captured_step import CapturedStep
-from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import EagerTimeline
 from solvers.model.graph import GLUE_REGION, Graph, Phase
 from solvers.model.in_flight import InFlight
@@ -56,37 +55,33 @@ def _backward_begins_with_its_gradient(graph: Graph) -> Graph:
 
 
 def unplanned_with_others(
-    captured: CapturedStep, eager: EagerTimeline, device: Device, count: int
+    captured: CapturedStep, eager: EagerTimeline, count: int
 ) -> EagerTimeline:
     """The timeline of the unplanned step of one micro-batch among others.
 
     Args:
         captured: The step.
         eager: The timeline of the unplanned one, alone.
-        device: For rounding.
         count: How many are in flight.
     """
     recording, accumulating = captured.eager, bool(captured.gradients)
-    events, storages = recording.events, recording.storages
+    events, storages, size = recording.events, recording.storages, eager.sizes
     length = len(events)
     forward = next((i for i, event in enumerate(events) if event.backward), length)
     if forward and (call := events[forward - 1].call) is not None:
         forward -= str(recording.calls[call].func) == "aten.ones_like.default"
 
-    def size(storage: int) -> int:
-        return round_bytes(device, storages[storage].bytes)
-
     made = {storage: i for i, event in enumerate(events) for storage in event.allocates}
     died = {s: length if storages[s].died_after is None else int(storages[s].died_after or 0) for s in made}
-    crossing = sum(size(s) for s, begin in made.items() if begin < forward <= died[s])
-    left = sum(size(s) for s in made if died[s] == length and s not in recording.gradients | recording.results)
+    crossing = sum(size[s] for s, begin in made.items() if begin < forward <= died[s])
+    left = sum(size[s] for s in made if died[s] == length and s not in recording.gradients | recording.results)
     gradients = [s for s in made if s in recording.gradients and died[s] == length]
-    total = sum(map(size, gradients))
+    total = sum(size[s] for s in gradients)
     more = np.full(length, total, dtype=np.int64)
     for storage in gradients:
         begin = made[storage]
         after = next((i for i in range(begin, length) if events[i].node != events[begin].node), length)
-        more[after:] -= size(storage)
+        more[after:] -= size[storage]
     in_flight = InFlight(count, left, () if accumulating else tuple(more.tolist()))
     beside = in_flight.beside(crossing, np.arange(length), forward)
     step = eager.step_bytes + beside

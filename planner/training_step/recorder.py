@@ -70,7 +70,8 @@ class Recording:
     Attributes:
         outputs: Example outputs of each distinct call.
         gradients: The storages that are gradients of parameters when the step has ended.
-        results: Those of what the step returned that a pipeline does not hold beyond a micro-batch's backward.
+        results: Those of outputs that a pipeline does not hold beyond a micro-batch's backward; what is sent to
+            the next stage it does.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -197,7 +198,7 @@ class StepRecorder(autograd.InfrastructureMode):
     ) -> None:
         """Note which storages a step leaves that has run, and for what."""
         self.recording.gradients = self.indices_of(parameter.grad for parameter in parameters)
-        if loss is None or step.outputs == "dropped":
+        if loss is not None and step.outputs == "dropped":
             self.recording.results = self.indices_of(tensors_in(output))
 
     def pause(self) -> "_Pause":
