@@ -347,8 +347,8 @@ class _Capture:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
             kept = self.copied.step.run(marked, recorder.pause)
+            recorder.note_what_is_left(self.copied.step, self.parameters, *kept)
         self._no_loss = kept[1] is None
-        recorder.note_what_is_left(self.copied.step, self.parameters, *kept)
         if self._no_loss and self.copied.step.in_flight is not None:
             self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
         del kept  # after the recording: users hold outputs beyond the step

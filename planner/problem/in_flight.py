@@ -25,10 +25,10 @@ def with_others(
     """
     recording = captured.compiled
     graph = _backward_begins_with_its_gradient(graph)
-    until = graph.base_length - 1
-    final = {v for v, value in enumerate(graph.values) if value.held_until == until}
-    gradients = {v for s in recording.gradients if (v := value_of.get(s)) in final and v is not None}
-    outputs = {value_of[s] for s in recording.results if s in value_of}
+    kept = [s for s, storage in enumerate(recording.storages) if storage.died_after is None and s in value_of]
+    final = {value_of[s] for s in kept}
+    gradients = {value_of[s] for s in kept if s in recording.gradients}
+    outputs = {value_of[s] for s in kept if s in recording.results}
     left = sum(graph.values[v].bytes for v in final - gradients - outputs)
     if captured.gradients:  # which are there already
         return replace(graph, in_flight=InFlight(count, left)), left
