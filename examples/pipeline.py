@@ -24,7 +24,7 @@ MICRO_BATCHES, SEQUENCES = 4, 8
 
 
 class Stage(nn.Module):
-    """Some of the blocks; the first stage has the words before them, the last one what predicts them behind."""
+    """Some of the blocks; the first stage has the words before them, the last one their prediction behind."""
 
     def __init__(self, *, first: bool, last: bool, layers: int = 2) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def plan_stage(stage: Stage, schedule: str, budget: str) -> planner.Plan:
         budget=budget,
         outputs="dropped",  # as with return_outputs=False below
         in_flight=in_flight,
-        accumulate=MICRO_BATCHES > in_flight,
+        accumulate=in_flight < MICRO_BATCHES,
     )
 
 

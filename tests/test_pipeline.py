@@ -130,7 +130,9 @@ def test_several_in_flight_take_what_is_measured_of_them(count: int) -> None:
         plan.apply(stage)
         assert measured() == plan.predicted.dynamic_peak_bytes
     assert plan.resident.input_bytes == count * 2 * x.nbytes  # and the gradients that arrive
-    assert simulated(planner.Plan.loads(plan.dumps())).timeline.peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert (
+        simulated(planner.Plan.loads(plan.dumps())).timeline.peak_bytes == plan.predicted.dynamic_peak_bytes
+    )
     assert f"{count} micro-batch" in plan.summary()
 
 

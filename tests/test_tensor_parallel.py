@@ -39,8 +39,8 @@ def _built(example: dict[str, Any], **options: Any) -> Any:
 
 
 def _let_gloo_end() -> Any:
-    """Its threads free what they hold when a wait may have returned already, and no profiler sees it there: so
-    let waits return a little later, and hold what is read until then."""
+    """Its threads free what they hold when a wait may have returned already, and no profiler sees it there:
+    so let waits return a little later, and hold what is read until then."""
     library = torch.library.Library("_c10d_functional", "IMPL")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
     held: dict[int, torch.Tensor] = {}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 """What begins a region of autocast in a graph of Dynamo's."""
@@ -36,9 +36,10 @@ _HOLD_THEIR_DATA = (torch.Tensor, torch.nn.Parameter)
 
 def held_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in which the data of one are: of a DTensor the local one; of most the tensor itself."""
-    if type(tensor) in _HOLD_THEIR_DATA or not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) in _HOLD_THEIR_DATA or not is_traceable_wrapper_subclass_type(type(tensor)):
         return [tensor]
-    held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    of_a_wrapper: Any = tensor
+    held = [getattr(tensor, name) for name in of_a_wrapper.__tensor_flatten__()[0]]
     return [own for one in held if isinstance(one, torch.Tensor) for own in held_tensors(one)]
 
 

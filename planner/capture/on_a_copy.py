@@ -87,8 +87,8 @@ def on_a_copy(
     except NotWithoutDataError as error:
         if tensor_parallel_ranks(module) > 1:
             raise CaptureError(
-                f"{error}. With data the model could be run, but it is distributed among ranks, which would have "
-                "to run it together: leave what does not run without data out of the planned module"
+                f"{error}. With data the model could be run, but it is distributed among ranks, which would "
+                "have to run it together: leave what does not run without data out of the planned module"
             ) from error
         missing = lacks_data(module, step)
         if missing or not may_have_data:

@@ -177,8 +177,8 @@ InFlight = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="For a stage of a pipeline: how many micro-batches have had their forward when the first backward "
-        "begins.",
+        help="For a stage of a pipeline: how many micro-batches have had their forward when the first "
+        "backward begins.",
     ),
 ]
 Budget = Annotated[

@@ -3,16 +3,15 @@
 import weakref
 from collections.abc import Callable
 
-
 _TWO = (
-    "a forward of the planned module began while an earlier one awaits its backward: both hold their memory, and "
-    "the step may take more than predicted. Plan one module that makes both calls, make them one batch, or let "
-    "go of outputs that are not differentiated. A stage of a pipeline is planned with in_flight="
+    "a forward of the planned module began while an earlier one awaits its backward: both hold their memory, "
+    "and the step may take more than predicted. Plan one module that makes both calls, make them one batch, or "
+    "let go of outputs that are not differentiated. A stage of a pipeline is planned with in_flight="
 )
 _MORE = (
-    "a forward of the planned module began while {count} earlier ones await their backward, and the plan is for "
-    "in_flight={count}: the step may take more than predicted. Plan for as many micro-batches as the schedule has "
-    "in flight: with GPipe all, with 1F1B as many as there are stages from this one to the last"
+    "a forward of the planned module began while {count} earlier ones await their backward, and the plan is "
+    "for in_flight={count}: the step may take more than predicted. Plan for as many micro-batches as the "
+    "schedule has in flight: with GPipe all, with 1F1B as many as there are stages from this one to the last"
 )
 
 
@@ -41,8 +40,8 @@ class Calls:
     """The calls of one planned module.
 
     Args:
-        warn: Called, once each, when a call begins while as many as are planned await their backward, and when
-            a backward keeps what it could have freed.
+        warn: Called, once each, when a call begins while as many as are planned await their backward, and
+            when a backward keeps what it could have freed.
         in_flight: How many calls are planned to have had their forward, and not their backward.
     """
 

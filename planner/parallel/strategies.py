@@ -123,12 +123,13 @@ def refuse_for_tensor_parallel(parallel: FSDP2 | DDP | None, backend: str) -> No
     """
     if parallel is not None:
         raise ParallelError(
-            f"parallel={parallel.kind!r} of a model that is distributed already, by parallelize_module: plan it "
-            "without parallel=, as its parameters say how it is distributed"
+            f"parallel={parallel.kind!r} of a model that is distributed already, by parallelize_module: plan "
+            "it without parallel=, as its parameters say how it is distributed"
         )
     if backend != "eager":
         raise ParallelError(
-            f"backend={backend!r} of a model that parallelize_module distributed: plan it with backend='eager'"
+            f"backend={backend!r} of a model that parallelize_module distributed: plan it with "
+            "backend='eager'"
         )
 
 

@@ -55,7 +55,8 @@ class StepRecord(Record):
         default=[], description="the time of each of these forms; empty: as long as the operations take first"
     )
     left_bytes: Count = Field(
-        default=0, description="in a pipeline: what each micro-batch leaves, beside gradients that are added up"
+        default=0,
+        description="in a pipeline: what a micro-batch leaves, beside gradients that are added up",
     )
     added_up: Counts = Field(
         default=[],

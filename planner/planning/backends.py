@@ -18,7 +18,9 @@ def check_backend(options: PlanOptions) -> None:
             raise OptionError("backend_options=: expected none with backend='eager'; they are Inductor's")
         return
     if options.in_flight is not None:
-        raise OptionError("in_flight=: expected none with backend='inductor'; stages of pipelines run eagerly")
+        raise OptionError(
+            "in_flight=: expected none with backend='inductor'; stages of pipelines run eagerly"
+        )
     if options.parallel is not None:
         raise OptionError("parallel=: expected none with backend='inductor': it is for a single process")
     from planner._torch.inductor import compiling  # Inductor is not imported without need

@@ -110,11 +110,10 @@ class PlanOptions:
             "flash", "efficient" or "math"; None for what PyTorch would choose there.
         accumulate: Whether gradients are there already when the step begins and are added to, as with
             several micro-batches a step; None: as the parameters' are now.
-        in_flight: For a stage of a pipeline (``torch.distributed.pipelining``): how many micro-batches have had
-            their forward when the first backward begins, 4 of 4 with GPipe, the stages from this one to the
-            last with 1F1B. What one holds between its forward and its backward counts as often. With
-            ``accumulate=True`` more follow, one forward for each backward, as 1F1B does it; else these are
-            all. None: no pipeline.
+        in_flight: For a stage of a pipeline (``torch.distributed.pipelining``): how many micro-batches have
+            had their forward when the first backward begins: with GPipe all, with 1F1B as many as there are
+            stages from this one to the last. What one holds between its forward and its backward counts as
+            often. With ``accumulate=True`` others follow, a forward for each backward; else these are all.
         costs: Where the seconds of operations come from: "roofline", from the device's figures, or
             "measured", which times each distinct one on the device at hand and remembers it.
         training: Whether the module will train in training mode, in which it is planned whatever mode it is

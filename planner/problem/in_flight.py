@@ -9,7 +9,7 @@ from planner.capture.captured_step import CapturedStep
 from planner.costs.eager_timeline import EagerTimeline
 from solvers.model.graph import GLUE_REGION, Graph, Phase
 from solvers.model.in_flight import InFlight
-from solvers.model.indices import BaseOp, Step, ValueId, numbered
+from solvers.model.indices import BaseOp, Step, ValueId, base_op, numbered
 
 
 def with_others(
@@ -38,7 +38,7 @@ def with_others(
     total = sum(graph.values[v].bytes for v in gradients)
     more = np.full(graph.base_length, total, dtype=np.int64)
     for v in gradients:
-        maker = BaseOp(int(graph.producer[v]))
+        maker = base_op(int(graph.producer[v]))
         region = graph.ops[maker].region
         more[(maker if region == GLUE_REGION else last_of[region]) + 1 :] -= graph.values[v].bytes
     return replace(graph, in_flight=InFlight(count, left, tuple(more.tolist()))), total + count * left
@@ -46,7 +46,7 @@ def with_others(
 
 def _backward_begins_with_its_gradient(graph: Graph) -> Graph:
     """The gradient of ones that a loss begins with is made when its backward begins."""
-    place = graph.forward_length - 1
+    place = base_op(graph.forward_length - 1)
     if place < 0 or graph.ops[place].name != "aten.ones_like.default":
         return graph
     ops = list(graph.ops)
@@ -54,9 +54,7 @@ def _backward_begins_with_its_gradient(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def unplanned_with_others(
-    captured: CapturedStep, eager: EagerTimeline, count: int
-) -> EagerTimeline:
+def unplanned_with_others(captured: CapturedStep, eager: EagerTimeline, count: int) -> EagerTimeline:
     """The timeline of the unplanned step of one micro-batch among others.
 
     Args:
@@ -74,7 +72,9 @@ def unplanned_with_others(
     made = {storage: i for i, event in enumerate(events) for storage in event.allocates}
     died = {s: length if storages[s].died_after is None else int(storages[s].died_after or 0) for s in made}
     crossing = sum(size[s] for s, begin in made.items() if begin < forward <= died[s])
-    left = sum(size[s] for s in made if died[s] == length and s not in recording.gradients | recording.results)
+    left = sum(
+        size[s] for s in made if died[s] == length and s not in recording.gradients | recording.results
+    )
     gradients = [s for s in made if s in recording.gradients and died[s] == length]
     total = sum(size[s] for s in gradients)
     more = np.full(length, total, dtype=np.int64)

@@ -70,8 +70,8 @@ class Recording:
     Attributes:
         outputs: Example outputs of each distinct call.
         gradients: The storages that are gradients of parameters when the step has ended.
-        results: Those of outputs that a pipeline does not hold beyond a micro-batch's backward; what is sent to
-            the next stage it does.
+        results: Those of outputs that a pipeline does not hold beyond a micro-batch's backward. What is sent
+            to the next stage it does.
     """
 
     events: list[Event] = field(default_factory=list)

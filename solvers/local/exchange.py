@@ -105,7 +105,9 @@ def _round(search: Search, candidate: Candidate, budget: int) -> Candidate | Non
         return None
     change = np.array([m.change for m in moves])
     if graph.in_flight is not None and graph.forward_length < len(schedule):
-        change += graph.in_flight.others * change[:, graph.forward_length, None]  # what crosses, others hold too
+        change += (
+            graph.in_flight.others * change[:, graph.forward_length, None]
+        )  # what crosses, others hold too
     steps = _peaks(candidate.timeline.step_bytes, change, budget)
     unit = max(1.0, budget / 1e4)
     scale = 1000.0 / max(graph.base_seconds, 1e-30)

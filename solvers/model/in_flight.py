@@ -19,9 +19,9 @@ class InFlight:
     Attributes:
         count: How many, this one included.
         left_bytes: What each leaves when its backward has run, beside gradients that are added up.
-        added_up: For each base operation the bytes by which the gradients of all parameters, left by an earlier
-            micro-batch, exceed those that this one has left so far; empty where gradients are resident, as
-            more micro-batches follow than are in flight.
+        added_up: For each base operation the bytes by which the gradients of all parameters, left by an
+            earlier micro-batch, exceed those that this one has left so far; empty where gradients are
+            resident, as more micro-batches follow than are in flight.
     """
 
     count: int

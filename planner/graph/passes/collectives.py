@@ -1,7 +1,7 @@
 """What a collective made, and what it is waited for by, are one tensor.
 
-Ranks that share a model by tensor parallelism call functional collectives, as `all_reduce`, and wait for their
-results by `wait_tensor`. That returns the tensor that it is given; traced, it returns another.
+Ranks that share a model by tensor parallelism call functional collectives, as `all_reduce`, and wait for
+their results by `wait_tensor`. That returns the tensor that it is given; traced, it returns another.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from planner._torch import fake, operators
 from planner.graph.joint_pass import TraceContext
 
 
-def wait_in_place(joint: GraphModule, context: TraceContext) -> None:
+def wait_in_place(joint: GraphModule, context: TraceContext) -> None:  # noqa: ARG001
     """Let a collective's result lie where that of the call that waits for it lies."""
     for wait in [node for node in joint.graph.nodes if operators.waits(node.target)]:
         made = wait.args[0]
