@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 _TWO = (
     "a forward of the planned module began while an earlier one awaits its backward: both hold their memory, "
-    "and the step may take more than predicted. Plan one module that makes both calls, make them one batch, or "
-    "let go of outputs that are not differentiated. A stage of a pipeline is planned with in_flight="
+    "and the step may take more than predicted. Plan one module that makes both calls, make them one batch, "
+    "or let go of outputs that are not differentiated. A stage of a pipeline is planned with in_flight="
 )
 _MORE = (
     "a forward of the planned module began while {count} earlier ones await their backward, and the plan is "

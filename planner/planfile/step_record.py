@@ -60,8 +60,8 @@ class StepRecord(Record):
     )
     added_up: Counts = Field(
         default=[],
-        description="in a pipeline, for each operation: by how much the gradients that an earlier micro-batch "
-        "left exceed those of this one by then; empty where gradients are there already",
+        description="in a pipeline, for each operation: by how much the gradients that an earlier "
+        "micro-batch left exceed those of this one by then; empty where gradients are there already",
     )
     lines: Annotated[list[Name], Field(max_length=_MOST)] = Field(
         description="lines of the model's code, as in net.py:12"

@@ -126,9 +126,9 @@ class _Row:
 
 @dataclass
 class _Again:
-    """How a row is run a second time: with what, for what, and what that needs besides. ``call`` is None where
-    the same operation runs; ``extra_bytes`` are held while it runs. ``writers`` are the rows that write over
-    its result, which run with it.
+    """How a row is run a second time: with what, for what, and what that needs besides. ``call`` is None
+    where the same operation runs; ``extra_bytes`` are held while it runs. ``writers`` are the rows that write
+    over its result, which run with it.
     """
 
     inputs: tuple[ValueId, ...]

@@ -71,12 +71,12 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
     planned = plan.target.parallel
     sharded, among = is_fully_sharded(model), distributed.tensor_parallel_ranks(model)
     if among > 1 or (planned is not None and planned.kind == "tensor"):
-        planned_among = planned.world_size if planned is not None and planned.kind == "tensor" else 1
-        if among != planned_among:
+        ranks = planned.world_size if planned is not None and planned.kind == "tensor" else 1
+        if among != ranks:
             raise PlanMismatch(
-                f"the plan is of the model distributed among {planned_among} ranks by parallelize_module, and "
-                f"this one is among {among} (1: whole): distribute it in the same way and then apply the plan, "
-                "or plan it as it is"
+                f"the plan is of the model distributed among {ranks} ranks by parallelize_module, and this one "
+                f"is among {among} (1: whole): distribute it in the same way, then apply the plan, or plan it "
+                "as it is"
             )
         return
     if planned is None:

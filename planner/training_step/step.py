@@ -46,8 +46,8 @@ class Step:
         loss: Makes a scalar of the module's output; None to find it (see :func:`find_loss`).
         outputs: Whether the module's outputs are held while backward runs.
         training: Whether it is planned in training mode, or else in evaluation mode; None: as the module is.
-        in_flight: Micro-batches of a pipeline that have had their forward when the first backward begins, with
-            outputs that are held until their backward has run; None where this is no stage of one.
+        in_flight: Micro-batches of a pipeline that have had their forward when the first backward begins;
+            their outputs are held until their backward has run. None where this is no stage of one.
     """
 
     args: tuple[Any, ...] = ()
