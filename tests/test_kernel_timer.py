@@ -98,3 +98,46 @@ def test_a_gpu_is_kept_busy_while_what_is_timed_is_launched(monkeypatch: pytest.
     done.append("run")
     assert end() - before == 2e-3
     assert done == ["synchronize", "sleep", "record", "run", "record", "synchronize"]
+
+
+def test_a_run_for_which_the_system_had_to_map_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, faults = iter(range(1000)), iter([0, 5000, 5000, 5000, *[5000, 5001] * 10])
+    took = iter([9.0, *[2.0] * 20])
+    now = 0.0
+
+    def time_of_process() -> float:
+        nonlocal now
+        now += next(took) if next(clock) % 2 else 0.0
+        return now
+
+    monkeypatch.setattr(kernel_timer, "_page_faults", lambda: next(faults))
+    monkeypatch.setattr(kernel_timer.time, "process_time", time_of_process)
+    assert kernel_timer._process_seconds(lambda: None, 1024) == 2.0
+
+
+def test_where_each_run_maps_memory_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(kernel_timer, "_page_faults", lambda: next(faults))
+    assert kernel_timer._process_seconds(lambda: torch.zeros(4096), 1024) > 0
+
+
+def test_no_more_is_read_between_two_runs_than_the_step_holds() -> None:
+    cpu = torch.device("cpu")
+    assert kernel_timer._read_between(cpu, 100_000) == 131_072
+    assert kernel_timer._read_between(cpu, 1) == 1
+    assert kernel_timer._read_between(cpu, 2**50) == kernel_timer._read_between(cpu, None) > 2**20
+    assert kernel_timer._read_between(torch.device("cuda"), 2**50) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_made_up_floats_differ_and_are_about_one(dtype: torch.dtype) -> None:
+    """Also in a storage that is longer than the values, and where dimensions are expanded or swapped."""
+    whole = torch.ones(300, 700, dtype=dtype)
+    for tensor in (whole.t(), torch.ones(1, 70, dtype=dtype).expand(5, 70)):
+        kernel_timer._vary(tensor)
+        assert tensor.unique().numel() > 30
+        assert float(tensor.min()) >= 0.5
+        assert float(tensor.max()) <= 1.5
+    for other in (torch.zeros(4, dtype=torch.long), torch.zeros(0), torch.zeros(3, dtype=torch.bool)):
+        kernel_timer._vary(other)
+        assert not other.any()
