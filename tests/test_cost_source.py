@@ -7,6 +7,8 @@ import planner
 from planner.planning import cost_source
 from tests.small import small_gpt
 
+pytestmark = pytest.mark.timed
+
 
 def _plan(**options: object) -> planner.Plan:
     model, args, _ = small_gpt()
