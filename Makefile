@@ -17,6 +17,8 @@ TRAINERS ?= lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 trl
 	pyarrow==26.0.1 pandas==3.1.1 dill==0.4.1 xxhash==4.1.0 multiprocess==0.70.19
 TORCHVISION ?= torchvision==0.28.0
 OUT ?= out
+# Hundreds of processes of tests import PyTorch: the first compiles it.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 # Python compiles what is imported when it is; most of what is installed never is.

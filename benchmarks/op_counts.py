@@ -6,15 +6,14 @@ Each model trains a step unplanned and a step by a plan with all the memory it w
 operators that run, those that others call included, by the profiler's names: how often each is called, how
 often it allocates itself, and the time that is its own. Printed are those that allocate, or copy, more often
 in the plan's step than in eager's, with the reason; --all prints every one. With --repeats, steps are timed
-as well, interleaved: medians of process time. Run it with one thread and memory that is not given back to the
-system, or the page faults are what is timed:
-
-    OMP_NUM_THREADS=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 python benchmarks/op_counts.py
+as well, by turns: medians of process time, and of its ratio. The program starts itself again with the
+settings of ``benchmarks/time_truth.py``, or page faults would be what is timed.
 """
 
 import argparse
 import copy
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from benchmarks import hugging_face
+from benchmarks.time_truth import SETTINGS
 from planner.verification.measure import time_steps
 
 MODELS = ("gpt2", "bert", "llama", "resnet50")
@@ -38,8 +38,11 @@ COPIES = frozenset({"aten::copy_"})
 """Operators that copy into memory that is there."""
 
 REASONS = {
-    "aten::copy_": "masks of dropout as numbers; single numbers; statistics written back",
+    "aten::copy_": "masks of dropout as numbers; single numbers; empty caches of keys and values; statistics "
+    "written back",
     "aten::empty_strided": "the memory for these; clones of statistics",
+    "aten::_to_copy": "single numbers",
+    "aten::clone": "empty caches of keys and values; statistics of batch normalisation",
     "aten::add": "the forward's `+=`, whose operand a re-run may need; counters of batch normalisations",
 }
 """By operator: why the plan's step calls it more often. Operators without one are to be looked into."""
@@ -158,6 +161,8 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="print every operator")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in SETTINGS.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     results = {name: compare(name, options) for name in options.models}

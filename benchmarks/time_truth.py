@@ -3,11 +3,14 @@
     python benchmarks/time_truth.py --out docs/results/time-truth.md
     python benchmarks/time_truth.py --tiny --models gpt2 --shares 60% --repeats 1   # a try
 
-For each model plans are made by the roofline and by measured costs, and run: unplanned, planned and
-checkpointed steps take turns, and the medians of their process times are compared. All runs on one thread,
-with glibc told to keep what it has (MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_=17179869184): it otherwise
-maps and unmaps large blocks, so that a step with less memory gets faster and no sum over operations can be
-right.
+For each model plans are made by the roofline and by measured costs, and run. Each planned, or checkpointed,
+step is timed right after an unplanned one, and the median of the ratios of their process times is what is
+compared: the machine's speed changes, but little from one step to the next. All runs on one thread, with
+glibc told to keep what it has (MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_=17179869184): it otherwise maps and
+unmaps large blocks, so that a step with less memory gets faster and no sum over operations can be right.
+That is not enough where glibc is older than 2.38: what is left of a block when it is aligned goes into the
+thread's cache, so that the block, once freed, is too small for the next of its size, and the heap grows with
+each. Without that cache (glibc.malloc.tcache_count=0) blocks are used again.
 The program starts itself again with these settings.
 """
 
@@ -26,9 +29,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SETTINGS = {
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
@@ -129,17 +134,33 @@ def peak_of(built: Built, step: Callable[[], object]) -> int:
     return measure_peak(step, "cpu").peak_bytes
 
 
-def interleaved(steps: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median process time of each step in seconds; they take turns, after one that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def process_seconds(step: Callable[[], object]) -> float:
+    """Process time of a step."""
+    gc.collect()
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def ratios(
+    unplanned: Callable[[], object], steps: Mapping[str, Callable[[], object]], repeats: int
+) -> tuple[float, dict[str, float]]:
+    """Median process seconds of the unplanned step, and what the median of each other takes of it.
+
+    Each is timed beside an unplanned step, before it and after it by turns; all take turns, after a round
+    that does not count.
+    """
+    alone: list[float] = []
+    found: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(repeats + 1):
         for name, step in steps.items():
-            gc.collect()
-            started = time.process_time()
-            step()
+            pair = (unplanned, step) if round_ % 2 else (step, unplanned)
+            first, second = map(process_seconds, pair)
+            before, after = (first, second) if round_ % 2 else (second, first)
             if round_:
-                times[name].append(time.process_time() - started)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+                alone.append(before)
+                found[name].append(after / before)
+    return statistics.median(alone), {name: statistics.median(values) for name, values in found.items()}
 
 
 def compare(name: str, options: argparse.Namespace) -> list[str]:
@@ -152,11 +173,13 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
         return model.train(), inputs, loss
 
     plain, theirs = fresh(), fresh()
-    steps = {"unplanned": step_of(plain)}
+    unplanned = step_of(plain)
+    steps: dict[str, Callable[[], object]] = {}
     budgets: list[tuple[str, str | int]] = [(share, share) for share in options.shares]
     if enable_checkpointing(theirs[0]):
         steps["theirs"] = step_of(theirs)
     plans: dict[str, planner.Plan] = {}
+    infeasible: list[str] = []
     for costs in options.costs:
         prepared = planner.prepare(plain[0], kwargs=plain[1], loss=plain[2], outputs="dropped", costs=costs)
         resident = prepared.plan("100%", solver="none").predicted.resident_bytes
@@ -168,6 +191,8 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
                 plan = prepared.plan(budget, time_limit=options.time_limit)
             except planner.InfeasibleBudget as error:
                 print(f"{name}, {key}: {error}", file=sys.stderr)
+                share = error.minimum_bytes / error.budget_bytes
+                infeasible.append(f"| {name} | {key}: the least is {share:.2f} times that | | | | |")
                 continue
             ours = fresh()
             plan.apply(ours[0])
@@ -175,20 +200,18 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
             measured = peak_of(ours, steps[key])
             if measured > 1.005 * plan.predicted.dynamic_peak_bytes:
                 warnings.warn(f"{name}, {key}: {measured:,} bytes, more than predicted", stacklevel=1)
-    seconds = interleaved(steps, options.repeats)
-    rows = []
-    for key, taken in seconds.items():
-        really = taken / seconds["unplanned"] - 1
-        if key == "unplanned":
-            rows.append(f"| {name} | {key} ({1e3 * taken:.0f} ms) | | | | |")
-        elif key == "theirs":
+    seconds, taken = ratios(unplanned, steps, options.repeats)
+    rows = [f"| {name} | unplanned ({1e3 * seconds:.0f} ms) | | | | |"]
+    for key, ratio in taken.items():
+        really = ratio - 1
+        if key == "theirs":
             rows.append(f"| {name} | its own checkpointing | | {really:+.1%} | | |")
         else:
             expected = plans[key].overhead
             off = 100 * (really - expected)
-            why = explained(plans[key], steps["unplanned"], steps[key]) if abs(off) > NEAR else ""
+            why = explained(plans[key], unplanned, steps[key]) if abs(off) > NEAR else ""
             rows.append(f"| {name} | {key} | {expected:+.1%} | {really:+.1%} | {off:+.1f} | {why} |")
-    return rows
+    return rows + infeasible
 
 
 def main() -> None:
@@ -197,7 +220,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--shares", nargs="+", default=list(SHARES), help="budgets, of the unplanned step")
     parser.add_argument("--costs", nargs="+", choices=COSTS, default=list(COSTS))
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each kind")
+    parser.add_argument("--repeats", type=int, default=9, help="timed pairs of steps of each kind")
     parser.add_argument("--time-limit", type=float, default=60, help="seconds that each search may take")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers of each")
     parser.add_argument("--out", type=Path, help="write the table to this file")
@@ -213,8 +236,10 @@ def main() -> None:
     lines = [
         "# Predicted and measured extra time",
         "",
-        "Made by `python benchmarks/time_truth.py`: interleaved medians of process time on one thread, with",
-        "MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=17179869184. Outputs are dropped, as in trainers;",
+        "Made by `python benchmarks/time_truth.py`: medians of the ratio of process times of a step and of",
+        "an unplanned one beside it, on one thread, with MALLOC_MMAP_MAX_=0,",
+        "MALLOC_TRIM_THRESHOLD_=17179869184 and GLIBC_TUNABLES=glibc.malloc.tcache_count=0. Outputs are",
+        "dropped, as in trainers;",
         '"their peak" is a plan for what the model\'s own checkpointing takes.',
         f"torch {torch.__version__}, {platform.machine()} with {torch.backends.cpu.get_cpu_capability()}.",
         f"Where a prediction is over {NEAR} points off, the operators that take most more, or less, than",

@@ -22,6 +22,8 @@ class PortfolioSettings:
         last_start: The share of a time limit after which nothing is begun any more: what has begun ends
             within the rest.
         met: A schedule this close to the bound ends the search.
+        small_twice_beyond, small_programs_beyond: Graphs that are not large and nearer to the bound than this
+            are done without recomputing twice, and without programs with walls.
         optimal_gap: A schedule with no larger a gap is called optimal.
         near: Nearer to the bound than this, recomputing twice is not tried.
         nearer: Large graphs this near to the bound are done when the single-recompute program is.
@@ -50,6 +52,8 @@ class PortfolioSettings:
     sweep_seconds: float = 30.0
     last_start: float = 0.95
     met: float = 1e-6
+    small_twice_beyond: float = 0.0
+    small_programs_beyond: float = 0.0
     optimal_gap: float = 1e-6
     near: float = 2e-3
     nearer: float = 2e-4
@@ -80,7 +84,14 @@ class PortfolioSettings:
 EFFORTS: dict[Effort, PortfolioSettings] = {
     "best": PortfolioSettings(),
     "fast": PortfolioSettings(
-        exact_seconds=1.0, small_program_seconds=1.0, below_least=False, least_failures=3, other_form=2e-3
+        exact_seconds=1.0,
+        small_program_seconds=1.0,
+        below_least=False,
+        least_failures=3,
+        other_form=2e-3,
+        met=5e-4,
+        small_twice_beyond=2e-3,
+        small_programs_beyond=5e-3,
     ),
 }
 """What either costs and brings is measured by ``benchmarks/effort.py``."""

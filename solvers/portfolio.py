@@ -292,18 +292,23 @@ def _attempt(
         bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     enough = bound.seconds + settings.met * graph.base_seconds
     sizes = programs.sizes()
+    if not large:
+        search.begin_stage((0.15, 0.2), settings.small_trading_share)
+        _improve_locally(search, bound, settings, trading=_distance(search, bound) > settings.near)
     far = _distance(search, bound) > settings.near
     if not _done(search, bound, settings) and far:
         search.begin_stage((0.2, 0.3), 0.4)
         sqrt_n.improve(search)
-    if not _done(search, bound, settings) and not (large and _distance(search, bound) <= settings.nearer):
+    twice_beyond = settings.nearer if large else settings.small_twice_beyond
+    if not _done(search, bound, settings) and _distance(search, bound) > twice_beyond:
         search.begin_stage((0.3, 0.5), 0.5)
         if far or not large:
             rotor.improve(search, budget, everything.peak_bytes, shared.tables)
         else:
             counts = rotor.COUNTS[:1]
             rotor.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
-    if not _done(search, bound, settings) and (far or not large):
+    programs_beyond = settings.near if large else settings.small_programs_beyond
+    if not _done(search, bound, settings) and _distance(search, bound) > programs_beyond:
         left = max(time_limit - search.elapsed, 1e-9)
         search.begin_stage((0.5, 0.9), min(1.0, search.wall(settings.walled_programs * patience) / left))
         ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
@@ -313,20 +318,26 @@ def _attempt(
     if not _done(search, bound, settings) and exact_ilp.count_slots(graph) <= settings.exact_slots:
         seconds = search.wall(settings.exact_seconds)
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget, seconds=seconds)
+    _improve_locally(search, bound, settings, trading=far or not large)
+    search.begin_stage((0.0, 1.0))
+    search.tell("polished", 1.0)
+    return search, bound
+
+
+def _improve_locally(search: Search, bound: Bound, settings: PortfolioSettings, *, trading: bool) -> None:
+    """Improve the best schedule by simulation, until a round brings nothing."""
+    assert search.budget is not None
     for _ in range(settings.polishing_rounds):
         if search.fastest is None or search.out_of_time() or _done(search, bound, settings):
             break
         before = search.fastest.seconds
         delay(search, search.fastest)
-        polish(search, search.fastest, budget)
-        exchange(search, search.fastest, budget)
-        if far or not large:
+        polish(search, search.fastest, search.budget)
+        exchange(search, search.fastest, search.budget)
+        if trading:
             trade(search, search.fastest, rounds=1)
         if search.fastest.seconds >= before:
             break
-    search.begin_stage((0.0, 1.0))
-    search.tell("polished", 1.0)
-    return search, bound
 
 
 def first_bound(graph: Graph, budget: int, time_limit: float) -> Bound:

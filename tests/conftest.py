@@ -68,6 +68,21 @@ def _a_small_heap() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _seconds_that_repeat(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans are made by the roofline where no costs are named, or they would differ from run to run.
+
+    Files marked `timed` have the seconds that users have by default, and so have commands, examples and
+    notebooks, which run in processes of their own.
+    """
+    from planner.planning import cost_source
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("timed") is None:
+            patch.setattr(cost_source, "MOST_TIMED_SECONDS", -1.0)
+        yield
+
+
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """One process that is all there are."""

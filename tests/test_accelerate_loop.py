@@ -16,6 +16,8 @@ from planner.verification.measure import measure_peak
 from tests.side_by_side import no_plan_warnings
 from tests.small_language_model import Example, padded, sentences, small_language_model
 
+pytestmark = pytest.mark.timed
+
 _UPDATES = 6
 _SAVED_AFTER = 3
 

@@ -36,6 +36,11 @@ def arguments(target: Any, dtype: torch.dtype, order: tuple[int, ...]) -> list[A
         aten.masked_fill.Scalar: [values(), values() > 0.5, -3.0],
         aten.masked_fill.Tensor: [values(), values() > 0.5, torch.tensor(0.7, dtype=dtype)],
         aten.threshold_backward.default: [values(), values(), 0.5],
+        **{each: [values(), 1, False] for each in (aten._softmax.default, aten._log_softmax.default)},
+        **{
+            each: [values(), values(), 2, dtype]
+            for each in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+        },
         MASK_GRADIENT: [values(), PACK_SIGNS((torch.rand(3, 5, 37) - 0.5).relu())],
     }
     if target in filled:
@@ -65,6 +70,25 @@ def test_written_into_an_operand_a_result_has_the_same_bits(target: Any) -> None
                 assert found is args[position]
                 assert torch.equal(found, expected)
                 assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 17), (2, 3, 33), (1020, 1000), (64, 8, 31), (3, 50257)], ids=str)
+def test_a_softmax_in_place_reads_its_row_before_it_writes(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Along the last dimension and others, which have kernels of their own, and over rows of odd lengths."""
+    torch.manual_seed(0)
+    x, gradient = (torch.randn(shape).to(dtype) * 3 for _ in range(2))
+    for name in ("_softmax", "_log_softmax"):
+        forward, backward = getattr(aten, name), getattr(aten, f"{name}_backward_data")
+        for dim in range(len(shape)):
+            result = forward(x, dim, False)
+            written = x.clone()
+            assert torch.equal(forward.out(written, dim, False, out=written), result)
+            expected, over = backward(gradient, result, dim, dtype), gradient.clone()
+            keyword = backward.out._schema.arguments[-1].name
+            assert torch.equal(backward.out(over, result, dim, dtype, **{keyword: over}), expected)
 
 
 Body = Callable[[FxGraph, Node, Node], Any]

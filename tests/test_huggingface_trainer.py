@@ -13,7 +13,7 @@ from planner.verification.measure import measure_peak
 from tests.side_by_side import no_plan_warnings
 from tests.small_language_model import SmallLanguageModel, padded, sentences, small_language_model
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.timed]
 
 
 class _Measured(Trainer):

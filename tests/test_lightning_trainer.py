@@ -17,6 +17,8 @@ from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 from tests.side_by_side import Layers, no_plan_warnings
 
+pytestmark = pytest.mark.timed
+
 
 class _Module(lightning.LightningModule):
     """Configures its model late, computes its loss outside of it, logs, and measures its fourth update."""

@@ -10,6 +10,8 @@ from torch.utils import _pytree as pytree
 import planner
 from tests.zoo import REAL, build
 
+pytestmark = pytest.mark.timed
+
 CONVOLUTIONAL = {"resnet", "unet", "resnet50"}
 
 

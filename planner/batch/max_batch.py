@@ -83,6 +83,7 @@ def max_batch(
     check_options(max_overhead=max_overhead, start=start, most=most, progress=progress)
     given = read_options("max_batch", StepKeywords, options, solver=solver, time_limit=time_limit)
     refuse_in_flight("max_batch", given)
+    given = given.without_timing()
     check_loss(given.loss)
     wanted = parse_budget(budget, 2**60)
     if wanted.bytes is None or wanted.text.endswith("%"):

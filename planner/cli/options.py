@@ -61,6 +61,7 @@ FigurePath = Annotated[
 class CostSource(StrEnum):
     """Where the seconds of operations come from."""
 
+    auto = "auto"
     roofline = "roofline"
     measured = "measured"
 
@@ -206,7 +207,7 @@ class StepOptions:
     attention: AttentionName = None
     accumulate: Accumulate = None
     in_flight: InFlight = None
-    costs: CostName = CostSource.roofline
+    costs: CostName = CostSource.auto
     inputs: InputsName = Inputs.unchanged
     effort: EffortName = Effort.fast
     encodings: EncodingsName = Encodings.auto

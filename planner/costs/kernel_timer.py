@@ -1,11 +1,17 @@
 """How long operations take on the device at hand, each distinct one timed once.
 
-On the CPU it is process time, all threads together, and what other processes do does not count; on CUDA the
-time between two events on the device, so that the time to launch counts only where it is the bound. Answers
-are kept in memory and on disk, in nanoseconds, by operator, shapes, strides, dtypes and environment.
+On the CPU it is process time, all threads together, and what other processes do does not count. An operation
+that is run over and over finds its inputs in the cache, where in a step they have been replaced by what came
+between: so that much memory is read before each run. A run in which the system had to map memory does
+not count where there are others: most of a step's memory has been used before.
+
+On CUDA it is the time between two events on the device, so that the time to launch counts only where it is
+the bound. Answers are kept in memory and on disk, in nanoseconds, by operator, shapes, strides, dtypes and
+environment.
 """
 
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +21,14 @@ from typing import Any
 
 import torch
 
+try:
+    import resource
+except ImportError:  # Windows has no such counters
+    resource = None  # type: ignore[assignment]
+
 from planner._torch.execution.allocator_events import occupy
 from planner._torch.execution.plain_execution import plain_execution
+from planner._torch.tensors import call_tensors
 from planner.costs.measurement_cache import (
     call_signature,
     default_cache_path,
@@ -33,10 +45,17 @@ logger = logging.getLogger(__name__)
 OnTimed = Callable[[int, str], None]
 """Called with how many operations have been timed, and the name of the next."""
 
-REPEATS = 5
+REPEATS = 7
+ENOUGH_SECONDS = 0.5
+"""Of an operation that has been timed so long, no more runs than there are at least."""
+LEAST_REPEATS = 3
 LEAST_SECONDS = 1e-3
-"""A repeat runs an operation as often as it takes to last so long."""
+"""On CUDA a repeat runs an operation as often as it takes to last so long."""
 MOST_RUNS = 1000
+LAST_LEVEL_CACHE = 32 * 2**20
+"""Bytes of a CPU's last cache, where the system does not tell."""
+FEW_FAULTS = 8
+"""Pages that a run may be given by the system; more are memory that is new to the process."""
 WAIT_SECONDS = 5e-3
 """How long a CUDA device is kept busy while what is timed is launched."""
 
@@ -57,11 +76,13 @@ class MeasuredCosts:
         roofline: Roofline,
         cache_path: Path | str | None = "default",
         progress: OnTimed | None = None,
+        step_bytes: int | None = None,
     ) -> None:
         """
         Args:
             meter: Makes real arguments, on the device at hand.
             roofline: Says what is free, and is used where an operation cannot be run.
+            step_bytes: What the step holds; None: more than a cache.
             cache_path: JSON file that remembers; ``"default"`` is one in the user's cache directory.
             progress: Called before each operation that is timed.
         """
@@ -70,11 +91,14 @@ class MeasuredCosts:
         if cache_path == "default":
             cache_path = default_cache_path().with_name("seconds.json")
         self._path = None if cache_path is None else Path(cache_path)
+        self._between = _read_between(meter.device, step_bytes)
         self._environment = environment(meter.device)
+        if self._between:
+            self._environment += f"; {self._between} bytes between two runs"
         self._known = {
             key: numbers[0] * 1e-9 for key, numbers in read_entries(self._path, self._environment).items()
         }
-        self._new: dict[str, float] = {}
+        self._new: dict[str, int] = {}
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
         """Seconds of one operation; runs it, several times, where they are not known yet."""
@@ -90,7 +114,9 @@ class MeasuredCosts:
             if self._progress is not None:
                 self._progress(len(self._new), str(func))
             try:
-                self._known[key] = self._new[key] = self._timed(Call(func, args, kwargs))
+                # In nanoseconds, as they are remembered: the next plan is the same.
+                timed = round(self._timed(Call(func, args, kwargs)) * 1e9)
+                self._known[key], self._new[key] = timed * 1e-9, timed
             except Exception as error:  # whatever a kernel says about inputs that were made up
                 logger.debug("no time known for %s: %s", key, error)
                 self.failures[key] = f"{type(error).__name__}: {error}"
@@ -98,7 +124,7 @@ class MeasuredCosts:
 
     def save(self) -> None:
         """Remember on disk what was timed."""
-        write_entries(self._path, self._environment, {key: [round(s * 1e9)] for key, s in self._new.items()})
+        write_entries(self._path, self._environment, {key: [timed] for key, timed in self._new.items()})
         self._new = {}
 
     # ---- timing ------------------------------------------------------------------------------------
@@ -107,17 +133,16 @@ class MeasuredCosts:
         device = self._meter.device
         with self._as_in_training(), self._meter.arguments(call) as (args, kwargs):
 
-            def run(times: int) -> float:
-                start, end = _clock(device)
-                before = start()
-                for _ in range(times):
-                    call.func(*args, **kwargs)
-                return end() - before
+            def run() -> object:
+                return call.func(*args, **kwargs)
 
-            run(1)  # what is set up on a first call
-            once = max(run(1), 1e-9)
-            times = max(1, min(MOST_RUNS, round(LEAST_SECONDS / once)))
-            return statistics.median(run(times) for _ in range(REPEATS)) / times
+            run()  # what is set up on a first call
+            if device.type == "cuda":
+                return _device_seconds(device, run)
+            if not _needs_its_values(call.func):
+                for tensor in call_tensors([args, kwargs]):
+                    _vary(tensor)
+            return _process_seconds(run, self._between)
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
@@ -131,10 +156,75 @@ class MeasuredCosts:
                 yield
 
 
+def _process_seconds(run: Callable[[], object], between: int) -> float:
+    """Median process time of a run, before each of which ``between`` bytes are read."""
+    memory = torch.zeros(between // 4)
+    seconds: list[float] = []
+    mapped: list[bool] = []
+    while len(seconds) < REPEATS and (len(seconds) < LEAST_REPEATS or sum(seconds) < ENOUGH_SECONDS):
+        memory.sum()
+        faults = _page_faults()
+        before = time.process_time()
+        result = run()
+        seconds.append(time.process_time() - before)
+        mapped.append(_page_faults() - faults > FEW_FAULTS)
+        del result
+    warm = [taken for taken, new in zip(seconds, mapped, strict=True) if not new]
+    return statistics.median(warm or seconds)
+
+
+def _page_faults() -> int:
+    """How often the system has given this process a page of memory; 0 where it does not tell."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _device_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Median time of a run on a CUDA device."""
+
+    def runs(times: int) -> float:
+        start, end = _clock(device)
+        before = start()
+        for _ in range(times):
+            run()
+        return end() - before
+
+    once = max(runs(1), 1e-9)
+    times = max(1, min(MOST_RUNS, round(LEAST_SECONDS / once)))
+    return statistics.median(runs(times) for _ in range(REPEATS)) / times
+
+
+def _read_between(device: torch.device, step_bytes: int | None) -> int:
+    """How many bytes are read between two runs: what the step holds, as a power of two, as far as the last
+    cache has room for it."""
+    if device.type != "cpu":
+        return 0
+    name = "SC_LEVEL3_CACHE_SIZE"
+    cache = os.sysconf(name) if name in getattr(os, "sysconf_names", ()) else 0
+    most = cache or LAST_LEVEL_CACHE
+    return most if step_bytes is None else min(most, 1 << max(step_bytes - 1, 0).bit_length())
+
+
+def _needs_its_values(func: object) -> bool:
+    """Whether made-up inputs of an operator are what they must be, as matrices that can be inverted."""
+    return "linalg" in str(func) or "cholesky" in str(func)
+
+
+def _vary(tensor: torch.Tensor) -> None:
+    """Give a made-up tensor's floats different values around 1: where a maximum is looked for, how long it
+    takes depends on that."""
+    if tensor.layout is not torch.strided or not tensor.is_floating_point() or tensor.device.type != "cpu":
+        return
+    length = tensor.untyped_storage().nbytes() // tensor.element_size()
+    flat = tensor.detach().as_strided((length,), (1,), 0)
+    values = torch.rand(min(length, 1 << 16), dtype=torch.float32).add_(0.5).to(tensor.dtype)
+    whole = length // len(values) * len(values) if length else 0
+    if whole:
+        flat[:whole].view(-1, len(values)).copy_(values)
+        flat[whole:].copy_(values[: length - whole])
+
+
 def _clock(device: torch.device) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Functions that tell the seconds at the start and at the end of what is timed."""
-    if device.type != "cuda":
-        return time.process_time, time.process_time
+    """Functions that tell the seconds of a CUDA device at the start and at the end of what is timed."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def start() -> float:

@@ -88,7 +88,7 @@ def prepared_step(
 ) -> Prepared:
     """The step that a function of this package is about, captured; ``of`` is the function's name."""
     check_options(progress=progress)
-    wanted = read_options(of, StepKeywords, options)
+    wanted = read_options(of, StepKeywords, options).without_timing()
     refuse_in_flight(of, wanted)
     report = progress or no_report
     step = read_step(model, args, kwargs, wanted.loss, wanted.outputs, of=of)

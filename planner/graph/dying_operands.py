@@ -1,4 +1,4 @@
-"""Elementwise results that are written into the memory of an operand that nobody reads afterwards.
+"""Results that are written into the memory of an operand that nobody reads afterwards.
 
 A traced graph computes every result in memory of its own. Where an operand of the same shape, strides and
 type is read for the last time, its memory serves as well: the bits are the same, and less is allocated. The
@@ -57,14 +57,19 @@ _WRITERS: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
     MASK_GRADIENT: (_FIRST, MASK_GRADIENT_, None),
     aten.gelu_backward.default: (_FIRST, None, aten.gelu_backward.grad_input),
     aten.silu_backward.default: (_FIRST, None, aten.silu_backward.grad_input),
+    aten._softmax.default: (_FIRST, None, aten._softmax.out),
+    aten._log_softmax.default: (_FIRST, None, aten._log_softmax.out),
+    aten._softmax_backward_data.default: (_FIRST, None, aten._softmax_backward_data.out),
+    aten._log_softmax_backward_data.default: (_FIRST, None, aten._log_softmax_backward_data.out),
     **{
         getattr(aten, name).default: (_FIRST, getattr(aten, f"{name}_").default, None)
         for name in ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "cos", "sin", "erf",
                      "tanh", "sigmoid", "relu", "silu")
     },
 }  # fmt: skip
-"""Operators that compute each element of their result of the same element of their arguments: which of these
-may be written over, and by which operator, in place (the first) or by ``out=``."""
+"""Operators that may write over an argument, which one, and by which operator, in place (the first) or by
+``out=``. They compute each element of their result of the same element of their arguments; a softmax, and its
+backward, of its row as well, all of which its kernels have read before they write the first element."""
 
 
 class Writing(NamedTuple):

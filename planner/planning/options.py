@@ -28,7 +28,7 @@ from planner.training_step.step import Loss, Outputs, checked_outputs
 from solvers.effort import Effort
 from solvers.registry import SOLVERS
 
-CostSource = Literal["roofline", "measured"]
+CostSource = Literal["auto", "roofline", "measured"]
 
 Encodings = Literal["auto", "none"]
 """Whether masks may be kept as bits."""
@@ -114,8 +114,11 @@ class PlanOptions:
             had their forward when the first backward begins: with GPipe all, with 1F1B as many as there are
             stages from this one to the last. What one holds between its forward and its backward counts as
             often. With ``accumulate=True`` others follow, a forward for each backward; else these are all.
-        costs: Where the seconds of operations come from: "roofline", from the device's figures, or
-            "measured", which times each distinct one on the device at hand and remembers it.
+        costs: Where the seconds of operations come from: "roofline", from the device's figures; "measured",
+            which times each distinct one on the device at hand and remembers it; or "auto", which measures
+            where the device is at hand and it takes seconds. Where several ranks train, "auto" is the
+            roofline, since each would measure, and plan, something else; so it is for the largest batch,
+            and for estimates.
         training: Whether the module will train in training mode, in which it is planned whatever mode it is
             in now; False for evaluation mode (dropout off, running statistics as they are).
         inputs: What happens to inputs, buffers and biases between forward and backward: "unchanged", then
@@ -154,7 +157,7 @@ class PlanOptions:
     attention: Attention | None = None
     accumulate: bool | None = None
     in_flight: int | None = None
-    costs: CostSource = "roofline"
+    costs: CostSource = "auto"
     training: bool = True
     inputs: InputsAre = "unchanged"
     effort: Effort = "fast"
@@ -168,6 +171,10 @@ class PlanOptions:
     checkpoints: Sequence[str] = ()
     regions: Regions = None
     parallel: Parallel = None
+
+    def without_timing(self) -> "PlanOptions":
+        """The same, with nothing timed that was not asked for."""
+        return replace(self, costs="roofline") if self.costs == "auto" else self
 
     def __eq__(self, other: object) -> bool:
         return other is None or isinstance(other, PlanOptions)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import get_args
 
 import torch
 
@@ -18,10 +17,10 @@ from planner.costs.cudnn_workspace import cudnn_workspaces
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.optimizer_step import OptimizerStep, optimizer_step
-from planner.costs.roofline import Costs, roofline
+from planner.costs.roofline import Costs
 from planner.costs.step_memory import StepMemoryModel
 from planner.costs.workspace import WorkspaceMeter
-from planner.errors import PlannerError, warn
+from planner.errors import warn
 from planner.graph.overwritten import checked_inputs
 from planner.interrupts import at_stages, held_interrupts
 from planner.parallel.rank import Rank, gradients_there
@@ -32,7 +31,8 @@ from planner.planfile.plan import (
     WholeStep,
 )
 from planner.planning.backends import check_backend
-from planner.planning.options import CostSource, PlanOptions
+from planner.planning.cost_source import check_costs, find_costs
+from planner.planning.options import PlanOptions
 from planner.planning.runnable import refuse_what_cannot_run
 from planner.problem.allocations import planned_allocations
 from planner.problem.build import Problem, build_problem
@@ -57,10 +57,6 @@ IN_EVALUATION = (
 
 _SHOWN = 5
 """Compiled parts that are named."""
-
-
-class CostsError(PlannerError, ValueError):
-    """Costs cannot be had from where they are asked of."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,6 @@ def prepare(
         PlannerError: As :func:`planner.plan` does.
     """
     progress = at_stages(progress)
-    costs = options.costs
     step = replace(step, in_flight=options.in_flight)
     check_backend(options)
     refuse_wrappers(model, "plan")
@@ -161,13 +156,7 @@ def prepare(
     here = device_of(model, step)
     target = find_device(options.device, here)
     at_hand = here.type in ("cpu", "cuda") and same_processor(target, find_device(None, here))
-    if costs not in get_args(CostSource):
-        raise CostsError(f"costs={costs!r}: expected {' or '.join(map(repr, get_args(CostSource)))}")
-    if costs == "measured" and not at_hand:
-        raise CostsError(
-            f"costs='measured' times operations where the model is, on {here.type}, not on {target.name}: "
-            "plan with costs='roofline', or on that device"
-        )
+    check_costs(options.costs, here, target, at_hand=at_hand)
     started = time.perf_counter()
     elsewhere = target.kind == "cuda" and here.type != "cuda"
     cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
@@ -187,13 +176,7 @@ def prepare(
         warn(uncompiled(compiled))
     progress("measuring what kernels allocate inside", 0.8)
     meter = WorkspaceMeter(here) if at_hand else None
-    source: Costs = roofline(target)
-    if costs == "measured" and meter is not None:
-        source = MeasuredCosts(
-            meter,
-            roofline(target),
-            progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
-        )
+    source = find_costs(options.costs, captured, target, meter, progress)
     workspaces = meter or cudnn_workspaces(target)
     copying = options.inputs == "overwritten"
     problem = build_problem(captured, target, workspaces, source, copying=copying, in_flight=step.in_flight)

@@ -12,7 +12,7 @@ from planner.planfile.step_record import StepRecord
 from planner.problem.build import Problem
 from planner.training_step.user_lines import users_line
 from solvers.model.arrays import Integers
-from solvers.model.graph import Op, Phase
+from solvers.model.graph import Graph, Op, Phase
 
 
 def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
@@ -63,12 +63,18 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
         replay_made_counts=[len(op.outputs) for op in forms],
         replay_makes=_numbers(number, forms, "outputs"),
         replay_workspace_bytes=[op.workspace_bytes for op in forms],
-        replay_seconds=[op.seconds for op in forms] if problem.packed else [],
+        replay_seconds=_unless_same(forms, [op for op in base if op.replay is not None], graph),
         left_bytes=0 if graph.in_flight is None else graph.in_flight.left_bytes,
         added_up=[] if graph.in_flight is None else list(graph.in_flight.added_up),
         lines=list(lines),
         line_of=line_of,
     )
+
+
+def _unless_same(forms: Sequence[Op], first: Sequence[Op], graph: Graph) -> list[float]:
+    """The seconds of forms that run again; none where each takes as long as its operation's first run."""
+    same = all(op.replay is None or graph.ops[op.replay].seconds == op.seconds for op in first)
+    return [] if same else [op.seconds for op in forms]
 
 
 def _outside(op: Op, made_bytes: int) -> OpRecord:

@@ -74,9 +74,9 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
         ranks = planned.world_size if planned is not None and planned.kind == "tensor" else 1
         if among != ranks:
             raise PlanMismatch(
-                f"the plan is of the model distributed among {ranks} ranks by parallelize_module, and this one "
-                f"is among {among} (1: whole): distribute it in the same way, then apply the plan, or plan it "
-                "as it is"
+                f"the plan is of the model distributed among {ranks} ranks by parallelize_module, and this "
+                f"one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
+                "plan it as it is"
             )
         return
     if planned is None:

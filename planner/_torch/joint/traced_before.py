@@ -30,6 +30,7 @@ from planner._torch.without_data.fake_values import times_asked_for_data
 _MOST_NODES = 30_000
 """Of the graphs that are kept, those that were used last."""
 _META_WITH_TENSORS = {"val", "eager_input_vals"}
+_COPIES = torch.ops.aten.lift_fresh_copy.default
 _COLLECTS = "run_functionalized_fw_and_collect_metadata"
 
 
@@ -39,11 +40,13 @@ class Traced:
 
     Attributes:
         graph: The joint graph.
+        constants: Tensors that it makes of numbers in the code, by name; it copies them, and writes to none.
         metadata: What was found out about its inputs and outputs.
         asked: What that was asked with besides, by name.
     """
 
     graph: Graph
+    constants: dict[str, torch.Tensor]
     metadata: Any
     asked: dict[str, Any]
 
@@ -87,7 +90,7 @@ class TracedBefore:
             if traced and collected and not noted:
                 before, asked, times = collected[0]
                 if times == times_asked_for_data(mode):
-                    self._keep(key, Traced(traced[0], before, asked))
+                    self._keep(key, Traced(*traced[0], before, asked))
             return result
 
         with (
@@ -121,19 +124,24 @@ class TracedBefore:
         return collects
 
     @contextlib.contextmanager
-    def _traces(self, key: Hashable, mode: Any) -> Iterator[list[Graph]]:
-        """Within this, the graph of a key is not traced where it is there; yields a copy of one that was."""
-        create, traced = graph_capture._create_graph, list[Graph]()
+    def _traces(self, key: Hashable, mode: Any) -> Iterator[list[tuple[Graph, dict[str, torch.Tensor]]]]:
+        """Within this, the graph of a key is not traced where it is there; yields a copy of one that was, and
+        its constants."""
+        create, traced = graph_capture._create_graph, list[tuple[Graph, dict[str, torch.Tensor]]]()
 
         def create_once(*args: Any, **kwargs: Any) -> GraphModule:
             found = self._traced.get(key)
             if found is not None:
                 self._traced.move_to_end(key)
                 self.found += 1
-                return graph_module(torch.nn.Module(), _copy(found.graph, mode))
+                root = torch.nn.Module()
+                for name, constant in found.constants.items():
+                    setattr(root, name, constant)
+                return graph_module(root, _copy(found.graph, mode))
             made: GraphModule = create(*args, **kwargs)
-            if not made.graph.find_nodes(op="get_attr"):
-                traced.append(_copy(made.graph, fake_mode()))
+            constants = _constants(made)
+            if constants is not None:
+                traced.append((_copy(made.graph, fake_mode()), constants))
             return made
 
         with patch.object(graph_capture, "_create_graph", create_once):
@@ -143,6 +151,20 @@ class TracedBefore:
         self._traced[key] = traced
         while sum(len(each.graph.nodes) for each in self._traced.values()) > self._most_nodes:
             self._traced.popitem(last=False)
+
+
+def _constants(module: GraphModule) -> dict[str, torch.Tensor] | None:
+    """The tensors that a graph holds, by name; None where it does more with one than to copy it.
+
+    What they hold follows from the graph that was traced: that has no data, only numbers to make tensors of.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target), None)
+        if type(value) is not torch.Tensor or any(user.target is not _COPIES for user in node.users):
+            return None
+        found[str(node.target)] = value
+    return found
 
 
 def _copy(graph: Graph, mode: FakeTensorMode) -> Graph:
