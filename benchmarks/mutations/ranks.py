@@ -75,4 +75,56 @@ RANKS = [
         ),
         ("tests/test_ranks.py::test_ranks_that_run_differently_have_other_digests[per_use_inputs]",),
     ),
+    Mutation(
+        "collectives-run-once",
+        "Tensor parallelism: no collective runs twice, unless recompute= names it.",
+        "Collectives may be kept or run again, as it is faster.",
+        (
+            Change(
+                "planner/problem/selection.py",
+                "    kept += [v for v in _of_collectives(graph) if v not in set(again)]\n",
+                "",
+            ),
+        ),
+        ("tests/test_tensor_parallel.py::test_collectives_run_again_only_if_that_is_asked_for",),
+    ),
+    Mutation(
+        "collectives-read-until-waited-for",
+        "Tensor parallelism: nothing is written over while a collective still reads it.",
+        "What a collective reads dies with its call.",
+        (
+            Change(
+                "planner/_torch/operators.py",
+                "    return is_collective(operator) and operator._schema.name.partition",
+                "    return False and operator._schema.name.partition",
+            ),
+        ),
+        ("tests/test_tensor_parallel.py::test_nothing_is_written_over_while_a_collective_reads_it",),
+    ),
+    Mutation(
+        "in-flight",
+        "A stage of a pipeline takes what was predicted, with as many micro-batches in flight as planned.",
+        "One micro-batch counts.",
+        (
+            Change(
+                "solvers/model/in_flight.py",
+                "        return self.count - 1\n",
+                "        return 0\n",
+            ),
+        ),
+        ("tests/test_pipeline.py::test_several_in_flight_take_what_is_measured_of_them[3]",),
+    ),
+    Mutation(
+        "in-flight-more",
+        "More micro-batches in flight than planned are warned of.",
+        "Any number is taken as planned.",
+        (
+            Change(
+                "planner/compiled/calls.py",
+                "len(self._earlier) >= (self._in_flight or 1)",
+                "len(self._earlier) >= (99 if self._in_flight else 1)",
+            ),
+        ),
+        ("tests/test_pipeline.py::test_more_in_flight_than_planned_are_warned_of",),
+    ),
 ]

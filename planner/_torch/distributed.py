@@ -1,4 +1,4 @@
-"""Private PyTorch APIs of data-parallel training.
+"""Private PyTorch APIs of training on many ranks.
 
 Tested with torch 2.13.
 """
@@ -23,6 +23,17 @@ def ranks_of_shards(module: torch.nn.Module) -> list[int]:
         return []
     sharded = next((p for p in module.parameters() if isinstance(p, tensor.DTensor)), None)
     return [] if sharded is None else sorted(sharded.device_mesh.mesh.flatten().tolist())
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` shards a module, or parts of it."""
+    found = sys.modules.get("torch.distributed.fsdp")
+    return found is not None and any(isinstance(part, found.FSDPModule) for part in module.modules())
+
+
+def tensor_parallel_ranks(module: torch.nn.Module) -> int:
+    """Among how many ranks ``parallelize_module`` distributed a module; 1 where it did not."""
+    return 1 if is_fully_sharded(module) else max(len(ranks_of_shards(module)), 1)
 
 
 def number_of_shards(module: torch.nn.Module) -> int:

@@ -66,6 +66,12 @@ def empty_of(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=like.device)
 
 
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor without data in the same storage."""
+    aliased: torch.Tensor = called(torch.ops.aten.alias.default, tensor)
+    return aliased
+
+
 def called(function: Any, first: torch.Tensor, *rest: Any) -> Any:
     """What a function returns of tensors without data, without data."""
     mode = first.fake_mode if isinstance(first, FakeTensor) else contextlib.nullcontext()

@@ -1,6 +1,7 @@
 """What an ATen operator is and does, and what backends are set to."""
 
 from collections.abc import Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -70,9 +71,36 @@ def is_foreign(operator: Any) -> bool:
     return isinstance(operator, OpOverload) and operator.namespace not in _KNOWN
 
 
+COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d"})
+"""Namespaces of operators in which ranks take part together."""
+
+
+def is_collective(operator: Any) -> bool:
+    """Whether ranks take part in a call together: who calls it alone waits for the others."""
+    return isinstance(operator, OpOverload) and operator.namespace in COLLECTIVES
+
+
+def waits(operator: Any) -> bool:
+    """Whether an operator waits for the result of a collective, which is its argument, and returns that."""
+    return is_collective(operator) and operator._schema.name == "_c10d_functional::wait_tensor"
+
+
+_READ_WHILE_THEY_RUN = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+def reads_until_waited_for(operator: Any) -> bool:
+    """Whether a collective reads its argument until its result is waited for; others copy it first."""
+    return is_collective(operator) and operator._schema.name.partition("::")[2] in _READ_WHILE_THEY_RUN
+
+
+def takes_item(target: Any) -> bool:
+    """Whether a graph's node is one of several results of another node."""
+    return target is getitem
+
+
 def may_draw(operator: Any) -> bool:
     """Whether an operator draws random numbers, or may: nothing makes those of users say so."""
-    return uses_generator(operator) or is_foreign(operator)
+    return uses_generator(operator) or (is_foreign(operator) and not is_collective(operator))
 
 
 def sized_by_data(operator: Any) -> bool:

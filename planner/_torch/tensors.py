@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 """What begins a region of autocast in a graph of Dynamo's."""
@@ -23,6 +24,23 @@ def storage_number(storage: torch.UntypedStorage) -> int:
     """Identity of a storage while it lives."""
     number: int = storage._cdata
     return number
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class hold others, in which their data are, as DTensors do."""
+    return kind not in _HOLD_THEIR_DATA and is_traceable_wrapper_subclass_type(kind)
+
+
+_HOLD_THEIR_DATA = (torch.Tensor, torch.nn.Parameter)
+
+
+def held_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in which the data of one are: of a DTensor the local one; of most the tensor itself."""
+    if type(tensor) in _HOLD_THEIR_DATA or not is_traceable_wrapper_subclass_type(type(tensor)):
+        return [tensor]
+    of_a_wrapper: Any = tensor
+    held = [getattr(tensor, name) for name in of_a_wrapper.__tensor_flatten__()[0]]
+    return [own for one in held if isinstance(one, torch.Tensor) for own in held_tensors(one)]
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,13 @@ from planner.batch.points import MaxBatch
 from planner.batch.search import OVERHEADS, BatchSearch, MakeArguments, step
 from planner.errors import BudgetError
 from planner.planfile.budget import parse_budget
-from planner.planning.options import StepKeywords, check_options, read_options, shows_options
+from planner.planning.options import (
+    StepKeywords,
+    check_options,
+    read_options,
+    refuse_in_flight,
+    shows_options,
+)
 from planner.planning.prepare import Prepared, prepare
 from planner.planning.solve import find_solver
 from planner.progress import Progress
@@ -76,6 +82,7 @@ def max_batch(
     check_model(model)
     check_options(max_overhead=max_overhead, start=start, most=most, progress=progress)
     given = read_options("max_batch", StepKeywords, options, solver=solver, time_limit=time_limit)
+    refuse_in_flight("max_batch", given)
     given = given.without_timing()
     check_loss(given.loss)
     wanted = parse_budget(budget, 2**60)

@@ -27,6 +27,7 @@ from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
 from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.inside_compile import holds_dtensors
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels
@@ -55,7 +56,7 @@ from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.regions import RunningRegions
-from planner.training_step.step import Step, tensors_in, unique_storages
+from planner.training_step.step import Step, differentiable_outputs, tensors_in, unique_storages
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,10 @@ def capture(
     regions: Sequence[str] = (),
     rank: Rank | None = None,
 ) -> CapturedStep:
-    """Capture one training step.
+    """Capture one training step, on a copy of the module.
 
     Args:
-        module: The module; it is copied, not touched.
-        step: Its arguments and loss.
+        module, step: The module, and its arguments and loss.
         progress: Called with what is going on and the fraction done.
         cuda: Replace what the CPU does by what CUDA does; None to capture what the tensors' device does.
         accumulate: Whether every trainable parameter has a gradient that is added to; None: those that
@@ -105,11 +105,7 @@ def record_eagerly(
     accumulate: bool | None = None,
     rank: Rank | None = None,
 ) -> Recording:
-    """Record the step as it is without graphs, on a copy of the module that is changed before.
-
-    Args:
-        module, step, cuda, accumulate, rank: As for :func:`capture`.
-        change: Given the copy.
+    """Record the step as it is without graphs, on a copy of the module that ``change`` is given before.
 
     Raises:
         CaptureError: If the step cannot be run.
@@ -163,13 +159,15 @@ class _Capture:
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
         self._no_loss = False
+        self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
         self._eager_runs = False
         if rank is not None:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self.parameters = list(copied.module.parameters())
         self.buffers = list(copied.module.buffers())
-        self.inputs = unique_storages(tensors_in((copied.step.args, dict(copied.step.kwargs))))
-        self._resident = [*self.parameters, *self.buffers, *self.inputs]
+        given = tensors_in((copied.step.args, dict(copied.step.kwargs)))
+        self.inputs = unique_storages(given)
+        self._resident = [*self.parameters, *self.buffers, *given]
         with copied.running():
             self.gradients = {
                 parameter: torch.zeros_like(parameter, requires_grad=False)
@@ -241,6 +239,7 @@ class _Capture:
             self.buffers,
             self.inputs,
             list(self.gradients.values()),
+            self.arriving,
             breaks=graph_breaks.distinct_places(reasons),
             eager_operations=sum(
                 e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
@@ -251,7 +250,7 @@ class _Capture:
                 *self.notes,
                 *self.copied.notes,
                 *notes_on(runners, bool(regions)),
-                *[NO_LOSS] * self._no_loss,
+                *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],
             uncompiled=list(self._uncompiled),
         )
@@ -335,6 +334,9 @@ class _Capture:
         self, call: torch.nn.Module, doing: str, runners: Sequence[GraphRunner] = ()
     ) -> tuple[Recording, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
+        if not self._eager_runs and holds_dtensors(self.copied.module):
+            with self._pass(doing):  # what they compute to learn how an operator is distributed they remember
+                self.copied.step.run(call)
         gradients, foreign = list(self.gradients.values()), self._before.about_to_run
         recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, self._cuda is None, foreign)
         for runner in runners:
@@ -344,8 +346,11 @@ class _Capture:
         with self._pass(doing), dispatched, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
-            kept = self.copied.step.run(marked)
+            kept = self.copied.step.run(marked, recorder.pause)
+            recorder.note_what_is_left(self.copied.step, self.parameters, *kept)
         self._no_loss = kept[1] is None
+        if self._no_loss and self.copied.step.in_flight is not None:
+            self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
         del kept  # after the recording: users hold outputs beyond the step
         return recorder.recording, marked.events
 

@@ -49,6 +49,7 @@ class CapturedStep:
         compiled: What the compiled step did, graphs as single events.
         parameters, buffers, inputs: The tensors that are there before the step.
         gradients: Those that are there before the step and are added to.
+        arriving: Tensors like the gradients of outputs, where the next stage of a pipeline sends these.
         breaks: Where and why the forward was cut into graphs, a line each.
         eager_operations: Operations of the module's forward that no graph covers: they run as written.
         with_data: Whether it took a run with data, since the data decide what runs.
@@ -64,6 +65,7 @@ class CapturedStep:
     buffers: Sequence[torch.Tensor]
     inputs: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor] = ()
+    arriving: Sequence[torch.Tensor] = ()
     breaks: list[str] = field(default_factory=list)
     eager_operations: int = 0
     with_data: bool = False

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from planner._torch.compat import check_version
+from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.without_data.imports import imports_without_modes
 from planner.errors import CaptureError
@@ -84,6 +85,11 @@ def on_a_copy(
         report("copying the module without its data", 0.0)
         return run(fake_copy)
     except NotWithoutDataError as error:
+        if tensor_parallel_ranks(module) > 1:
+            raise CaptureError(
+                f"{error}. With data the model could be run, but it is distributed among ranks, which would "
+                "have to run it together: leave what does not run without data out of the planned module"
+            ) from error
         missing = lacks_data(module, step)
         if missing or not may_have_data:
             why = "have none (they are on the meta device)" if missing else "are on another device"

@@ -174,6 +174,14 @@ ParallelName = Annotated[
         "behind commas, as fsdp2:8,param_dtype=bfloat16,reduce_dtype=float32,reshard_after_forward=false.",
     ),
 ]
+InFlight = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="For a stage of a pipeline: how many micro-batches have had their forward when the first "
+        "backward begins.",
+    ),
+]
 Budget = Annotated[
     str,
     typer.Option(
@@ -198,6 +206,7 @@ class StepOptions:
     device: DeviceName = None
     attention: AttentionName = None
     accumulate: Accumulate = None
+    in_flight: InFlight = None
     costs: CostName = CostSource.auto
     inputs: InputsName = Inputs.unchanged
     effort: EffortName = Effort.fast

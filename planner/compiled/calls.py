@@ -3,6 +3,17 @@
 import weakref
 from collections.abc import Callable
 
+_TWO = (
+    "a forward of the planned module began while an earlier one awaits its backward: both hold their memory, "
+    "and the step may take more than predicted. Plan one module that makes both calls, make them one batch, "
+    "or let go of outputs that are not differentiated. A stage of a pipeline is planned with in_flight="
+)
+_MORE = (
+    "a forward of the planned module began while {count} earlier ones await their backward, and the plan is "
+    "for in_flight={count}: the step may take more than predicted. Plan for as many micro-batches as the "
+    "schedule has in flight: with GPipe all, with 1F1B as many as there are stages from this one to the last"
+)
+
 
 class Token:
     """Lives as long as an autograd node."""
@@ -29,24 +40,23 @@ class Calls:
     """The calls of one planned module.
 
     Args:
-        warn: Called, once each, when a call begins while another awaits its backward, and when a backward
-            keeps what it could have freed.
+        warn: Called, once each, when a call begins while as many as are planned await their backward, and
+            when a backward keeps what it could have freed.
+        in_flight: How many calls are planned to have had their forward, and not their backward.
     """
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
-        self._warned_of_two = self._warned_of_kept = False
+    def __init__(self, warn: Callable[[str], None], in_flight: int | None = None) -> None:
+        self._warn, self._in_flight = warn, in_flight
+        self._warned_of_more = self._warned_of_kept = False
+        self._earlier: list[Call] = []
         self.last = Call()
 
     def begin(self) -> None:
         """A call of the module begins."""
-        if not self._warned_of_two and self.last.awaits_backward():
-            self._warned_of_two = True
-            self._warn(
-                "a forward of the planned module began while an earlier one awaits its backward: both hold "
-                "their memory, and the step may take more than predicted. Plan one module that makes both "
-                "calls, make them one batch, or let go of outputs that are not differentiated"
-            )
+        self._earlier = [call for call in (*self._earlier, self.last) if call.awaits_backward()]
+        if not self._warned_of_more and len(self._earlier) >= (self._in_flight or 1):
+            self._warned_of_more = True
+            self._warn(_TWO if self._in_flight is None else _MORE.format(count=self._in_flight))
         self.last = Call()
 
     def next_execution(self, graph: object) -> int:

@@ -1,6 +1,7 @@
 """The step as the user has it today: its timeline, from a recording of the eager step."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,9 +23,11 @@ class EagerTimeline(Timeline):
 
     Attributes:
         allocations: What it allocates, in order.
+        sizes: Bytes of each recorded storage.
     """
 
     allocations: Allocations
+    sizes: Mapping[int, int] = field(default_factory=dict)
 
 
 def eager_timeline(
@@ -55,6 +58,7 @@ def eager_timeline(
     workspace = np.zeros(length, dtype=np.int64)
     total_seconds, final = 0.0, 0
     blocks: list[tuple[int, int, int, str]] = []
+    sizes_of: dict[int, int] = {}
     for i, event in enumerate(recording.events):
         assert event.call is not None
         memory = memories[event.call]
@@ -64,6 +68,7 @@ def eager_timeline(
             event.allocates, allocated_bytes(event, recording, memory, device), strict=True
         ):
             died = recording.storages[storage].died_after
+            sizes_of[storage] = size
             change[i] += size
             if size and kind in (None, recording.storages[storage].kind):
                 name = str(calls[event.call].func)
@@ -87,7 +92,8 @@ def eager_timeline(
         seconds=[seconds[event.call] for event in recording.events if event.call is not None],
         operations=[str(calls[event.call].func) for event in recording.events if event.call is not None],
     )
-    return EagerTimeline(live, total, int(total.max(initial=0)), peak_step, final, total_seconds, allocations)
+    peak = int(total.max(initial=0))
+    return EagerTimeline(live, total, peak, peak_step, final, total_seconds, allocations, sizes_of)
 
 
 def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:

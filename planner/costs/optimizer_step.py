@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from planner._torch import fake as fake_
+from planner._torch.tensors import held_tensors
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.allocator.training_loop import Allocations
 from planner.costs.devices import Device, round_bytes
@@ -81,7 +82,8 @@ def optimizer_step(
             options: Any = {"dtype": parameter.dtype, "device": device.kind}
             with mode:
                 if shape_of is None:
-                    made = torch.empty_strided(parameter.shape, parameter.stride(), **options)
+                    [here] = held_tensors(parameter)
+                    made = torch.empty_strided(here.shape, here.stride(), **options)
                 else:
                     made = torch.empty(shape_of(parameter), **options)
                 copy = torch.nn.Parameter(made)

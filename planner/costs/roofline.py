@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from planner._torch.execution.form_operators import FORM_OF
 from planner._torch.execution.mask_operators import DRAW_MASK
 from planner._torch.fake import storage_key
-from planner._torch.operators import OpOverload, tf32_allowed
+from planner._torch.operators import OpOverload, tf32_allowed, waits
 from planner._torch.tensors import call_tensors
 from planner.costs.devices import Device
 
@@ -68,7 +68,7 @@ class Roofline:
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> float:
         """See :meth:`Costs.seconds`."""
-        if not isinstance(func, OpOverload) or func in _ALWAYS_FREE:
+        if not isinstance(func, OpOverload) or func in _ALWAYS_FREE or waits(func):
             return 0.0
         if func.is_view and func.overloadpacket not in _VIEW_OR_COPY:
             return 0.0

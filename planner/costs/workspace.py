@@ -19,8 +19,9 @@ import torch
 from planner._torch.execution.allocator_events import profiler_is_active, record_cpu_allocations
 from planner._torch.execution.plain_execution import plain_execution
 from planner._torch.fake import concrete_size, tree_leaves
-from planner._torch.operators import OpOverload, is_foreign
+from planner._torch.operators import OpOverload, is_collective, is_foreign
 from planner._torch.tensors import call_tensors, has_tensors
+from planner.costs.collectives import copied_bytes
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.host_tensors import read_on_host
 from planner.costs.mask_values import true_elements
@@ -56,9 +57,8 @@ class OpMemory:
 
     Attributes:
         workspace_bytes: The most it held at once beyond what is there when it returns.
-        output_bytes: Size of the storage of each of its outputs, flattened; 0 for one that shares a storage
-            with an input or an earlier output, and for what is no tensor. Empty for an operator that was not
-            run (a view, or a failure).
+        output_bytes: Size of the storage of each of its outputs, flattened; 0 for one that shares another's,
+            and for what is no tensor. Empty for an operator that was not run (a view, or a failure).
     """
 
     workspace_bytes: int
@@ -92,8 +92,7 @@ class WorkspaceMeter:
 
     Attributes:
         failures: Operators that could not be run, with the reason, by signature. Their workspace counts as 0.
-        unmeasured: Those that were not run, since a profiler session was open: measuring on the CPU would end
-            it. Their workspace counts as 0, too.
+        unmeasured: Those that were not run, since an open profiler session would end: they count as 0, too.
     """
 
     def __init__(self, device: torch.device | str, cache_path: Path | str | None = "default") -> None:
@@ -121,15 +120,16 @@ class WorkspaceMeter:
         The state of the random generators, and whatever modes and autocast are active, stay as they are.
         """
         self._load()
+        calls = list(calls)
         signatures: list[str | None] = []
         pending: dict[str, Call] = {}
         for call in calls:
             signature = None
-            if _allocates(call.func):
-                try:
+            try:
+                if _allocates(call.func):
                     signature = call_signature(call.func, call.args, call.kwargs)
-                except (TypeError, ValueError) as error:
-                    self._fail(str(call.func), str(error))
+            except (TypeError, ValueError) as error:
+                self._fail(str(call.func), str(error))
             signatures.append(signature)
             if signature is not None and not self._knows(signature) and signature not in self.failures:
                 pending[signature] = call
@@ -139,7 +139,10 @@ class WorkspaceMeter:
         elif pending:
             self._run_all(pending, progress)
             self._save({key: self._known[key] for key in pending if key in self._known})
-        return [NOT_RUN if s is None else self._known.get(s, NOT_RUN) for s in signatures]
+        return [
+            OpMemory(copied_bytes(call, self.device.type), ()) if s is None else self._known.get(s, NOT_RUN)
+            for s, call in zip(signatures, calls, strict=True)
+        ]
 
     def failed(self, calls: Iterable[Call]) -> Iterator[tuple[Call, str]]:
         """Of calls that have been measured those that could not be run, with the reason."""
@@ -170,11 +173,8 @@ class WorkspaceMeter:
                 if run.clean or before.get(key) == run:
                     self._known[key] = run.memory
             before = runs
-            chunk = {
-                key: call
-                for key, call in chunk.items()
-                if key not in self._known and key not in self.failures
-            }
+            settled = self._known.keys() | self.failures.keys()
+            chunk = {key: call for key, call in chunk.items() if key not in settled}
             if not chunk:
                 return
         for key, run in before.items():
@@ -329,7 +329,7 @@ class WorkspaceMeter:
 
 
 def _allocates(func: object) -> bool:
-    if not isinstance(func, OpOverload) or not has_tensors(func):
+    if not isinstance(func, OpOverload) or not has_tensors(func) or is_collective(func):
         return False
     return not (func.is_view and func.overloadpacket not in _MAY_COPY)
 

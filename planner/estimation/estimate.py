@@ -14,7 +14,13 @@ from planner.errors import PlannerError
 from planner.estimation.checkpointed import matching_modules, record_checkpointed, record_hugging_face
 from planner.estimation.module_memory import module_memory
 from planner.estimation.table import Checkpointed, Estimate
-from planner.planning.options import StepKeywords, check_options, read_options, shows_options
+from planner.planning.options import (
+    StepKeywords,
+    check_options,
+    read_options,
+    refuse_in_flight,
+    shows_options,
+)
 from planner.planning.prepare import Prepared, prepare
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import Inputs, check_model, read_step
@@ -83,6 +89,7 @@ def prepared_step(
     """The step that a function of this package is about, captured; ``of`` is the function's name."""
     check_options(progress=progress)
     wanted = read_options(of, StepKeywords, options).without_timing()
+    refuse_in_flight(of, wanted)
     report = progress or no_report
     step = read_step(model, args, kwargs, wanted.loss, wanted.outputs, of=of)
     return prepare(

@@ -224,6 +224,8 @@ class _Storages:
         readers = self._readers[key]
         if readers[-1] is not node or self._first[key] in others:
             return False
+        if any(operators.reads_until_waited_for(reader.target) for reader in readers):
+            return False
         if node in self._backward:
             return True
         # A view stays one: users may not write to what a function of autograd's returns as a view.

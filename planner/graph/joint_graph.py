@@ -216,6 +216,11 @@ class JointGraph:
             reads = tuple(dict.fromkeys(s for i in node.all_input_nodes for s in self.storages_of(i)))
             call = writing(node)
             written = None if call is None else self.storage_of[call.operand(node)]
+            if operators.waits(node.target) and node.args[0] in self.op_of:
+                # As if it wrote the result, while what is reduced or gathered is still read.
+                written = self.storage_of[node.args[0]]
+                if operators.reads_until_waited_for(node.args[0].target):
+                    reads = tuple(dict.fromkeys((*reads, *self.ops[self.op_of[node.args[0]]].reads)))
             if written is not None:
                 self._keys[fake.storage_key(node.meta["val"])] = written
             allocates: list[int] = []

@@ -26,7 +26,9 @@ class DroppedOutputs(GraphHook):
     """
 
     def __init__(self, outputs: Sequence[int], plan: PlanRecord, warn: Callable[[str], None]) -> None:
-        dropped = plan.model.outputs == "dropped" and plan.coverage == "one-graph"
+        # The stage of a pipeline holds them until its backward has run, as planned.
+        alone = plan.coverage == "one-graph" and plan.target.in_flight is None
+        dropped = plan.model.outputs == "dropped" and alone
         self._outputs = outputs if dropped else ()
         self._warn = warn
         self._warned = False

@@ -24,9 +24,14 @@ def parallel_record(options: FSDP2 | DDP) -> ParallelRecord:
     )
 
 
+def tensor_parallel_record(ranks: int) -> ParallelRecord | None:
+    """The record of a model that `parallelize_module` distributed among ranks; None of one that is whole."""
+    return ParallelRecord(kind="tensor", world_size=ranks) if ranks > 1 else None
+
+
 def parallel_of(record: ParallelRecord | None) -> FSDP2 | DDP | None:
-    """The other way."""
-    if record is None:
+    """The other way; None where the model says it itself."""
+    if record is None or record.kind == "tensor":
         return None
     if record.kind == "ddp":
         cap = 25.0 if record.bucket_cap_mb is None else record.bucket_cap_mb

@@ -115,6 +115,24 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
     return _KINDS[kind](**arguments)
 
 
+def refuse_for_tensor_parallel(parallel: FSDP2 | DDP | None, backend: str) -> None:
+    """See that a model that ``parallelize_module`` distributed is planned as what it is.
+
+    Raises:
+        ParallelError: It is not.
+    """
+    if parallel is not None:
+        raise ParallelError(
+            f"parallel={parallel.kind!r} of a model that is distributed already, by parallelize_module: plan "
+            "it without parallel=, as its parameters say how it is distributed"
+        )
+    if backend != "eager":
+        raise ParallelError(
+            f"backend={backend!r} of a model that parallelize_module distributed: plan it with "
+            "backend='eager'"
+        )
+
+
 _KINDS: dict[str, type[FSDP2] | type[DDP]] = {"fsdp2": FSDP2, "ddp": DDP}
 _EXPECTED = (
     'planner.FSDP2(world_size=8), planner.DDP(world_size=8), or as text "fsdp2:8" or "ddp:8", with further '

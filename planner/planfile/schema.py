@@ -168,7 +168,7 @@ class ModelRecord(Record):
 class ParallelRecord(Record):
     """How the model is trained on many ranks; the plan is one rank's."""
 
-    kind: Literal["fsdp2", "ddp"]
+    kind: Literal["fsdp2", "ddp", "tensor"]
     world_size: Annotated[int, Field(ge=1, le=10_000_000)]
     reshard_after_forward: bool | Count | None = Field(
         default=None, description="fsdp2: whether parameters are freed after the forward"
@@ -198,6 +198,11 @@ class Target(Record):
     workspace: Name = Field(description="where the scratch bytes of operations come from")
     parallel: ParallelRecord | None = Field(
         default=None, description="the ranks that train the model; null: a single process"
+    )
+    in_flight: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        default=None,
+        description="micro-batches of a pipeline that have had their forward when the first backward begins; "
+        "null: no pipeline",
     )
     backend: BackendName = Field(
         default="eager",

@@ -54,6 +54,15 @@ class StepRecord(Record):
     replay_seconds: Annotated[list[Seconds], Field(max_length=_MOST)] = Field(
         default=[], description="the time of each of these forms; empty: as long as the operations take first"
     )
+    left_bytes: Count = Field(
+        default=0,
+        description="in a pipeline: what a micro-batch leaves, beside gradients that are added up",
+    )
+    added_up: Counts = Field(
+        default=[],
+        description="in a pipeline, for each operation: by how much the gradients that an earlier "
+        "micro-batch left exceed those of this one by then; empty where gradients are there already",
+    )
     lines: Annotated[list[Name], Field(max_length=_MOST)] = Field(
         description="lines of the model's code, as in net.py:12"
     )
@@ -86,6 +95,7 @@ class StepRecord(Record):
             ("replay_workspace_bytes", replays),
             ("replay_seconds", replays if self.replay_seconds else 0),
             ("line_of", count),
+            ("added_up", count if self.added_up else 0),
         ):
             found = len(getattr(self, name))
             if found != expected:

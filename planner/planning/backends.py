@@ -11,10 +11,16 @@ def check_backend(options: PlanOptions) -> None:
         OptionError: An option is unknown to Inductor, given for eager, or not possible with Inductor.
         CompilerError: There is no C++ compiler.
     """
+    if options.in_flight is not None and options.parallel is not None:
+        raise OptionError("in_flight=: expected none with parallel=; a stage of a pipeline is one process's")
     if options.backend == "eager":
         if options.backend_options:
             raise OptionError("backend_options=: expected none with backend='eager'; they are Inductor's")
         return
+    if options.in_flight is not None:
+        raise OptionError(
+            "in_flight=: expected none with backend='inductor'; stages of pipelines run eagerly"
+        )
     if options.parallel is not None:
         raise OptionError("parallel=: expected none with backend='inductor': it is for a single process")
     from planner._torch.inductor import compiling  # Inductor is not imported without need

@@ -35,11 +35,11 @@ def offered(prepared: Prepared, constraints: Constraints) -> PackedProblem | Non
     """The problem in which every mask may be kept as bits, and the signs of every result of ReLU; None where
     there is none to offer it for.
 
-    Masks that users insist to keep or to recompute are left as they are, and checkpointing by hand decides
-    on everything.
+    With micro-batches in flight masks are kept as they are, or drawn again. So are those that users insist to
+    keep or to recompute, and checkpointing by hand decides on everything.
     """
     options = prepared.options
-    if options.encodings == "none" or options.solver == "manual":
+    if options.encodings == "none" or options.solver == "manual" or options.in_flight is not None:
         return None
     pinned = np.zeros(len(prepared.problem.graph.values), dtype=bool)
     for insisted in (constraints.keep, constraints.recompute):

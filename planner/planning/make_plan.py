@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from planner._torch import pytree
+from planner._torch.distributed import tensor_parallel_ranks
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.lowering.partition import no_recomputation
-from planner.parallel.recorded import parallel_record
+from planner.parallel.recorded import parallel_record, tensor_parallel_record
 from planner.planfile.budget import Budget
 from planner.planfile.fingerprint import class_name, state_digest
 from planner.planfile.plan import (
@@ -134,7 +135,10 @@ def make_plan(
             inputs=prepared.options.inputs,
             costs=prepared.costs.name,
             workspace="measured" if meter is not None else "none",
-            parallel=None if prepared.rank is None else parallel_record(prepared.rank.options),
+            parallel=tensor_parallel_record(tensor_parallel_ranks(model))
+            if prepared.rank is None
+            else parallel_record(prepared.rank.options),
+            in_flight=prepared.step.in_flight,
             backend=prepared.options.backend,
             backend_options=dict(prepared.options.backend_options),
         ),

@@ -49,6 +49,7 @@ class StepKeywords(TypedDict, total=False):
     device: str | torch.device | Device | None
     attention: Attention | None
     accumulate: bool | None
+    in_flight: int | None
     costs: CostSource
     training: bool
     inputs: InputsAre
@@ -109,6 +110,10 @@ class PlanOptions:
             "flash", "efficient" or "math"; None for what PyTorch would choose there.
         accumulate: Whether gradients are there already when the step begins and are added to, as with
             several micro-batches a step; None: as the parameters' are now.
+        in_flight: For a stage of a pipeline (``torch.distributed.pipelining``): how many micro-batches have
+            had their forward when the first backward begins: with GPipe all, with 1F1B as many as there are
+            stages from this one to the last. What one holds between its forward and its backward counts as
+            often. With ``accumulate=True`` others follow, a forward for each backward; else these are all.
         costs: Where the seconds of operations come from: "roofline", from the device's figures; "measured",
             which times each distinct one on the device at hand and remembers it; or "auto", which measures
             where the device is at hand and it takes seconds. Where several ranks train, "auto" is the
@@ -151,6 +156,7 @@ class PlanOptions:
     device: str | torch.device | Device | None = None
     attention: Attention | None = None
     accumulate: bool | None = None
+    in_flight: int | None = None
     costs: CostSource = "auto"
     training: bool = True
     inputs: InputsAre = "unchanged"
@@ -206,6 +212,16 @@ def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **oth
     return options
 
 
+def refuse_in_flight(of: str, options: PlanOptions) -> None:
+    """See that micro-batches in flight are not asked of what knows one step at a time.
+
+    Raises:
+        OptionError: They are.
+    """
+    if options.in_flight is not None:
+        raise OptionError(f"in_flight= is for planner.plan, prepare and sweep: expected none for {of}()")
+
+
 def options_of(plan: PlanRecord) -> PlanOptions:
     """What a plan was made with besides the model; of a plan that was read from a file little is known."""
     if isinstance(plan.made_with, PlanOptions):
@@ -215,6 +231,7 @@ def options_of(plan: PlanRecord) -> PlanOptions:
         backend_options=plan.target.backend_options,
         solver=plan.solver.name if plan.solver.name in SOLVERS else "auto",
         accumulate=plan.resident.gradient_bytes > 0,
+        in_flight=plan.target.in_flight,
         outputs=plan.model.outputs,
         regions=plan.model.regions or None,
         inputs=plan.target.inputs,
@@ -322,6 +339,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "checkpoints": _texts,
     "effort": lambda value: "" if value in get_args(Effort) else f"one of {get_args(Effort)}",
     "encodings": lambda value: "" if value in get_args(Encodings) else f"one of {get_args(Encodings)}",
+    "in_flight": lambda value: "" if value is None else _at_least(1)(value),
     "keep": _texts,
     "max_overhead": _share,
     "most": _at_least(1),

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from planner._torch.distributed import is_fully_sharded
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.tracing.inside_compile import holds_dtensors
@@ -23,7 +24,7 @@ from planner.errors import warn
 from planner.graph.overwritten import checked_inputs
 from planner.interrupts import at_stages, held_interrupts
 from planner.parallel.rank import Rank, gradients_there
-from planner.parallel.strategies import FSDP2, read_parallel
+from planner.parallel.strategies import FSDP2, read_parallel, refuse_for_tensor_parallel
 from planner.planfile.budget import Budget, parse_budget
 from planner.planfile.plan import (
     Resident,
@@ -138,6 +139,7 @@ def prepare(
         PlannerError: As :func:`planner.plan` does.
     """
     progress = at_stages(progress)
+    step = replace(step, in_flight=options.in_flight)
     check_backend(options)
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):
@@ -145,7 +147,7 @@ def prepare(
     notes = []
     if step.training and not model.training:
         notes.append(IN_EVALUATION)
-    if holds_dtensors(model):
+    if is_fully_sharded(model):
         notes.append(SHARDED)
     for note in notes:
         warn(note)
@@ -176,7 +178,8 @@ def prepare(
     meter = WorkspaceMeter(here) if at_hand else None
     source = find_costs(options.costs, captured, target, meter, progress)
     workspaces = meter or cudnn_workspaces(target)
-    problem = build_problem(captured, target, workspaces, source, copying=options.inputs == "overwritten")
+    copying = options.inputs == "overwritten"
+    problem = build_problem(captured, target, workspaces, source, copying=copying, in_flight=step.in_flight)
     packings = find_packings(captured, problem, target, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
@@ -189,7 +192,7 @@ def prepare(
         source.save()
     if meter is not None and meter.unmeasured:
         warn(unmeasured(meter))
-    there = _there(captured, rank, model, gradients_there(model, options.accumulate))
+    there = _there(captured, rank, model, gradients_there(model, options.accumulate), step.in_flight)
     footprint = StepMemoryModel(target, there.resident(update, target), update, there.tensors(target))
     seconds = time.perf_counter() - started
     return Prepared(
@@ -212,6 +215,8 @@ def prepare(
 def _rank(model: torch.nn.Module, options: PlanOptions) -> tuple[Rank | None, list[str]]:
     """Which rank a step is of, and its regions, which are what ``fully_shard`` shards."""
     parallel = read_parallel(options.parallel)
+    if holds_dtensors(model) and not is_fully_sharded(model):
+        refuse_for_tensor_parallel(parallel, options.backend)
     if isinstance(parallel, FSDP2) and options.regions is None:
         try:
             regions = find_regions(model, "auto")
@@ -267,12 +272,18 @@ class _There:
 
 
 def _there(
-    captured: CapturedStep, rank: Rank | None, model: torch.nn.Module, added_to: Sequence[bool]
+    captured: CapturedStep,
+    rank: Rank | None,
+    model: torch.nn.Module,
+    added_to: Sequence[bool],
+    in_flight: int | None = None,
 ) -> _There:
     def sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [int(t.untyped_storage().nbytes()) for t in unique_storages(tensors)]
 
     buffers, inputs = sizes(captured.buffers), sizes(captured.inputs)
+    if in_flight is not None:  # each has inputs of its own, and room for the gradients that it is sent
+        inputs = [*inputs, *(t.numel() * t.element_size() for t in captured.arriving)] * in_flight
     if rank is None:
         return _There(sizes(captured.parameters), buffers, (), sizes(captured.gradients), inputs)
     return _There(

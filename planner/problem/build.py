@@ -22,6 +22,7 @@ from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import InputReads, copy_bytes
 from planner.lowering.partition import no_recomputation
+from planner.problem.in_flight import unplanned_with_others, with_others
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
@@ -31,10 +32,8 @@ from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op, numbe
 
 @dataclass(frozen=True)
 class Source:
-    """Where a base row of the problem comes from: operation ``op`` of captured graph ``graph``.
-
-    ``instance`` counts the executions of one graph within the step; ``graph`` is -1 for glue.
-    """
+    """Where a base row of the problem comes from: operation ``op`` of captured graph ``graph``, -1 for glue;
+    ``instance`` counts the executions of one graph within the step."""
 
     graph: int = -1
     instance: int = 0
@@ -89,26 +88,28 @@ def build_problem(
     costs: Costs | None = None,
     *,
     copying: bool = False,
+    in_flight: int | None = None,
 ) -> Problem:
     """Make of a captured step the problem that solvers see.
-
-    Every execution of a graph has its own operations and values: what one keeps another may recompute.
 
     Args:
         captured: The step.
         device: For seconds and rounding.
         meter: Measures the workspace of every distinct operation by running it; None counts none.
         costs: Seconds of operations; None for the device's roofline.
-        copying: Re-runs read copies of inputs, see :mod:`planner.graph.overwritten`. Taking them counts as
-        no time.
+        copying: Re-runs read copies of inputs, see :mod:`planner.graph.overwritten`, taken in no time.
+        in_flight: Micro-batches in flight, of which the step is one; None for a step by itself.
     """
     costs = costs or roofline(device)
     builder = _Builder(captured, copying)
     builder.run()
     graph = builder.graph(device, meter, costs)
     sources = [row.source for row in builder.rows]
-    eager = eager_timeline(captured.eager, device, meter, costs)
-    return Problem(graph, sources, eager, builder.final_bytes(graph))
+    eager, left = eager_timeline(captured.eager, device, meter, costs), builder.final_bytes(graph)
+    if in_flight is not None:
+        graph, left = with_others(graph, captured, builder.value_of, in_flight)
+        eager = unplanned_with_others(captured, eager, in_flight)
+    return Problem(graph, sources, eager, left)
 
 
 @dataclass
@@ -125,10 +126,9 @@ class _Row:
 
 @dataclass
 class _Again:
-    """How a row is run a second time: with what, for what, and what that needs besides.
-
-    ``call`` is None where the same operation runs; ``extra_bytes`` are held while it runs. ``writers`` are
-    the rows that write over its result, which run with it.
+    """How a row is run a second time: with what, for what, and what that needs besides. ``call`` is None
+    where the same operation runs; ``extra_bytes`` are held while it runs. ``writers`` are the rows that write
+    over its result, which run with it.
     """
 
     inputs: tuple[ValueId, ...]
@@ -144,7 +144,7 @@ class _Builder:
     copying: bool = False
     rows: list[_Row] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    _value_of: dict[int, ValueId] = field(default_factory=dict)  # by recorded storage
+    value_of: dict[int, ValueId] = field(default_factory=dict)  # by recorded storage
     _storages: dict[tuple[int, int], dict[int, ValueId]] = field(default_factory=dict)  # by graph, instance
     _row_of: dict[JointOp, BaseOp] = field(default_factory=dict)
     _last_row: list[int] = field(default_factory=list)  # by event; -1 before the first row
@@ -161,8 +161,8 @@ class _Builder:
                 self._glue_event(event, backward)
             self._last_row.append(len(self.rows) - 1)
             for storage in event.allocates:
-                if storage in self._value_of:
-                    self._hold(self._value_of[storage], self._let_go_after(storage), index)
+                if storage in self.value_of:
+                    self._hold(self.value_of[storage], self._let_go_after(storage), index)
 
     def graph(self, device: Device, meter: Workspaces | None, costs: Costs) -> Graph:
         """The solvers' graph, with seconds and bytes for a device."""
@@ -228,7 +228,7 @@ class _Builder:
         if not event.allocates and name == "aten.detach.default":
             return
         made = self._values_of(event, name)
-        reads = [self._value_of[s] for s in dict.fromkeys(event.reads) if s in self._value_of]
+        reads = [self.value_of[s] for s in dict.fromkeys(event.reads) if s in self.value_of]
         op = Op(
             tuple(r for r in reads if r not in made),
             made,
@@ -252,8 +252,8 @@ class _Builder:
         region = Region(list(self._storages).index((call.graph, call.instance)))
         placeholders = joint.tangents if call.backward else joint.primals
         for placeholder, recorded in zip(placeholders, call.arguments, strict=True):
-            if placeholder in joint.storage_of and recorded in self._value_of:
-                storages[joint.storage_of[placeholder]] = self._value_of[recorded]
+            if placeholder in joint.storage_of and recorded in self.value_of:
+                storages[joint.storage_of[placeholder]] = self.value_of[recorded]
         split = joint.forward_length
         copies, first = _Copies(joint, self.copying), len(self.rows)
         for joint_op in joint.ops[split:] if call.backward else joint.ops[:split]:
@@ -267,10 +267,10 @@ class _Builder:
             if row.op.recomputable:
                 self._replay(row, joint.ops[row.source.op], storages, copies)
         for output, recorded in zip(joint.outputs[call.backward], call.outputs, strict=True):
-            if recorded >= 0 and recorded not in self._value_of and isinstance(output, Node):
+            if recorded >= 0 and recorded not in self.value_of and isinstance(output, Node):
                 value = storages.get(joint.storage_of.get(output, -1))
                 if value is not None:
-                    self._value_of[recorded] = value
+                    self.value_of[recorded] = value
 
     def _joint_row(
         self,
@@ -339,7 +339,7 @@ class _Builder:
     def _values_of(self, event: Event, name: str) -> tuple[ValueId, ...]:
         sizes = [self.captured.compiled.storages[s].bytes for s in event.allocates]
         made = tuple(self._value(Value(size, name)) for size in sizes)
-        self._value_of.update(zip(event.allocates, made, strict=True))
+        self.value_of.update(zip(event.allocates, made, strict=True))
         return made
 
     def _let_go_after(self, storage: int) -> int | None:

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from planner._torch.operators import COLLECTIVES
 from planner.errors import PlannerError
 from planner.problem.blocks import names_of, told_to_recompute
 from solvers.model.arrays import ValueMask
@@ -34,7 +35,8 @@ def select(
 
     Args:
         graph: The problem; its forward operations carry operator names and module paths.
-        keep: Everything that matching operations produce is always kept.
+        keep: Everything that matching operations produce is always kept. So is what collectives produce that
+            neither is named by ``recompute`` nor belongs to such a block: ranks take part in them together.
         recompute: Everything that matching operations produce is always recomputed; and so is what blocks
             are told to recompute that ``@planner.recompute`` decorates.
         checkpoints: The last result of every matching module is always kept. Of modules inside each other
@@ -51,6 +53,7 @@ def select(
         kept += [v for op in last.values() for v in _results(graph.ops[op])]
     again = [v for op in _matching(graph, recompute, "recompute", modules) for v in _results(graph.ops[op])]
     again += told_to_recompute(graph)
+    kept += [v for v in _of_collectives(graph) if v not in set(again)]
     try:
         return Constraints(_marked(graph, kept), _marked(graph, again))
     except GraphError as error:
@@ -92,6 +95,11 @@ def _matches(op: Op, pattern: str) -> bool:
 def _results(op: Op) -> tuple[ValueId, ...]:
     """The values that hold the results of an operation: its own, or another's that it writes into."""
     return op.outputs + op.writes
+
+
+def _of_collectives(graph: Graph) -> list[ValueId]:
+    ops = [graph.ops[i] for i in graph.forward_ops]
+    return [v for op in ops if _operator(op).partition(".")[0] in COLLECTIVES for v in op.outputs]
 
 
 def _matched(op: Op, pattern: str) -> str:

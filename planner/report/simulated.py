@@ -13,6 +13,7 @@ from planner.planfile.plan import PlanRecord
 from planner.planfile.step_record import StepRecord
 from solvers.model.arrays import Schedule, StepMask
 from solvers.model.graph import GLUE_REGION, Graph, GraphError, Op, Phase, Value
+from solvers.model.in_flight import InFlight
 from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op, indices, numbered
 from solvers.model.schedule import Lifetimes, Timeline, lifetimes, simulate
 
@@ -160,7 +161,9 @@ def _graph(plan: PlanRecord, step: StepRecord) -> Graph:
                 module=first.module,
             )
         )
-    return Graph(tuple(ops), values, base_length=len(step.graphs))
+    count = plan.target.in_flight
+    in_flight = None if count is None else InFlight(count, step.left_bytes, tuple(step.added_up))
+    return Graph(tuple(ops), values, base_length=len(step.graphs), in_flight=in_flight)
 
 
 def _schedule(plan: PlanRecord, step: StepRecord, graph: Graph) -> Schedule:

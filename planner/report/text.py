@@ -97,6 +97,7 @@ def summary(plan: PlanRecord, *, width: int = 100) -> Table:
         "captured": f"{_COVERAGES[plan.coverage]} ({len(plan.graphs)})",
         **({"regions": ", ".join(folded_names(model.regions))} if model.regions else {}),
         "budget": f"{budget}, on {target.device}",
+        **({"in flight": _in_flight(plan)} if target.in_flight is not None else {}),
         "extra time": f"{plan.overhead:+.1%} (costs: {target.costs}; workspace: {target.workspace})",
         "solver": f"{solver.name}, {solver.status}{gap}",
     }
@@ -238,6 +239,12 @@ def _module_label(row: ModuleRow) -> Text:
         more = f", {len(short) - 2} more" if len(short) > 2 else ""
         label.append(f" ({printable(', '.join(short[:2]))}{more})", style="dim")
     return label
+
+
+def _in_flight(plan: PlanRecord) -> str:
+    count, there = plan.target.in_flight, plan.resident.gradient_bytes > 0
+    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    return f"{batches} of a pipeline, {'more follow' if there else 'which are all'}"
 
 
 def _columns(timeline: Timeline, split: int, columns: int) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from planner._torch import distributed
-from planner._torch.tracing.inside_compile import holds_dtensors
+from planner._torch.distributed import is_fully_sharded
 from planner.errors import PlanMismatch, warn
 from planner.graph.spec import GraphSpec
 from planner.planfile.plan import PlanRecord
@@ -69,7 +69,16 @@ def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -
 def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
     """Say so where a module is about to train on other ranks than its plan is for."""
     planned = plan.target.parallel
-    sharded = holds_dtensors(model)
+    sharded, among = is_fully_sharded(model), distributed.tensor_parallel_ranks(model)
+    if among > 1 or (planned is not None and planned.kind == "tensor"):
+        ranks = planned.world_size if planned is not None and planned.kind == "tensor" else 1
+        if among != ranks:
+            raise PlanMismatch(
+                f"the plan is of the model distributed among {ranks} ranks by parallelize_module, and this "
+                f"one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
+                "plan it as it is"
+            )
+        return
     if planned is None:
         if sharded:
             warn(SHARDED)

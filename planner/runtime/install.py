@@ -171,7 +171,7 @@ class PlannedCall(InstalledCall):
         super().__init__(model, previous, plan.model.training)
         self.plan = plan
         self.on_new_shape, self.loss = on_new_shape, loss
-        self._calls = Calls(warn)
+        self._calls = Calls(warn, plan.target.in_flight)
         self._regions = RunningRegions(plan.model.regions)
         compile_ = partial(_compiled, weakref.ref(model), self._calls, self._regions)
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)

@@ -11,16 +11,17 @@ Where autograd saves it, it is found in the node of the result, and recorded rig
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from planner._torch import autograd, fake, operators
-from planner._torch.tensors import schema_of, storage_number
+from planner._torch.tensors import held_tensors, is_wrapper, schema_of, storage_number
 from planner.training_step.call import Call
 from planner.training_step.examples import SPARSE, Examples
+from planner.training_step.step import Step, tensors_in
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
 _NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
@@ -51,6 +52,7 @@ class Event:
         allocates: Indices of the storages that it allocates, in order of the outputs.
         backward: Whether it ran inside a backward pass.
         graph: For a captured graph, what ran (:class:`planner.capture.graph_runner.GraphCall`).
+        node: The autograd node that it ran in; None in the forward.
     """
 
     call: int | None
@@ -58,16 +60,26 @@ class Event:
     allocates: tuple[int, ...]
     backward: bool
     graph: Any = None
+    node: tuple[str, int] | None = None
 
 
 @dataclass
 class Recording:
-    """Everything that :class:`StepRecorder` recorded."""
+    """Everything that :class:`StepRecorder` recorded.
+
+    Attributes:
+        outputs: Example outputs of each distinct call.
+        gradients: The storages that are gradients of parameters when the step has ended.
+        results: Those of outputs that a pipeline does not hold beyond a micro-batch's backward. What is sent
+            to the next stage it does.
+    """
 
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)  # example outputs of each distinct call
+    outputs: list[Any] = field(default_factory=list)
+    gradients: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
 
 
 class StepRecorder(autograd.InfrastructureMode):
@@ -102,13 +114,17 @@ class StepRecorder(autograd.InfrastructureMode):
         self._with_number: tuple[weakref.ref[torch.Tensor], list[str], tuple[str, int] | None] | None = None
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
+        self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
         # Held, so that their identities are not used again.
-        self._resident = [t.untyped_storage() for t in (*resident, *gradients)]
+        there = [held for tensor in (*resident, *gradients) for held in held_tensors(tensor)]
+        self._resident = [tensor.untyped_storage() for tensor in there]
         for storage in self._resident:
             self._known[storage_number(storage)] = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._paused and any(map(is_wrapper, types)):
+            return NotImplemented  # it runs operations on the tensors that it holds, which are recorded
         # Operators of higher order run the operators that they are made of, which are recorded themselves.
         if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
@@ -125,6 +141,12 @@ class StepRecorder(autograd.InfrastructureMode):
         else:
             func = self._in_place(func, args, node) or func
             out = func(*args, **kwargs)
+            if operators.reads_until_waited_for(func):
+                self._read_by_collectives[fake.storage_key(out)] = args[0]
+            if operators.waits(func):
+                self._read_by_collectives.pop(fake.storage_key(args[0]), None)
+                if fake.is_fake(out):
+                    return args[0]  # as it does with data
         reads = tuple(self.index_of(t) for t in _tensors(args, kwargs))
         names = operators.numbers_for_tensors(func, args) if self._numbers else []
         if names and node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
@@ -161,6 +183,23 @@ class StepRecorder(autograd.InfrastructureMode):
         reads = tuple(self.index_of(t) if isinstance(t, torch.Tensor) else -1 for t in arguments)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         self._append(None, reads, tensors, autograd.running_node_number())
+
+    def indices_of(self, tensors: Iterable[torch.Tensor | None]) -> frozenset[int]:
+        """Indices of the recorded storages of some tensors."""
+        held = [part for tensor in tensors if tensor is not None for part in held_tensors(tensor)]
+        return frozenset(map(self.index_of, held)) - {-1}
+
+    def note_what_is_left(
+        self,
+        step: Step,
+        parameters: Sequence[torch.Tensor],
+        output: object,
+        loss: torch.Tensor | None,
+    ) -> None:
+        """Note which storages a step leaves that has run, and for what."""
+        self.recording.gradients = self.indices_of(parameter.grad for parameter in parameters)
+        if loss is not None and step.outputs == "dropped":
+            self.recording.results = self.indices_of(tensors_in(output))
 
     def pause(self) -> "_Pause":
         """A context in which operations run unrecorded."""
@@ -200,7 +239,7 @@ class StepRecorder(autograd.InfrastructureMode):
             self._known[key] = number
             self._references[number] = weakref.ref(storage, self._on_death(key, number))
             born.append(number)
-        self.recording.events.append(Event(call, reads, tuple(born), node is not None))
+        self.recording.events.append(Event(call, reads, tuple(born), node is not None, node=node))
 
     def _on_death(self, key: int, number: int) -> Any:
         recording, known = self.recording, self._known

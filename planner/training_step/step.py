@@ -1,6 +1,7 @@
 """One training step, run the same way wherever it runs: on fake tensors, unplanned, or planned."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -8,7 +9,7 @@ import torch
 
 from planner._torch import pytree
 from planner._torch.autocast_state import without_autocast
-from planner._torch.tensors import storage_number
+from planner._torch.tensors import held_tensors, storage_number
 from planner.errors import CaptureError, PlannerError
 
 Loss = Callable[[Any], torch.Tensor]
@@ -45,6 +46,8 @@ class Step:
         loss: Makes a scalar of the module's output; None to find it (see :func:`find_loss`).
         outputs: Whether the module's outputs are held while backward runs.
         training: Whether it is planned in training mode, or else in evaluation mode; None: as the module is.
+        in_flight: Micro-batches of a pipeline that have had their forward when the first backward begins;
+            their outputs are held until their backward has run. None where this is no stage of one.
     """
 
     args: tuple[Any, ...] = ()
@@ -52,13 +55,22 @@ class Step:
     loss: Loss | None = None
     outputs: Outputs = "held"
     training: bool | None = None
+    in_flight: int | None = None
 
     def in_mode(self, module: torch.nn.Module) -> bool:
         """Whether the step is one in training mode, of a module as it is now."""
         return module.training if self.training is None else self.training
 
-    def run(self, module: torch.nn.Module) -> tuple[Any, torch.Tensor | None]:
+    def run(
+        self,
+        module: torch.nn.Module,
+        arriving: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> tuple[Any, torch.Tensor | None]:
         """Forward and backward.
+
+        Args:
+            module: The module.
+            arriving: A context in which gradients are made that the next stage of a pipeline sends.
 
         Returns:
             The module's output where it is held, else what of it was differentiated; and the loss (None
@@ -79,7 +91,7 @@ class Step:
                 )
             if loss.numel() != 1:
                 raise CaptureError(f"the loss must be a scalar, but loss= gave shape {tuple(loss.shape)}")
-            if self.outputs == "dropped":
+            if self.outputs == "dropped" and self.in_flight is None:
                 output = loss
             with without_autocast():
                 loss.backward()
@@ -92,8 +104,10 @@ class Step:
             )
         if self.outputs == "dropped":
             output = outputs
+        with arriving() if self.in_flight is not None else nullcontext():
+            gradients = [torch.ones_like(o) for o in outputs]
         with without_autocast():
-            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+            torch.autograd.backward(outputs, gradients)
         return output, None
 
 
@@ -123,8 +137,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def unique_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor of each distinct storage, in order."""
+    """One tensor of each distinct storage, in order; of DTensors their local ones."""
     seen: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
+    for tensor in (held for one in tensors for held in held_tensors(one)):
         seen.setdefault(storage_number(tensor.untyped_storage()), tensor)
     return list(seen.values())

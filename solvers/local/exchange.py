@@ -104,6 +104,10 @@ def _round(search: Search, candidate: Candidate, budget: int) -> Candidate | Non
     if not any(m.seconds < 0 for m in moves):
         return None
     change = np.array([m.change for m in moves])
+    if graph.in_flight is not None and graph.forward_length < len(schedule):
+        change += (
+            graph.in_flight.others * change[:, graph.forward_length, None]
+        )  # what crosses, others hold too
     steps = _peaks(candidate.timeline.step_bytes, change, budget)
     unit = max(1.0, budget / 1e4)
     scale = 1000.0 / max(graph.base_seconds, 1e-30)
@@ -136,6 +140,8 @@ def _round(search: Search, candidate: Candidate, budget: int) -> Candidate | Non
         tried = search.try_schedule(prune(graph, changed))
         if tried.peak_bytes <= budget:
             return tried if tried.seconds < candidate.seconds * (1 - 1e-9) else None
+        if not len(steps):
+            return None
         whole = search.try_schedule(changed).timeline.step_bytes
         highest = np.zeros(len(steps))
         np.maximum.at(highest, owner[origin], whole)

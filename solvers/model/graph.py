@@ -40,6 +40,7 @@ from solvers.model.arrays import (
     ValueIds,
     ValueMask,
 )
+from solvers.model.in_flight import InFlight
 from solvers.model.indices import BaseOp, Per, Region, RowId, ValueId, indices, listed, numbered
 
 GLUE_REGION = Region(-1)
@@ -115,6 +116,7 @@ class Graph:
         ops: The operations: ``base_length`` base rows in captured order, then replay rows.
         values: The values that they read and write.
         base_length: How many of ``ops`` are base rows; all of them when not given.
+        in_flight: Micro-batches whose forwards run ahead; None where a backward follows each forward.
 
     Raises:
         GraphError: If a value is used before it is produced, produced twice, or an index is off.
@@ -123,6 +125,7 @@ class Graph:
     ops: Per[RowId, Op]
     values: Per[ValueId, Value]
     base_length: int = field(default=-1)
+    in_flight: InFlight | None = None
 
     def __post_init__(self) -> None:
         if self.base_length < 0:

@@ -29,7 +29,7 @@ class Timeline:
 
     Attributes:
         live_bytes: For each step of the schedule, bytes of the values alive while it runs
-            (its outputs included, its workspace not), int64.
+            (its outputs included, its workspace not), and of those of other micro-batches, int64.
         step_bytes: ``live_bytes`` plus the workspace of the step, int64.
         peak_bytes: Maximum of ``step_bytes``.
         peak_step: The first step that reaches the peak.
@@ -121,12 +121,28 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     np.add.at(change, lives.start, size)
     np.subtract.at(change, lives.end + 1, size)
     live = np.cumsum(change[:length])
+    if graph.in_flight is not None:
+        crossing = int(size[crosses(graph, lives)].sum())
+        live = live + graph.in_flight.beside(crossing, schedule, graph.forward_length)
     total = live + graph.workspace_bytes[schedule]
     peak_step = Step(int(total.argmax()))
     final = int(size[lives.end == length - 1].sum())
     return Timeline(
         live, total, int(total[peak_step]), peak_step, final, float(graph.seconds[schedule].sum())
     )
+
+
+def crosses(graph: Graph, lives: Lifetimes) -> InstanceMask:
+    """Which instances are alive between the forward and the backward, bool."""
+    begin: InstanceMask = (lives.start < graph.forward_length) & (lives.end >= graph.forward_length)
+    return begin
+
+
+def crossing_bytes(graph: Graph, schedule: Schedule) -> int:
+    """What a schedule holds between its forward and its backward."""
+    lives = lifetimes(graph, schedule)
+    held = crosses(graph, lives) & (~graph.on_demand[lives.value] | lives.used)
+    return int(graph.bytes[lives.value[held]].sum())
 
 
 def alive_at(graph: Graph, schedule: Schedule, step: Step) -> ValueIds:

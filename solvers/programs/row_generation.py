@@ -335,9 +335,13 @@ def write(graph: Graph, uses: ForwardUses, causes: Causes, moments: tuple[BaseOp
     )
     last_use = last_forward_use(graph)
     made = [(i, v) for v in listed(ValueId, free) if causes.times[i := producer[v]]]
+    others = 0 if graph.in_flight is None else graph.in_flight.others
+    across = free[(last_use[free] < graph.forward_length) & (causes.end[free] >= graph.forward_length)]
     for moment in moments:
         alive = free[(last_use[free] < moment) & (moment <= causes.end[free])]
-        row = {kept[v]: float(graph.bytes[v]) / unit for v in listed(ValueId, alive)}
+        row = {kept[v]: others * float(graph.bytes[v]) / unit for v in listed(ValueId, across)}
+        for v in listed(ValueId, alive):
+            row[kept[v]] = row.get(kept[v], 0.0) + float(graph.bytes[v]) / unit
         for i, v in made:
             if causes.times[i][0] <= moment <= uses.last_backward[v]:
                 variable = rerun[i][bisect_right(causes.times[i], moment) - 1]

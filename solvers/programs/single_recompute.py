@@ -246,6 +246,10 @@ def fixed_bytes(graph: Graph, uses: ForwardUses, free: ValueMask, end: BaseOpPer
     np.add.at(change, graph.producer[exists], graph.bytes[exists])
     np.subtract.at(change, last[exists] + 1, graph.bytes[exists])
     fixed: PerBaseOp = np.cumsum(change[:-1]).astype(np.float64)
+    if graph.in_flight is not None and graph.forward_length < graph.base_length:
+        across = exists & (graph.producer < graph.forward_length) & (last >= graph.forward_length)
+        held = int(graph.bytes[across].sum())
+        fixed += graph.in_flight.beside(held, graph.base_schedule, graph.forward_length)
     fixed += graph.workspace_bytes[: graph.base_length]
     return fixed
 

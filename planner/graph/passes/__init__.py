@@ -2,6 +2,7 @@
 
 from planner.graph.joint_pass import JointPass
 from planner.graph.passes.autocast_cast_cache import share_casts
+from planner.graph.passes.collectives import wait_in_place
 from planner.graph.passes.cpu_dropout import divide_masks
 from planner.graph.passes.forms import keep_forms_only
 from planner.graph.passes.in_place_accumulation import mark_sums_in_place
@@ -9,6 +10,7 @@ from planner.graph.passes.max_pooling import keep_nothing_pooled
 from planner.graph.passes.per_use_gradients import hand_out_unsummed
 
 JOINT_PASSES: tuple[JointPass, ...] = (
+    wait_in_place,
     share_casts,
     hand_out_unsummed,
     divide_masks,
