@@ -135,11 +135,12 @@ def _bound(prepared: Prepared, budget: int | str) -> str:
 
 
 def _bits(prepared: Prepared) -> dict[tuple[int, int], int]:
-    """The bytes of what can be packed, by graph and operation."""
+    """The bytes of what can be packed, by graph, as plans count them, and operation."""
+    planned = [i for i, graph in enumerate(prepared.captured.graphs) if graph.joint is not None]
     found = {}
     for packing in prepared.packings:
         source = prepared.problem.sources[packing.row if packing.reader is None else packing.reader]
-        found[source.graph, source.op] = packing.bytes
+        found[planned.index(source.graph), source.op] = packing.bytes
     return found
 
 
