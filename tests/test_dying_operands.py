@@ -119,6 +119,24 @@ def call(graph: FxGraph, target: Any, *args: Any) -> Node:
     return graph.call_function(target, args)
 
 
+@pytest.mark.parametrize("collective", [True, False])
+def test_nothing_is_written_over_while_a_collective_reads_it(collective: bool) -> None:
+    """It reads until its result is waited for, and that comes after its last reader here."""
+
+    def gathered(graph: FxGraph, x: Node, y: Node) -> Any:
+        product = call(graph, aten.mul.Tensor, x, y)
+        functional = torch.ops._c10d_functional
+        reader = (functional.all_gather_into_tensor.default, product, 2, "ranks")
+        made = call(graph, *reader) if collective else call(graph, aten.cat.default, [product, product])
+        bent = call(graph, aten.tanh.default, product)
+        return [bent, call(graph, functional.wait_tensor.default, made) if collective else made]
+
+    module = traced(gathered, backward=True)
+    write_into_dying_operands(module)
+    (bent,) = module.graph.find_nodes(op="call_function", target=aten.tanh.default)
+    assert (writing(bent) is None) == collective
+
+
 def chain(graph: FxGraph, x: Node, y: Node) -> Any:
     """All but the first can write into what the first makes, one of them through a view."""
     product = call(graph, aten.mul.Tensor, x, y)

@@ -229,25 +229,33 @@ def test_the_same_tensor_twice_is_not_two_that_share_memory() -> None:
 
 
 class _Indexed(nn.Module):
-    """Its graph holds a tensor with data, if it is asked to."""
+    """Its graph makes a tensor of numbers, or holds one with data."""
 
-    def __init__(self, factors: list[float]) -> None:
+    def __init__(self, factors: list[float], *, held: bool) -> None:
         super().__init__()
         self.a, self.factors = nn.Linear(8, 8), factors
+        self.tensor = torch.tensor(factors) if held else None
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)[rows]
-        return (y * torch.tensor(self.factors) if self.factors else y).tanh().sum()
+        factors = torch.tensor(self.factors) if self.tensor is None else self.tensor
+        return (self.a(x)[rows] * factors).tanh().sum()
 
 
-@pytest.mark.parametrize(("factors", "kept"), [([], 1), ([1.0, 2.0] * 4, 0)])
-def test_graphs_that_hold_data_are_not_kept(
-    factors: list[float], kept: int, nothing_traced: TracedBefore
+@pytest.mark.parametrize("held", [False, True])
+def test_graphs_that_make_tensors_of_numbers_are_traced_once(
+    held: bool, nothing_traced: TracedBefore
 ) -> None:
+    """The numbers are part of what the graph is looked up by; tensors that the model has are inputs."""
     x, rows = torch.randn(6, 8), torch.tensor([0, 2, 3])
-    for _ in range(2):
-        planner.plan(_Indexed(factors).train(), (x, rows), budget="min", solver="sqrt_n")
-    assert (len(nothing_traced._traced), nothing_traced.found) == (kept, kept)
+    for numbers, traced in (([1.0, 2.0], 1), ([1.0, 3.0], 1 if held else 2)):
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = _Indexed(numbers * 4, held=held).train()
+            plan = planner.plan(model, (x, rows), budget="min", solver="sqrt_n")
+            report = planner.verify(model, (x, rows), plan=plan, repeats=0)
+            assert report.ok, report.problems
+        assert len(nothing_traced._traced) == traced
+        assert nothing_traced.found > 0
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -311,7 +319,7 @@ def test_the_oldest_are_forgotten() -> None:
     kept = TracedBefore(most_nodes=5)
     for name in "abc":
         graph = torch.fx.symbolic_trace(nn.Tanh()).graph  # three nodes
-        kept._keep(name, Traced(graph, None, {}))
+        kept._keep(name, Traced(graph, {}, None, {}))
     assert list(kept._traced) == ["c"]
     assert traced_before._MOST_NODES > 10_000
     assert isinstance(TRACED_BEFORE, TracedBefore)

@@ -115,7 +115,7 @@ INSIDE = [
         (
             Change(
                 "planner/_torch/operators.py",
-                "    return uses_generator(operator) or is_foreign(operator)\n",
+                "    return uses_generator(operator) or (is_foreign(operator) and not is_collective(operator))\n",
                 "    return uses_generator(operator)\n",
             ),
         ),

@@ -99,7 +99,7 @@ RANKS = [
                 "    return False and operator._schema.name.partition",
             ),
         ),
-        ("tests/test_tensor_parallel.py::test_nothing_is_written_over_while_a_collective_reads_it",),
+        ("tests/test_dying_operands.py::test_nothing_is_written_over_while_a_collective_reads_it",),
     ),
     Mutation(
         "in-flight",

@@ -14,10 +14,8 @@ from planner._torch.tensors import Hook, has_hooks, hooks_on, strided_copy, writ
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
-from planner.training_step.step import Loss, Step, map_tensors, tensors_in
+from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
-
-_NESTED = "nested tensors cannot be planned: pad them, or leave what uses them out of the planned module"
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_nested:
-            raise CaptureError(_NESTED)
+            raise CaptureError(NESTED)
         if id(tensor) not in replaced:
             made = fake_values.fake_with_values(tensor, mode)
             if made is not None:
@@ -222,7 +220,7 @@ def described(doing: str, error: Exception) -> str:
     if "SparseTensor" in text:
         text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
     if "NestedInt" in text or "nested_int" in text or "jagged" in text:
-        text += f" ({_NESTED})"
+        text += f" ({NESTED})"
     if "double backward" in text:
         text += " (the forward differentiates itself: leave that part out of the planned module)"
     return text

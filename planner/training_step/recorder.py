@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from planner._torch import autograd, fake, operators
-from planner._torch.tensors import held_tensors, is_wrapper, schema_of, storage_number
+from planner._torch.tensors import call_tensors, held_tensors, is_wrapper, schema_of, storage_number
+from planner.errors import CaptureError
 from planner.training_step.call import Call
 from planner.training_step.examples import SPARSE, Examples
-from planner.training_step.step import Step, tensors_in
+from planner.training_step.step import NESTED, Step, tensors_in
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
 _NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
@@ -124,6 +125,8 @@ class StepRecorder(autograd.InfrastructureMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._paused and any(map(is_wrapper, types)):
+            if any(tensor.is_nested for tensor in call_tensors([args, kwargs])):
+                raise CaptureError(NESTED)
             return NotImplemented  # it runs operations on the tensors that it holds, which are recorded
         # Operators of higher order run the operators that they are made of, which are recorded themselves.
         if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:

@@ -14,6 +14,9 @@ from planner.errors import CaptureError, PlannerError
 
 Loss = Callable[[Any], torch.Tensor]
 Outputs = Literal["held", "dropped"]
+
+NESTED = "nested tensors cannot be planned: pad them, or leave what uses them out of the planned module"
+"""What is said of steps with nested tensors."""
 """Whether the module's outputs live on while backward runs: in ``out = model(x); out.loss.backward()`` they
 do, in ``model(x).loss.backward()`` and in trainers, which pass on the loss alone, they do not."""
 
