@@ -115,8 +115,8 @@ INSIDE = [
         (
             Change(
                 "planner/_torch/operators.py",
-                "    return uses_generator(operator) or (is_foreign(operator) and not is_collective(operator))\n",
-                "    return uses_generator(operator)\n",
+                " or (is_foreign(operator) and not is_collective(operator))\n",
+                "\n",
             ),
         ),
         ("tests/test_operators.py::test_an_operator_that_draws_numbers_draws_the_same_again",),
