@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import solvers
 from solvers import SOLVERS, Constraints, Graph, GraphError, Status, check, simulate
 from solvers.checkpoint_all import block_of
+from solvers.model.in_flight import InFlight
 from solvers.registry import found_solvers
 from tests.graphs import chain, graphs, transformer
 
@@ -37,6 +39,16 @@ FRACTIONS = st.one_of(st.none(), st.floats(0.05, 1.1))
 @given(graphs(most=14), FRACTIONS)
 def test_solutions_are_valid(name: str, graph: Graph, fraction: float | None) -> None:
     assert_valid(name, graph, fraction)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@settings(deadline=None, max_examples=8)
+@given(graphs(most=12), FRACTIONS, st.integers(1, 4), st.booleans())
+def test_solutions_for_micro_batches_in_flight_are_valid(
+    name: str, graph: Graph, fraction: float | None, count: int, accumulating: bool
+) -> None:
+    added_up = () if accumulating else (7,) * graph.base_length
+    assert_valid(name, replace(graph, in_flight=InFlight(count, 3, added_up)), fraction)
 
 
 @pytest.mark.heavy
