@@ -15,13 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph as FxGraph
-from torch.fx import GraphModule
 
 import planner
 from planner import PlanMismatch
-from planner._torch.fake import fake_mode
-from planner.graph.dying_operands import write_into_dying_operands, writing
 from planner.parallel.strategies import ParallelError
 from planner.runtime.ddp import decisions_digest
 from planner.verification.measure import measure_peak
@@ -241,23 +237,3 @@ def test_what_cannot_be_planned_of_a_distributed_model_is_an_error(
         planner.plan(model, args, budget="70%", parallel="fsdp2:2")
     with pytest.raises(ParallelError, match="backend='eager'"):
         planner.plan(model, args, budget="70%", backend="inductor")
-
-
-@pytest.mark.parametrize("collective", [False, True])
-def test_nothing_is_written_over_while_a_collective_reads_it(collective: bool) -> None:
-    graph = FxGraph()
-    functional = torch.ops._c10d_functional
-    made = graph.call_function(torch.ops.aten.exp.default, (graph.placeholder("x"),))
-    reader: Any = (functional.reduce_scatter_tensor.default, (made, "sum", 2, "0"))
-    read = graph.call_function(*(reader if collective else (torch.ops.aten.neg.default, (made,))))
-    last = graph.call_function(torch.ops.aten.tanh.default, (made,))
-    waited = graph.call_function(functional.wait_tensor.default, (read,)) if collective else read
-    graph.output((last, waited))
-    with fake_mode():
-        for node in (made, read, last, waited):
-            value = torch.empty(2 if collective and node in (read, waited) else 4, 8)
-            node.meta |= {"val": value, "partitioner_tag": "is_backward"}
-        graph.find_nodes(op="placeholder")[0].meta["val"] = torch.empty(4, 8)
-    graph.output_node().meta["desc"] = []
-    write_into_dying_operands(GraphModule(torch.nn.Module(), graph))
-    assert (writing(last) is None) is collective
