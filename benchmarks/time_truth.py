@@ -250,7 +250,9 @@ def main() -> None:
     ]
     for name in options.models:
         print(name, file=sys.stderr)
-        lines += compare(name, options)
+        rows = compare(name, options)
+        print("\n".join(rows), file=sys.stderr, flush=True)
+        lines += rows
     text = "\n".join([*lines, ""])
     if options.out is not None:
         write_atomically(options.out, text)

@@ -14,11 +14,14 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solvers.model.arrays import PerVariable
 from solvers.model.indices import ProgramRow, Variable
 
 logger = logging.getLogger(__name__)
+
+_GRID = 2.0**30
 
 
 class Outcome(StrEnum):
@@ -141,11 +144,11 @@ def _highs(
     model.num_col_, model.num_row_ = len(program.cost), len(program.row_low)
     model.col_cost_ = np.array(program.cost)
     model.col_lower_, model.col_upper_ = np.array(program.low), np.array(program.high)
-    model.row_lower_, model.row_upper_ = np.array(program.row_low), np.array(program.row_high)
+    model.row_lower_, model.row_upper_ = _on_grid(program.row_low), _on_grid(program.row_high)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.start_ = np.array(program.row_start)
     model.a_matrix_.index_ = np.array(program.index)
-    model.a_matrix_.value_ = np.array(program.coefficient)
+    model.a_matrix_.value_ = _on_grid(program.coefficient)
     if not relax and any(program.integer):
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
         model.integrality_ = [kinds[i] for i in program.integer]
@@ -165,6 +168,18 @@ def _highs(
     values = np.array(solver.getSolution().col_value)
     outcome = Outcome.OPTIMAL if optimal else Outcome.FEASIBLE
     return Answer(outcome, values, info.objective_function_value, bound)
+
+
+def _on_grid(numbers: list[float]) -> NDArray[np.float64]:
+    """Numbers as multiples of a billionth, so that sums of them are exact.
+
+    HiGHS 1.16's presolving (``strengthenInequalities``) may go on for ever where what is left of an inequality
+    is rounding, and looks at no time limit.
+    """
+    found = np.array(numbers, dtype=np.float64)
+    finite = np.isfinite(found)
+    found[finite] = np.round(found[finite] * _GRID) / _GRID
+    return found
 
 
 @functools.cache

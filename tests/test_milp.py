@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,3 +86,21 @@ def test_nothing_is_printed(request: pytest.FixtureRequest) -> None:
     script += "assert program.solve().objective == -1"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == ("", "")
+
+
+def test_presolving_ends(backend: None) -> None:
+    """A program of local exchanges of a U-Net: HiGHS 1.16 went on for ever, whatever the time limit."""
+    if importlib.util.find_spec("highspy") is None:
+        return  # CBC's turn
+    solve = (
+        "import sys, numpy as np\n"
+        "from solvers.milp import Program\n"
+        "program = Program(**{name: array.tolist() for name, array in np.load(sys.argv[1]).items()})\n"
+        "start = np.zeros(len(program.cost))\n"
+        "print(program.solve(time_limit=20, gap=2e-3, absolute_gap=1e-3, start=start).outcome)\n"
+    )
+    file = Path(__file__).parent / "programs" / "presolving_without_end.npz"
+    done = subprocess.run(
+        [sys.executable, "-c", solve, str(file)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() in ("optimal", "feasible")
