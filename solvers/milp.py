@@ -173,8 +173,8 @@ def _highs(
 def _on_grid(numbers: list[float]) -> NDArray[np.float64]:
     """Numbers as multiples of a billionth, so that sums of them are exact.
 
-    HiGHS 1.16's presolving (``strengthenInequalities``) may go on for ever where what is left of an inequality
-    is rounding, and looks at no time limit.
+    HiGHS 1.16's presolving (``strengthenInequalities``) may go on for ever where what is left of an
+    inequality is rounding, and looks at no time limit.
     """
     found = np.array(numbers, dtype=np.float64)
     finite = np.isfinite(found)
