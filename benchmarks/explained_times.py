@@ -8,6 +8,8 @@ from planner.user_plan import Plan
 
 KERNELS = {
     "native_dropout": "bernoulli",
+    "draw_mask": "bernoulli",
+    "masked_product": "mul",
     "clone": "copy",
     "_to_copy": "copy",
     "convolution": "mkldnn_convolution",
@@ -22,7 +24,9 @@ KERNELS = {
 
 def kernel(name: str) -> str:
     """What an operator of a plan, or of the profiler, counts as."""
-    name = name.removeprefix("aten::").split(".")[0].removesuffix("_")
+    for namespace in ("aten::", "aten.", "planner::", "planner."):
+        name = name.removeprefix(namespace)
+    name = name.split(".")[0].removesuffix("_")
     return KERNELS.get(name, name)
 
 

@@ -256,3 +256,11 @@ def test_a_mutation_is_noticed_only_where_a_test_fails(
     assert why in row.why
     assert row.test == ("test_code.py::test" if noticed else "")
     assert ("`test_code::test`" if noticed else f"**none**: {row.why}") in mutate._shown(row)
+
+
+def test_operators_of_plans_and_of_the_profiler_have_one_name() -> None:
+    from benchmarks.explained_times import kernel
+
+    assert kernel("aten.mm.default") == kernel("aten::addmm")
+    assert kernel("aten.add_.Tensor") == kernel("aten::add") == "add"
+    assert kernel("planner.draw_mask.default") == kernel("aten::bernoulli_")
