@@ -126,7 +126,7 @@ key("End"); found.end = document.getElementById("moment").dataset.step;
 key("p"); found.back = document.getElementById("moment").dataset.step;
 key("+"); found.zoomed = view[1] - view[0];
 const search = document.getElementById("search");
-search.value = "softmax re-run"; search.dispatchEvent(new Event("input"));
+search.value = "gelu re-run"; search.dispatchEvent(new Event("input"));
 await new Promise(done => setTimeout(done, 400));
 found.search = text("count");
 search.value = ""; search.dispatchEvent(new Event("input"));
@@ -160,8 +160,9 @@ def test_it_works_in_a_browser(tmp_path: Path) -> None:
     assert found["end"] == str(len(data["live"]) - 1)
     assert found["back"] == str(data["peak"]["step"])
     assert found["zoomed"] < len(data["live"]) / 2
-    softmax = [r for r in plan.explain().reruns if "softmax" in r.operation]
-    assert found["search"] == f"1-{len(softmax)} of {len(softmax)} operations"
+    gelu = [r for r in plan.explain().reruns if "gelu" in r.operation]
+    assert gelu
+    assert found["search"] == f"1-{len(gelu)} of {len(gelu)} operations"
     assert found["largest"] == format_bytes(max(data["ops"]["bytes"]))
     whole = plan.explain()
     assert found["root"][1:4] == [
