@@ -160,9 +160,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=0, help="timed steps of each kind; 0 for none")
     parser.add_argument("--all", action="store_true", help="print every operator")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--page-faults", action="store_true", help="with glibc's cache of each thread")
     options = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in SETTINGS.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
+    settings = {k: v for k, v in SETTINGS.items() if k != "GLIBC_TUNABLES" or not options.page_faults}
+    if any(os.environ.get(name) != value for name, value in settings.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     results = {name: compare(name, options) for name in options.models}
