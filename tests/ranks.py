@@ -39,6 +39,10 @@ def run_ranks(
         for started in processes:
             started.join(max(end - time.monotonic(), 1))
             started.kill()
+        for rank, ended in enumerate(processes):
+            ended.join()
+            with (folder / f"end.{rank}").open("a") as end:
+                print(f"exit code {ended.exitcode}", file=end)
     return folder
 
 
@@ -52,6 +56,7 @@ def what_a_rank_says(folder: Path, name: str, rank: int) -> str:
 
 def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path) -> None:
     with (folder / f"end.{rank}").open("w") as end:
+        faulthandler.enable(file=end)
         faulthandler.dump_traceback_later(SECONDS - 10, file=end)
         torch.set_num_threads(1)
         dist.init_process_group(

@@ -69,20 +69,29 @@ def _let_gloo_end() -> Any:
 
 
 def _measured(model: Any, words: torch.Tensor, predicted: int) -> int:
-    """The nearest of some runs: gloo's threads may still be late, or have been late before."""
+    """The nearest of some runs: gloo's threads may still be late, or have been late before.
+
+    A rank runs on until all have measured what is predicted: a step of one rank needs the others.
+    """
 
     def step() -> None:
         model(words).backward()
 
     step()
     peaks: list[int] = []
-    while predicted not in peaks and len(peaks) < 8:
+    while len(peaks) < 8 and _on_any_rank(predicted not in peaks):
         model.zero_grad()
         gc.collect()
         time.sleep(0.02)
         peaks.append(measure_peak(step, "cpu").peak_bytes)
     model.zero_grad()
     return min(peaks, key=lambda peak: abs(peak - predicted))
+
+
+def _on_any_rank(condition: bool) -> bool:
+    ranks = torch.tensor(int(condition))
+    dist.all_reduce(ranks)
+    return bool(ranks)
 
 
 def _rank(texts: dict[str, str], folder: Path) -> None:
