@@ -34,7 +34,7 @@ from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.inside_compile import call_planned_modules
-from planner._torch.tracing.long_loops import look_at_what_is_left_later
+from planner._torch.tracing.long_loops import go_on_behind_what_was_taken, look_at_what_is_left_later
 from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
 
@@ -67,6 +67,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     break_at_checkpoints_with_effects(_is_ours)
     break_at_swaps(_is_ours)
     look_at_what_is_left_later(_is_ours)
+    go_on_behind_what_was_taken(_is_ours)
     break_where_it_broke(_is_ours)
 
 

@@ -1,42 +1,97 @@
 """Private PyTorch APIs of loops that graphs break in: what is left of a loop is looked at when it is come to.
 
-Tested with torch 2.13.
+What comes after the break of one iteration is a frame of its own, given an iterator with what is left. Where
+iterations are alike, as over layers that are regions, one capture serves all of them but the last: it holds
+for iterators with as many items as it took, or more. Tested with torch 2.13.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.source import TupleIteratorGetItemSource
-from torch._dynamo.utils import tuple_iterator_getitem, tuple_iterator_len
+from torch._dynamo.utils import tuple_iterator, tuple_iterator_getitem, tuple_iterator_len
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.lists import TupleIteratorVariable
+from torch._dynamo.variables.lists import ListIteratorVariable, TupleIteratorVariable
 
 
 @functools.cache
 def look_at_what_is_left_later(is_ours: Callable[[Any], bool]) -> None:
     """Do not look at all layers that are still to come each time that a graph ends in a loop over layers.
 
-    Dynamo makes variables of all that is left of an iterator when it goes on after a break: the square of the
-    number of layers. A layer that has not been come to is handed on as it is, which is what lists do.
+    Dynamo makes variables of all that is left of an iterator when it goes on after a break, and captures again
+    for every number of items that are left: the square of the number of layers. Here an item that has not
+    been come to is handed on as it is, and their number counts only where the end was come to.
     """
     all_at_once = VariableBuilder.wrap_tuple_iterator
 
     def when_come_to(self: Any, value: Any) -> Any:
         if not is_ours(self.tx):
             return all_at_once(self, value)
-        self.install_guards(GuardBuilder.TUPLE_ITERATOR_LEN)
-        items = [
+        items = _Untouched(
             LazyVariableTracker.create(
                 tuple_iterator_getitem(value, i),
                 TupleIteratorGetItemSource(self.get_source(), i),
                 tx=self.tx,
             )
             for i in range(tuple_iterator_len(value))
-        ]
+        )
         result = TupleIteratorVariable(items, source=self.source)
+        self.install_guards(functools.partial(_as_far_as_it_went, iterator=result, items=items))
         return self.tx.output.side_effects.track_mutable(value, result)
 
     VariableBuilder.wrap_tuple_iterator = when_come_to  # type: ignore[method-assign]
+
+
+@functools.cache
+def go_on_behind_what_was_taken(is_ours: Callable[[Any], bool]) -> None:
+    """Leave an iterator where eager leaves it, also when a call takes all of it.
+
+    ``tuple(iterator)``, ``[*iterator]`` and ``items.extend(iterator)`` were not told to the code behind a graph:
+    a loop over that iterator then went on with what had been taken.
+    """
+    unpacked = ListIteratorVariable.unpack_var_sequence
+
+    def and_moved(self: Any, tx: Any) -> list[Any]:
+        items = unpacked(self, tx)
+        if items and self.source is not None and self.is_mutable() and is_ours(tx):
+            tx.output.side_effects.mutation(self)
+            self.index = len(self.items)
+        return items
+
+    ListIteratorVariable.unpack_var_sequence = and_moved  # type: ignore[method-assign]
+
+
+class _Untouched(list[Any]):
+    """Items that are looked at one by one: what walks through lists and makes variables of all that is in them
+    goes by a list of another class."""
+
+    were_taken_together = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.were_taken_together = True
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.were_taken_together |= not isinstance(index, int)
+        return super().__getitem__(index)
+
+
+def _as_far_as_it_went(
+    builder: Any, guard: Any, *, iterator: TupleIteratorVariable, items: _Untouched
+) -> None:
+    """Make the guard of an iterator, when the trace is over: how many items it must have."""
+    taken = iterator.index
+    if iterator.is_exhausted or items.were_taken_together or iterator.items is not items:
+        GuardBuilder.TUPLE_ITERATOR_LEN(builder, guard)
+        return
+
+    def has_as_many(value: Any) -> bool:
+        return type(value) is tuple_iterator and tuple_iterator_len(value) >= taken
+
+    text = [f"___tuple_iterator_len({builder.arg_ref(guard)}) >= {taken}"]
+    builder.get_guard_manager(guard).add_lambda_guard(
+        has_as_many, get_verbose_code_parts(text, guard), guard.user_stack
+    )
