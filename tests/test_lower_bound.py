@@ -81,3 +81,23 @@ def test_holds_for_every_order() -> None:
         assert again == pytest.approx(bound, rel=1e-6)
         seconds.add(portfolio.solve(other, budget, time_limit=5).seconds)
     assert min(seconds) >= bound - 1e-6
+
+
+def test_counts_what_an_earlier_graph_returned_as_held() -> None:
+    """No other graph can compute it again, and its own backward comes later."""
+    last = [i % 4 == 3 for i in range(16)]
+    one, several = (
+        training_graph(
+            [
+                Forward(
+                    (i - 1,) if i else (), (400 if last[i] else 100,), 0.1 if last[i] else 1.0, region=graph
+                )
+                for i, graph in enumerate(graphs)
+            ]
+        )
+        for graphs in ([0] * 16, [i // 4 for i in range(16)])
+    )
+    budget = 2100
+    solution = portfolio.solve(several, budget, time_limit=10)
+    bounds = [lower_bound(graph, budget).seconds for graph in (one, several)]
+    assert bounds[0] + 4 < bounds[1] <= solution.seconds

@@ -9,7 +9,8 @@ hold. The cheapest choice of what to hold is an integer program: hold[v] and rer
     hold[v] + rerun[producer(v)] >= rerun[o]    for every v that a re-run of o reads,
     fixed bytes + sum of bytes(v) hold[v] <= budget,
 
-and its optimum bounds every schedule, however often it recomputes, since re-runs after t are counted
+where a value of an earlier graph, whose own backward is still to come, must be held: no other may
+re-run it. The optimum bounds every schedule, however often it recomputes, since re-runs after t are counted
 once. With hold integral every rerun is integral by itself; without, the linear program gives a weaker
 bound in little time. It is solved for several moments, the integer program for the best of them only
 and within a time limit: what is proven by then is a bound. An infeasible program proves the budget
@@ -23,7 +24,9 @@ Not tight: several moments may together ask for more than each of them alone.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -31,7 +34,7 @@ from solvers.milp import Outcome, Program
 from solvers.model.arrays import PerStep
 from solvers.model.cut_points import ForwardUses, forward_uses
 from solvers.model.graph import Graph
-from solvers.model.indices import BaseOp, ValueId, Variable, base_op, listed
+from solvers.model.indices import BaseOp, Per, Region, ValueId, Variable, base_op, listed
 from solvers.model.schedule import simulate
 
 SECONDS = 1000.0
@@ -171,6 +174,7 @@ def bound_at(
         program.variable(float(graph.seconds[graph.rerun(i)]) * scale, high=1.0 if _may(graph, i) else 0.0)
         for i in graph.forward_ops
     ]
+    in_time = _InTime.behind(graph, moment)
     producer = listed(BaseOp, graph.producer)
     hold: dict[ValueId, Variable] = {}
     memory: dict[Variable, float] = {}
@@ -179,14 +183,17 @@ def bound_at(
         hold[v] = program.variable(integer=integer)
         memory[hold[v]] = float(graph.bytes[v]) / unit
         if later[v]:
-            program.row({hold[v]: 1.0, rerun[producer[v]]: 1.0}, low=1.0)
+            terms = {hold[v]: 1.0}
+            if in_time.for_base_operations(v):
+                terms[rerun[producer[v]]] = 1.0
+            program.row(terms, low=1.0)
     for i in graph.forward_ops:
         if not _may(graph, i):
             continue
         for v in graph.walk_table.inputs[graph.rerun(i)]:
             if v in hold:
                 terms = {hold[v]: 1.0, rerun[i]: -1.0}
-                if graph.recompute_row[v] >= 0:
+                if in_time.for_reruns_of(graph.ops[i].region, v):
                     terms[rerun[producer[v]]] = 1.0
                 program.row(terms, low=0.0)
     program.row(memory, high=(budget - fixed) / unit)
@@ -198,6 +205,46 @@ def bound_at(
     if not np.isfinite(answer.bound):
         return graph.base_seconds
     return graph.base_seconds + max(0.0, answer.bound * (1 - 1e-7) / scale)
+
+
+@dataclass(frozen=True)
+class _InTime:
+    """Where a re-run can come before what reads it: a graph is re-run in its own backward only.
+
+    Attributes:
+        begins: The first backward operation of each graph.
+        ends: The last one.
+        first_read: By value, the first base operation behind the moment that reads it.
+        region: By value, the graph that can compute it again; None where none can.
+    """
+
+    begins: Mapping[Region, BaseOp]
+    ends: Mapping[Region, BaseOp]
+    first_read: Per[ValueId, int]
+    region: Per[ValueId, Region | None]
+
+    @staticmethod
+    def behind(graph: Graph, moment: BaseOp) -> "_InTime":
+        table = graph.walk_table
+        begins, ends = dict[Region, BaseOp](), dict[Region, BaseOp]()
+        first_read = [graph.base_length] * len(graph.values)
+        for i in graph.backward_ops:
+            begins.setdefault(table.region[i], i)
+            ends[table.region[i]] = i
+            if i > moment:
+                for v in table.inputs[i]:
+                    first_read[v] = min(first_read[v], i)
+        return _InTime(begins, ends, cast("Per[ValueId, int]", first_read), table.recompute_region)
+
+    def for_base_operations(self, value: ValueId) -> bool:
+        region = self.region[value]
+        return region is not None and region in self.begins and self.begins[region] <= self.first_read[value]
+
+    def for_reruns_of(self, reader: Region, value: ValueId) -> bool:
+        region = self.region[value]
+        if region is None or region not in self.begins:
+            return False
+        return region == reader or (reader in self.ends and self.begins[region] < self.ends[reader])
 
 
 def _may(graph: Graph, op: BaseOp) -> bool:

@@ -21,9 +21,9 @@ from torch._dynamo.variables.lists import ListIteratorVariable, TupleIteratorVar
 def look_at_what_is_left_later(is_ours: Callable[[Any], bool]) -> None:
     """Do not look at all layers that are still to come each time that a graph ends in a loop over layers.
 
-    Dynamo makes variables of all that is left of an iterator when it goes on after a break, and captures again
-    for every number of items that are left: the square of the number of layers. Here an item that has not
-    been come to is handed on as it is, and their number counts only where the end was come to.
+    Dynamo makes variables of all that is left of an iterator when it goes on after a break, and captures
+    again for every number of items that are left: the square of the number of layers. Here an item that has
+    not been come to is handed on as it is, and their number counts only where the end was come to.
     """
     all_at_once = VariableBuilder.wrap_tuple_iterator
 
@@ -49,8 +49,8 @@ def look_at_what_is_left_later(is_ours: Callable[[Any], bool]) -> None:
 def go_on_behind_what_was_taken(is_ours: Callable[[Any], bool]) -> None:
     """Leave an iterator where eager leaves it, also when a call takes all of it.
 
-    ``tuple(iterator)``, ``[*iterator]`` and ``items.extend(iterator)`` were not told to the code behind a graph:
-    a loop over that iterator then went on with what had been taken.
+    ``tuple(iterator)``, ``[*iterator]`` and ``items.extend(iterator)`` were not told to the code behind a
+    graph: a loop over that iterator then went on with what had been taken.
     """
     unpacked = ListIteratorVariable.unpack_var_sequence
 
@@ -65,8 +65,8 @@ def go_on_behind_what_was_taken(is_ours: Callable[[Any], bool]) -> None:
 
 
 class _Untouched(list[Any]):
-    """Items that are looked at one by one: what walks through lists and makes variables of all that is in them
-    goes by a list of another class."""
+    """Items that are looked at one by one: what walks through lists and makes variables of all that is in
+    them goes by a list of another class."""
 
     were_taken_together = False
 
