@@ -23,6 +23,7 @@ from planner.batch.interpolate import SizedSteps
 from planner.estimation.checkpointed import with_checkpoints
 from planner.estimation.estimate import prepared_step
 from planner.planning.options import StepKeywords
+from planner.planning.prepare import Prepared
 from planner.planning.solve import plan_prepared
 
 BUDGET, SEQUENCE, UNIT = "80GB", 8192, 256
@@ -104,6 +105,14 @@ def rows(case: str, path: Path) -> None:
         longest_unplanned=_longest(unplanned, shorter),
         longest_checkpointed=_longest(checkpointed.total_bytes, small.total_bytes),
     )
+    note(longest_planned=_longest(_least(prepared), _least(steps.prepared[half])))
+
+
+def _least(prepared: Prepared) -> int:
+    """The least that a plan takes, of the whole device."""
+    plan = plan_prepared(prepared, "min")
+    assert plan.whole_step is not None
+    return plan.whole_step.total_bytes
 
 
 def _longest(whole: int, half: int) -> int:
@@ -125,14 +134,14 @@ def render(figures: list[dict[str, Any]]) -> str:
 
     lines = [
         "| case | resident | unplanned | checkpoint per block | planned for 80 GB | at the checkpoints' "
-        "bytes | longest unplanned | longest with checkpoints |",
-        "|---|---|---|---|---|---|---|---|",
+        "bytes | longest unplanned | longest with checkpoints | longest planned |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for found in figures:
         planned = f"{gb(found.get('planned'))} {share(found.get('planned_overhead'))}"
         if "planned_least" in found:
             planned = f"does not fit: the least is {gb(found['planned_least'])}"
-        lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed"))
+        lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed", "planned"))
         tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
         lines.append(
             f"| {found['case']} | {gb(found['resident'])} | {gb(found['unplanned'])} | "
