@@ -1,6 +1,6 @@
 """What masks as bits bring: the extra time at some budgets, and the least peak, with them and without.
 
-    python benchmarks/encodings.py [--models gpt,bert] [--costs roofline] [--out FILE.md]
+    python benchmarks/encodings.py [--models gpt,bert] [--shares 0.8,0.6] [--costs roofline] [--out FILE.md]
 
 Each model is planned with ``encodings="none"`` and ``"auto"`` for a half and 30 % of what its unplanned step
 allocates over entry, and for the least peak; and once more with dropout as the one operation that PyTorch
@@ -12,7 +12,7 @@ one, bit for bit.
 import argparse
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 
-def rows(name: str, costs: Any) -> list[str]:
+def rows(name: str, costs: Any, shares: Sequence[float] = SHARES) -> list[str]:
     """The table's rows of one model."""
     torch.manual_seed(0)
     model, args, kwargs = MODELS[name]()
@@ -88,7 +88,7 @@ def rows(name: str, costs: Any) -> list[str]:
     whole = _with_dropout_whole(lambda: prepare(model, step, options))
     dynamic = prepared.problem.eager.peak_bytes
     found = []
-    for share in (*SHARES, None):
+    for share in (*shares, None):
         budget: int | str = "min" if share is None else prepared.resident.total + int(share * dynamic)
         before = _planned(whole, budget, "none")
         without, packing = (_planned(prepared, budget, encodings) for encodings in ("none", "auto"))
@@ -163,6 +163,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", help="parts of their names, separated by commas; all if not given")
+    parser.add_argument("--shares", default="0.5,0.3", help="of the unplanned step's peak")
     parser.add_argument("--costs", default="measured", choices=("measured", "roofline"))
     parser.add_argument("--out", type=Path, help="write the table to this file, not to stdout")
     given = parser.parse_args()
@@ -170,7 +171,7 @@ def main() -> int:
     wanted = [n for n in MODELS if not given.models or any(n.startswith(m) for m in given.models.split(","))]
     lines: list[str] = []
     for name in wanted:
-        lines += rows(name, given.costs)
+        lines += rows(name, given.costs, [float(share) for share in given.shares.split(",")])
         torch._dynamo.reset()
         gc.collect()
     head = [

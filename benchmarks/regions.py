@@ -4,9 +4,9 @@
     python benchmarks/regions.py --models gpt2 --shares 60%      # a try
 
 Each model is captured whole and with ``regions="auto"``, and both are planned by the roofline for the same
-shares of what the unplanned step allocates over entry, for the peak of the step with ``torch.utils.checkpoint``
-around every region, and for 1.25 of that. A plan by regions is run and compared with the unplanned
-step: gradients, buffers and random state bit for bit, and the measured peak.
+shares of what the unplanned step allocates over entry, for the peak of the step with
+``torch.utils.checkpoint`` around every region, and for 1.25 of that. A plan by regions is run and compared
+with the unplanned step: gradients, buffers and random state bit for bit, and the measured peak.
 """
 
 import argparse
