@@ -256,4 +256,24 @@ LOOPS = [
         ),
         ("tests/test_external_accumulation.py::test_a_weight_that_is_used_elsewhere_too_is_warned_of_once",),
     ),
+    Mutation(
+        "iterators-taken-whole",
+        "An iterator that a call takes whole between two graphs is left empty, as in eager.",
+        "The code behind a graph is not told.",
+        (Change("planner/_torch/tracing/long_loops.py", "            self.index = len(self.items)\n", ""),),
+        ("tests/test_long_loops.py::test_a_step_is_the_unplanned_one",),
+    ),
+    Mutation(
+        "iterations-that-are-not-alike",
+        "A capture serves all iterations of a loop only where what is left of the loop does not matter.",
+        "How many items are left never counts.",
+        (
+            Change(
+                "planner/_torch/tracing/long_loops.py",
+                "    if iterator.is_exhausted or items.were_taken_together or iterator.items is not items:\n",
+                "    if False:\n",
+            ),
+        ),
+        ("tests/test_long_loops.py::test_a_step_is_the_unplanned_one",),
+    ),
 ]
