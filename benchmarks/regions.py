@@ -49,7 +49,7 @@ def build(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
         import transformers as hf
 
         net = hf.ResNetConfig(depths=[3, 8, 36, 3], num_labels=10)
-        images, classes = torch.randn(8, 3, 96, 96), torch.randint(0, 10, (8,))
+        images, classes = torch.randn(48, 3, 96, 96), torch.randint(0, 10, (48,))
         inputs = {"pixel_values": images, "labels": classes}
         return hf.ResNetForImageClassification(net).train(), (), inputs
     if name == "sd_unet":
