@@ -12,6 +12,7 @@ import planner
 from planner._torch.inductor import compiling
 from planner.errors import CaptureError, CompilerError, InfeasibleBudget, PlannerError, PlanWarning
 from planner.lazy.cached import mismatch
+from planner.lowering.inductor import InductorLowering
 from planner.planning.options import OptionError
 from planner.training_step.step import Step
 
@@ -98,6 +99,23 @@ def test_other_programs_than_planned_are_told(again: tuple[Net, torch.Tensor, pl
     assert all(len(g.emitted) == 2 for g in plan.graphs)
     with pytest.warns(PlanWarning, match="Inductor emits other programs"):
         left(plan.apply(model), x)
+
+
+def test_draws_are_measured_as_others_are(again: tuple[Net, torch.Tensor, planner.Plan]) -> None:
+    assert not any("could not be measured" in note for note in again[2].notes)
+
+
+def test_a_program_is_lowered_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    step = planner.prepare(model, torch.ones(64, 4), backend="inductor")
+    first = step.plan("1GiB", solver="sqrt_n")
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("lowered again")
+
+    monkeypatch.setattr(InductorLowering, "emitted", refused)
+    second = step.plan("2GiB", solver="sqrt_n")
+    assert first.predicted.dynamic_peak_bytes == second.predicted.dynamic_peak_bytes
 
 
 def test_a_plan_file_says_what_runs_it(again: tuple[Net, torch.Tensor, planner.Plan], tmp_path: Path) -> None:
