@@ -1,14 +1,14 @@
 """Ways to train under a memory budget, compiled and not: small models, measured peaks, gradients and times.
 
     OMP_NUM_THREADS=1 python benchmarks/compiled.py [--models gpt bert ...] [--budgets 60 80 40 min]
-        [--ratios 0.5 0] [--eager] [--fresh] [--checkpoints] [--repeats 5] [--rows out/compiled.jsonl]
-        [-o out/compiled.md]
+        [--ratios 0.5 0] [--eager] [--fresh] [--checkpoints] [--plans-only] [--repeats 5]
+        [--rows out/compiled.jsonl] [-o out/compiled.md]
 
 Each model of `benchmarks/compiled_models.py` has a process of its own, which adds its rows to the file
 ``--rows``; the table is written from that file, so that models can be measured one by one, and a model that
 is measured again replaces its rows. ``--models`` without names writes the table only. ``--fresh`` times
 compilations from empty caches, ``--checkpoints`` puts a checkpoint around every block, ``--eager`` plans for
-eager, too.
+eager, too, and ``--plans-only`` takes Inductor's peak from the file.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.compiled_models import MODELS
 
 Row = dict[str, Any]
 _MIB = 2**20
-_SWITCHES = ("eager", "fresh", "checkpoints")
+_SWITCHES = ("eager", "fresh", "checkpoints", "plans-only")
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -91,7 +91,7 @@ def main() -> None:
     for model in options.models:
         command = [sys.executable, script, model, "--rows", options.rows, "--repeats", options.repeats]
         command += ["--budgets", *options.budgets, "--ratios", *options.ratios]
-        command += [f"--{name}" for name in _SWITCHES if getattr(options, name)]
+        command += [f"--{name}" for name in _SWITCHES if getattr(options, name.replace("-", "_"))]
         # One at a time, so that processor time can be told apart from that of other compilers.
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         subprocess.run([str(part) for part in command], check=True, env=environment)

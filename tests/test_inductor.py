@@ -13,8 +13,11 @@ from planner._torch.inductor import compiling
 from planner.errors import CaptureError, CompilerError, InfeasibleBudget, PlannerError, PlanWarning
 from planner.lazy.cached import mismatch
 from planner.lowering.inductor import InductorLowering
+from planner.planning.inductor import emitted_model
 from planner.planning.options import OptionError
 from planner.training_step.step import Step
+from solvers import portfolio
+from solvers.model.schedule import simulate
 
 
 class Block(nn.Module):
@@ -183,6 +186,32 @@ def test_a_recurrent_layer_is_refused_in_one_line() -> None:
             solver="sqrt_n",
             loss=lambda out: out[0].sum(),
         )
+
+
+class Twice(nn.Module):
+    """Blocks that run twice in a step, so that their gradients are sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        for block in self.blocks:
+            block.drop.p = 0.0  # type: ignore[union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return x.square().mean()
+
+
+def test_sums_and_what_runs_again_stay_where_the_schedule_has_them() -> None:
+    torch.manual_seed(0)
+    prepared = planner.prepare(Twice().train(), torch.randn(256, 16), backend="inductor")._prepared
+    problem = prepared.problem
+    most = simulate(problem.graph, problem.graph.base_schedule).peak_bytes
+    found = portfolio.solve(problem.graph, int(most * 0.55), time_limit=5)
+    emitted = emitted_model(prepared).step(problem.backward_sequences(prepared.captured, found.schedule))
+    assert emitted.peak_bytes <= found.peak_bytes < most * 0.6
 
 
 @pytest.mark.heavy
