@@ -32,7 +32,8 @@ _SWITCHES = ("eager", "fresh", "checkpoints", "plans-only")
 def rows_of(path: Path) -> list[Row]:
     """What was measured last of each way of each model."""
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return list({(row["model"], row["way"]): row for row in found}.values())
+    last = {(row["model"], row["way"]): row for row in found}
+    return sorted(last.values(), key=lambda row: list(MODELS).index(row["model"]))
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -77,7 +78,7 @@ def _number(value: float | None) -> str:
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=[*MODELS, []], default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--budgets", nargs="*", default=["60", "80", "40", "min"])
     parser.add_argument("--ratios", nargs="*", type=float, default=[])
     for name in _SWITCHES:
