@@ -1,176 +1,102 @@
-"""Ways to train under a memory budget, compiled and not: measured peaks and step times of one small model.
+"""Ways to train under a memory budget, compiled and not: small models, measured peaks, gradients and times.
 
-    OMP_NUM_THREADS=1 python benchmarks/compiled.py [--dropout 0.1] [--layers 4] [--width 128]
-        [--words 64] [--batch 8] [--budgets 80 60 40 min] [--ratios 0.5 0.2 0.0] [--repeats 7]
-        [-o docs/results/compiled.md]
+    OMP_NUM_THREADS=1 python benchmarks/compiled.py [--models gpt bert ...] [--budgets 60 80 40 min]
+        [--ratios 0.5 0] [--eager] [--fresh] [--checkpoints] [--plans-only] [--repeats 5]
+        [--rows out/compiled.jsonl] [-o out/compiled.md]
 
-Peaks are over entry, from the allocator's own events; times are medians of interleaved steps, in process
-time, one thread. Gradients are compared with those of the step in double precision from the same seed: the
-error of a way is the most that an element is off, relative to the largest gradient of its parameter. Where
-dropout is on, only ways that draw eager's numbers can be compared: Inductor runs with ``fallback_random``.
-Percentages of the plans are of eager's peak, parameters included.
+Each model of `benchmarks/compiled_models.py` has a process of its own, which adds its rows to the file
+``--rows``; the table is written from that file, so that models can be measured one by one, and a model that
+is measured again replaces its rows. ``--models`` without names writes the table only. ``--fresh`` times
+compilations from empty caches, ``--checkpoints`` puts a checkpoint around every block, ``--eager`` plans for
+eager, too, and ``--plans-only`` takes Inductor's peak from the file.
 """
 
 import argparse
-import copy
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._functorch.config as functorch_config
-import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import planner
-from planner.verification.measure import measure_peak, time_steps
-from tests.zoo import GPT
+from benchmarks.compiled_models import MODELS
 
-SEED = 11
-Run = Callable[[], Any]
-
-
-def gpt(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model and its inputs."""
-    torch.manual_seed(0)
-    model = GPT(
-        words=options.vocabulary, width=options.width, heads=4, layers=options.layers, context=options.words,
-        dropout=options.dropout,
-    )  # fmt: skip
-    words = torch.randint(0, options.vocabulary, (2, options.batch, options.words))
-    return model.train(), (words[0], words[1])
+Row = dict[str, Any]
+_MIB = 2**20
+_SWITCHES = ("eager", "fresh", "checkpoints", "plans-only")
 
 
-class Checkpointed(nn.Module):
-    """A block whose forward runs again in the backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.block, x, use_reentrant=False)
+def rows_of(path: Path) -> list[Row]:
+    """What was measured last of each way of each model."""
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    last = {(row["model"], row["way"]): row for row in found}
+    return sorted(last.values(), key=lambda row: list(MODELS).index(row["model"]))
 
 
-def stepped(model: Any, args: tuple[Any, ...]) -> Run:
-    """A training step from the same seed each time."""
-
-    def run() -> Any:
-        model.zero_grad(set_to_none=True)
-        torch.manual_seed(SEED)
-        loss = model(*args)
-        loss.backward()
-        return loss
-
-    return run
-
-
-def ways(options: argparse.Namespace) -> Iterator[tuple[str, Run, nn.Module, int | None]]:
-    """Each way by name: its step, run once already, the module that has the gradients, and its prediction."""
-    model, args = gpt(options)
-    inductor = {"fallback_random": True}
-
-    def ready(name: str, call: Any, module: nn.Module, predicted: int | None = None) -> Any:
-        run = stepped(call, args)
-        run()
-        return name, run, module, predicted
-
-    yield ready("eager", model, model)
-    compiled = copy.deepcopy(model)
-    yield ready("Inductor", torch.compile(compiled, options=inductor), compiled)
-    for ratio in options.ratios:
-        module = copy.deepcopy(model)
-        with functorch_config.patch(activation_memory_budget=ratio):
-            torch.compiler.reset()
-            row = ready(f"Inductor, activation_memory_budget {ratio:g}",
-                        torch.compile(module, options=inductor), module)  # fmt: skip
-        yield row
-    module = copy.deepcopy(model)
-    module.blocks = nn.ModuleList(Checkpointed(block) for block in module.blocks)  # type: ignore[union-attr]
-    torch.compiler.reset()
-    yield ready("Inductor, checkpoint per block", torch.compile(module, options=inductor), module)
-    for budget in options.budgets:
-        text = budget if budget == "min" else f"{budget}%"
-        for backend, name in (("eager", "eager"), ("inductor", "Inductor")):
-            module = copy.deepcopy(model)
-            try:
-                plan = planner.plan(module, args, budget=text, backend=backend)  # type: ignore[arg-type]
-            except planner.InfeasibleBudget as error:
-                print(f"{name} + plan {text}: {error}", file=sys.stderr)
-                continue
-            plan.apply(module)
-            yield ready(f"{name} + plan {text}", module, module, plan.predicted.dynamic_peak_bytes)
-
-
-def exact(options: argparse.Namespace) -> list[torch.Tensor]:
-    """Gradients in double precision."""
-    model, args = gpt(options)
-    stepped(model.double(), args)()
-    return gradients(model)
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of them, in the order of the parameters."""
-    return [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
-
-
-def error_of(found: list[torch.Tensor], true: list[torch.Tensor]) -> float:
-    """The most that an element is off, relative to the largest of its parameter's gradient."""
-    return max(
-        float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in zip(found, true, strict=True)
-    )
-
-
-def measured(options: argparse.Namespace) -> list[str]:
+def table(rows: Sequence[Row]) -> list[str]:
     """Lines of a Markdown table."""
-    true, names, runs, rows = exact(options), [], [], []
-    for name, run, module, predicted in ways(options):
-        run()
-        error = error_of(gradients(module), true)
-
-        def fresh(run: Run = run, module: nn.Module = module) -> Any:
-            module.zero_grad(set_to_none=True)
-            return run()
-
-        module.zero_grad(set_to_none=True)
-        peak = measure_peak(fresh, "cpu").peak_bytes
-        module.zero_grad(set_to_none=True)
-        names.append(name)
-        runs.append(fresh)
-        rows.append((peak, predicted, error))
-        print(
-            f"{name}: {peak:,} bytes, predicted {predicted}, error {error:.1e}", file=sys.stderr, flush=True
-        )
-    seconds = [sorted(taken)[len(taken) // 2] for taken in time_steps(runs, options.repeats)]
     lines = [
-        "| way | peak, MiB | predicted, MiB | step, ms | of eager's | error of gradients |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| model | way | budget, MiB | peak, MiB | predicted | measured / predicted | re-run | planning, s | "
+        "compiling, s | step, ms | error of gradients | of Inductor's | buffers |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, (peak, predicted, error), taken in zip(names, rows, seconds, strict=True):
-        promised = "" if predicted is None else f"{predicted / 2**20:.2f}"
-        wrong = " (wrong)" if error > 1e-2 else ""
-        lines.append(
-            f"| {name} | {peak / 2**20:.2f} | {promised} | {1e3 * taken:.1f} | {taken / seconds[0]:.2f} | "
-            f"{error:.1e}{wrong} |"
-        )
+    for row in rows:
+        inductor = next((r for r in rows if r["model"] == row["model"] and r["way"] == "Inductor"), None)
+        lines.append("| " + " | ".join(_cells(row, inductor)) + " |")
     return lines
 
 
+def _cells(row: Row, inductor: Row | None) -> list[str]:
+    if "failed" in row:
+        return [row["model"], row["way"], _mib(row.get("budget")), row["failed"], *[""] * 9]
+    predicted, peak = row.get("predicted"), row["peak"]
+    budget = row.get("budget")
+    over = " (over)" if budget is not None and peak > budget else ""
+    of_inductor = row["error"] / inductor["error"] if inductor and inductor["error"] else None
+    return [
+        row["model"], row["way"], _mib(budget), _mib(peak) + over, _mib(predicted),
+        f"{peak / predicted:.4f}" if predicted else "", str(row.get("recomputed", "")),
+        _number(row.get("plan_seconds")), _number(row.get("compile_seconds")),
+        _number(1e3 * row["step_seconds"] if "step_seconds" in row else None),
+        f"{row['error']:.1e}" + (" (wrong)" if row["error"] > 1e-2 else ""),
+        "" if of_inductor is None else f"{of_inductor:.2f}",
+        {None: "", True: "equal", False: "differ"}[row.get("buffers_equal")],
+    ]  # fmt: skip
+
+
+def _mib(size: int | None) -> str:
+    return "" if size is None else f"{size / _MIB:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
 def main() -> None:
-    """Measure, and print or write the table."""
+    """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    for name, default in (("layers", 4), ("width", 128), ("words", 64), ("batch", 8), ("vocabulary", 200),
-                          ("repeats", 7)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--budgets", nargs="*", default=["80", "60", "40", "min"])
-    parser.add_argument("--ratios", nargs="*", type=float, default=[0.5, 0.2, 0.0])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--budgets", nargs="*", default=["60", "80", "40", "min"])
+    parser.add_argument("--ratios", nargs="*", type=float, default=[])
+    for name in _SWITCHES:
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=Path, default=Path("out/compiled.jsonl"))
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    lines = measured(options)
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).resolve().with_name("compiled_ways.py")
+    for model in options.models:
+        command = [sys.executable, script, model, "--rows", options.rows, "--repeats", options.repeats]
+        command += ["--budgets", *options.budgets, "--ratios", *options.ratios]
+        command += [f"--{name}" for name in _SWITCHES if getattr(options, name.replace("-", "_"))]
+        # One at a time, so that processor time can be told apart from that of other compilers.
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        subprocess.run([str(part) for part in command], check=True, env=environment)
+    lines = table(rows_of(options.rows))
     print("\n".join(lines))
     if options.output is not None:
         options.output.write_text("\n".join(lines) + "\n")

@@ -12,8 +12,12 @@ import planner
 from planner._torch.inductor import compiling
 from planner.errors import CaptureError, CompilerError, InfeasibleBudget, PlannerError, PlanWarning
 from planner.lazy.cached import mismatch
+from planner.lowering.inductor import InductorLowering
+from planner.planning.inductor import emitted_model
 from planner.planning.options import OptionError
 from planner.training_step.step import Step
+from solvers import portfolio
+from solvers.model.schedule import simulate
 
 
 class Block(nn.Module):
@@ -100,6 +104,23 @@ def test_other_programs_than_planned_are_told(again: tuple[Net, torch.Tensor, pl
         left(plan.apply(model), x)
 
 
+def test_draws_are_measured_as_others_are(again: tuple[Net, torch.Tensor, planner.Plan]) -> None:
+    assert not any("could not be measured" in note for note in again[2].notes)
+
+
+def test_a_program_is_lowered_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    step = planner.prepare(model, torch.ones(64, 4), backend="inductor")
+    first = step.plan("1GiB", solver="sqrt_n")
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("lowered again")
+
+    monkeypatch.setattr(InductorLowering, "emitted", refused)
+    second = step.plan("2GiB", solver="sqrt_n")
+    assert first.predicted.dynamic_peak_bytes == second.predicted.dynamic_peak_bytes
+
+
 def test_a_plan_file_says_what_runs_it(again: tuple[Net, torch.Tensor, planner.Plan], tmp_path: Path) -> None:
     plan = again[2]
     plan.save(tmp_path / "plan.json")
@@ -165,6 +186,32 @@ def test_a_recurrent_layer_is_refused_in_one_line() -> None:
             solver="sqrt_n",
             loss=lambda out: out[0].sum(),
         )
+
+
+class Twice(nn.Module):
+    """Blocks that run twice in a step, so that their gradients are sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        for block in self.blocks:
+            block.drop.p = 0.0  # type: ignore[union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return x.square().mean()
+
+
+def test_sums_and_what_runs_again_stay_where_the_schedule_has_them() -> None:
+    torch.manual_seed(0)
+    prepared = planner.prepare(Twice().train(), torch.randn(256, 16), backend="inductor")._prepared
+    problem = prepared.problem
+    most = simulate(problem.graph, problem.graph.base_schedule).peak_bytes
+    found = portfolio.solve(problem.graph, int(most * 0.55), time_limit=5)
+    emitted = emitted_model(prepared).step(problem.backward_sequences(prepared.captured, found.schedule))
+    assert emitted.peak_bytes <= found.peak_bytes < most * 0.6
 
 
 @pytest.mark.heavy

@@ -4,6 +4,19 @@ from benchmarks.mutations.record import Change, Mutation
 
 STEPS = [
     Mutation(
+        "inductor-fuses-in-place",
+        "What Inductor runs takes what the schedule takes.",
+        "Inductor fuses what lies far apart, and holds what that reads.",
+        (
+            Change(
+                "planner/_torch/inductor/compiling.py",
+                "            if node.is_extern()\n",
+                "            if False\n",
+            ),
+        ),
+        ("tests/test_inductor.py::test_sums_and_what_runs_again_stay_where_the_schedule_has_them",),
+    ),
+    Mutation(
         "programs-of-executions",
         "A graph that runs several times in a step follows the plan's program of each time.",
         "Every time it follows the program of the first.",

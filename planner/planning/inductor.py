@@ -52,13 +52,17 @@ def emitted_model(prepared: Prepared) -> EmittedStepModel:
             "backend='inductor' needs a step whose sizes do not depend on data; plan with backend='eager'"
         )
     options = prepared.options
-    return EmittedStepModel(
-        prepared.captured,
-        prepared.device,
-        prepared.meter,
-        InductorLowering(options.backend_options),
-        copying=options.inputs == "overwritten",
-    )
+    copying = options.inputs == "overwritten"
+    key = (tuple(sorted(options.backend_options.items())), copying)
+    if key not in prepared.emitted_models:
+        prepared.emitted_models[key] = EmittedStepModel(
+            prepared.captured,
+            prepared.device,
+            prepared.meter,
+            InductorLowering(options.backend_options),
+            copying=copying,
+        )
+    return prepared.emitted_models[key]
 
 
 def solve_for_inductor(

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,6 +47,9 @@ from planner.training_step.wrappers import refuse_wrappers
 from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
 
+if TYPE_CHECKING:
+    from planner.problem.emitted_step import EmittedStepModel  # which imports Inductor
+
 NEWEST = (9, 0)
 """Compute capability of devices that do not tell theirs."""
 
@@ -80,6 +84,8 @@ class Prepared:
     """Names of the submodules that are graphs of their own."""
     rank: Rank | None = None
     """What the step is one of several ranks'; None for a single process."""
+    emitted_models: "dict[Any, EmittedStepModel]" = field(default_factory=dict, compare=False)
+    """What says what schedules take under Inductor, by its options: each is lowered once for all budgets."""
 
     @property
     def resident(self) -> Resident:

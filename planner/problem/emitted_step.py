@@ -14,7 +14,7 @@ import numpy as np
 from torch.fx import GraphModule
 
 from planner._torch import fake
-from planner._torch.inductor.random_operators import PLAIN
+from planner._torch.inductor.random_operators import IN_ORDER, PLAIN
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graph_runner import GraphCall
 from planner.costs.devices import Device, round_bytes
@@ -144,8 +144,8 @@ class EmittedStepModel:
 
 
 def _measured(call: Call) -> Call:
-    """What is measured in the place of a call: of a draw from a state the draw itself."""
-    plain = PLAIN.get(call.func)
+    """What is measured in the place of a call: of a draw in order, or from a state, the draw itself."""
+    plain = PLAIN.get(call.func) or IN_ORDER.get(call.func)
     return call if plain is None else Call(plain, call.args[1:], call.kwargs)
 
 

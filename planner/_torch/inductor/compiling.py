@@ -15,9 +15,11 @@ from unittest import mock
 import torch
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, config
+from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -48,7 +50,7 @@ def unusable_options(options: Mapping[str, Any]) -> str | None:
     for name, value in options.items():
         if name.replace("-", "_") not in known:
             return f"Inductor has no option {name!r}; torch._inductor.list_options() has them"
-        if name in _OURS:
+        if name in _OURS or name == "inductor_choices_class":
             return f"option {name!r} is set by the plan"
         if not isinstance(value, bool | int | float | str):
             return f"option {name!r} is a {type(value).__name__}; a plan keeps numbers, texts, True and False"
@@ -190,9 +192,38 @@ class _NoKernels:
         """Nothing was begun."""
 
 
+class _InPlace(InductorChoices):
+    """Fuses only what no call of a library lies between.
+
+    Inductor fuses kernels that read the same, however far apart they are: sums for the gradients of biases
+    wait for those of the module's next use, and what is to be computed again late is computed with what comes
+    early. What they read, or return, is held as long, and a schedule for little memory becomes one for much.
+    """
+
+    def uuid(self) -> str:
+        """For the key of Inductor's cache."""
+        return "planner: nothing is fused across calls of libraries"
+
+    @staticmethod
+    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """As Inductor asks before every fusion."""
+        first, second = sorted((node1, node2), key=lambda node: node.min_order)
+        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score) and not any(
+            first.max_order < node.min_order < second.min_order
+            for node in scheduler.nodes
+            if node.is_extern()
+        )
+
+
 @contextlib.contextmanager
 def _settings(options: Mapping[str, Any]) -> Iterator[None]:
-    with without_modes(), torch.no_grad(), _without_autocast(), config.patch({**_OURS, **options}):
+    with (
+        without_modes(),
+        torch.no_grad(),
+        _without_autocast(),
+        config.patch({**_OURS, "inductor_choices_class": _InPlace, **options}),  # a part of the cache's key
+        V.set_choices_handler(_InPlace()),  # made already in this thread, perhaps, whatever the setting says
+    ):
         yield
 
 

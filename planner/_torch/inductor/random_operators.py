@@ -23,6 +23,9 @@ _library = torch.library.Library("planner_random", "DEF")
 PLAIN: dict[Any, Any] = {}
 """By an operator that takes a state: the operator that it runs, which allocates the state once more."""
 
+IN_ORDER: dict[Any, Any] = {}
+"""By an operator that takes a token: the operator, or the function that reads a state, that it runs."""
+
 _TOKEN = "planner_token"
 _STATE = "planner_state"
 
@@ -46,7 +49,9 @@ def in_order(operator: Any) -> Any:
     def draw(token: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (*_results(operator(*args, **kwargs)), token.new_empty(0))
 
-    return _define(operator, "in_order", _TOKEN, draw, returns_token=True)
+    drawn = _define(operator, "in_order", _TOKEN, draw, returns_token=True)
+    IN_ORDER[drawn] = operator
+    return drawn
 
 
 @functools.cache
@@ -89,7 +94,9 @@ def saved_state(read: Callable[..., torch.Tensor], devices: str, device_index: i
         return token.new_empty(size, dtype=torch.uint8, device="cpu"), token.new_empty(0)
 
     name = f"state_{devices}_{device_index}".replace("+", "_")
-    return _defined(f"{name}(Tensor {_TOKEN}) -> (Tensor, Tensor)", state, without_data)
+    reader = _defined(f"{name}(Tensor {_TOKEN}) -> (Tensor, Tensor)", state, without_data)
+    IN_ORDER[reader] = read
+    return reader
 
 
 def _define(

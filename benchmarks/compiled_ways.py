@@ -1,0 +1,208 @@
+"""The ways to train one model, one after the other: the process that ``benchmarks/compiled.py`` starts.
+
+Peaks are over entry, from the allocator's own events. The error of a way is the most that an element of a
+gradient is off from the step in double precision from the same seed, relative to the largest element of its
+parameter's gradient (of all gradients, where that is zero but for rounding, as of the bias of an attention's
+keys); where dropout is on, Inductor runs with ``fallback_random`` to draw eager's numbers.
+Percentages are of the peak of the step that Inductor runs without a plan, with parameters, buffers and
+inputs. Seconds are processor time, of this process and of the compilers that it waited for; with ``--fresh``
+unplanned Inductor and the first plan start with empty caches, and what their first step takes is told.
+"""
+
+import argparse
+import copy
+import json
+import resource
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.nn as nn
+from torch._inductor.utils import fresh_cache
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import planner
+from benchmarks.compiled_models import build, with_checkpoints
+from planner.verification.measure import measure_peak, time_steps
+
+SEED = 11
+OPTIONS: Any = {"fallback_random": True}
+Row = dict[str, Any]
+
+
+def spent() -> float:
+    """Seconds of processors, of this process and of those that it has waited for."""
+    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
+
+
+def resident_bytes(model: nn.Module, inputs: tuple[Any, ...]) -> int:
+    """Bytes that are there before a step."""
+    tensors = [*model.parameters(), *model.buffers(), *inputs]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class Ways:
+    """The ways of one model.
+
+    Args:
+        name: The model's.
+        repeats: How many steps are timed.
+    """
+
+    def __init__(self, name: str, repeats: int) -> None:
+        self.name, self.repeats = name, repeats
+        self.model, self.inputs = build(name)
+        self.exact = self._exact()
+        largest = {n: float(g.abs().max()) for n, g in self.exact.items()}
+        whole = max(largest.values())
+        self.scales = {n: own if own > 1e-12 * whole else whole for n, own in largest.items()}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.state = torch.empty(0)
+
+    def _exact(self) -> dict[str, torch.Tensor]:
+        wide = copy.deepcopy(self.model).double()
+        inputs = tuple(x.double() if x.is_floating_point() else x for x in self.inputs)
+        torch.manual_seed(SEED)
+        wide(*inputs).backward()
+        return {n: p.grad for n, p in wide.named_parameters() if p.grad is not None}
+
+    def row(self, way: str, module: nn.Module, call: Any, **known: Any) -> Row:
+        """What a way takes and computes; ``module`` has its parameters."""
+
+        def fresh() -> Any:
+            module.zero_grad(set_to_none=True)
+            torch.manual_seed(SEED)
+            loss = call(*self.inputs)
+            loss.backward()
+            return loss
+
+        before = spent()
+        fresh()
+        row: Row = {"model": self.name, "way": way, **known, "first_step_seconds": spent() - before}
+        gradients = {_plain(n): p.grad for n, p in module.named_parameters() if p.grad is not None}
+        row["error"] = max(
+            float((gradients[n] - g).abs().max()) / self.scales[n] for n, g in self.exact.items()
+        )
+        state, buffers = torch.get_rng_state(), {n: b.clone() for n, b in module.named_buffers()}
+        if way == "Inductor":
+            self.buffers, self.state = buffers, state
+        elif self.buffers:
+            row["buffers_equal"] = all(torch.equal(b, buffers[n]) for n, b in self.buffers.items())
+        if self.state.numel():
+            row["generator_equal"] = torch.equal(state, self.state)
+        fresh()
+        module.zero_grad(set_to_none=True)
+        row["peak"] = measure_peak(fresh, "cpu").peak_bytes
+        if self.repeats:
+            row["step_seconds"] = statistics.median(time_steps([fresh], self.repeats)[0])
+        module.zero_grad(set_to_none=True)
+        return row
+
+    def unplanned(self, options: argparse.Namespace) -> Iterator[Row]:
+        """Without a plan."""
+        module = copy.deepcopy(self.model)
+        yield self.row("eager", module, module)
+        module = copy.deepcopy(self.model)
+        with fresh_cache() if options.fresh else nullcontext():
+            row = self.row("Inductor", module, torch.compile(module, options=OPTIONS))
+        if options.fresh:
+            row["compile_seconds"] = row["first_step_seconds"]
+        yield row
+        for ratio in options.ratios:
+            module = copy.deepcopy(self.model)
+            torch.compiler.reset()
+            with functorch_config.patch(activation_memory_budget=ratio):
+                yield self.row(
+                    f"Inductor, activation_memory_budget {ratio:g}",
+                    module, torch.compile(module, options=OPTIONS),
+                )  # fmt: skip
+        module = copy.deepcopy(self.model)
+        if options.checkpoints and with_checkpoints(module):
+            yield self.row("eager, checkpoint per block", module, module)
+            torch.compiler.reset()
+            compiled = torch.compile(module, options=OPTIONS)
+            yield self.row("Inductor, checkpoint per block", module, compiled)
+
+    def planned(self, backend: Any, budgets: list[str], whole: int, fresh: bool) -> Iterator[Row]:
+        """By plans; the first starts with empty caches if ``fresh``."""
+        resident = resident_bytes(self.model, self.inputs)
+        torch.compiler.reset()
+        before = spent()
+        step = planner.prepare(copy.deepcopy(self.model), self.inputs, backend=backend)
+        name = {"eager": "eager", "inductor": "Inductor"}[backend]
+        for number, budget in enumerate(budgets):
+            first = number == 0 and fresh and backend == "inductor"
+            room = "min" if budget == "min" else int(whole * float(budget) / 100)
+            known: Row = {} if budget == "min" else {"budget": int(room) - resident}
+            way = f"{name} + plan {budget if budget == 'min' else budget + '%'}"
+            try:
+                plan = step.plan(room)
+            except planner.InfeasibleBudget as error:
+                least = (error.minimum_bytes or 0) - resident
+                yield {"model": self.name, "way": way, "failed": f"least {least / 2**20:.2f}", **known}
+                before = spent()
+                continue
+            known["plan_seconds"] = spent() - before
+            known["predicted"] = plan.predicted.dynamic_peak_bytes
+            known["recomputed"] = plan.recomputed_operations
+            module = copy.deepcopy(self.model)
+            plan.apply(module)
+            with fresh_cache() if first else nullcontext():
+                row = self.row(way, module, module, **known)
+            if first:
+                row["compile_seconds"] = row["first_step_seconds"]
+            yield row
+            before = spent()
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the checkpoint around its block."""
+    return name.replace(".block.", ".")
+
+
+def main() -> None:
+    """Measure, and add rows to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--budgets", nargs="*", default=[])
+    parser.add_argument("--ratios", nargs="*", type=float, default=[])
+    for name in ("eager", "fresh", "checkpoints", "plans-only"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    ways, whole = Ways(options.model, options.repeats), 0
+    if options.plans_only:
+        written = [json.loads(line) for line in options.rows.read_text().splitlines()]
+        peaks = [r["peak"] for r in written if (r["model"], r["way"]) == (options.model, "Inductor")]
+        whole = peaks[-1] + resident_bytes(ways.model, ways.inputs)
+
+    def rows() -> Iterator[Row]:
+        nonlocal whole
+        for row in [] if options.plans_only else ways.unplanned(options):
+            if row["way"] == "Inductor":
+                whole = row["peak"] + resident_bytes(ways.model, ways.inputs)
+            yield row
+        for backend in ["eager"] * options.eager + ["inductor"]:
+            yield from ways.planned(backend, options.budgets, whole, options.fresh)
+
+    with warnings.catch_warnings(record=True) as caught, options.rows.open("a") as file:
+        warnings.simplefilter("always", planner.PlanWarning)
+        for row in rows():
+            said = [str(w.message) for w in caught if issubclass(w.category, planner.PlanWarning)]
+            caught.clear()
+            print(row["way"], {**row, "warnings": said}, file=sys.stderr, flush=True)
+            file.write(json.dumps({**row, "warnings": said}) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
