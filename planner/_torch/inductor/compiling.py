@@ -3,6 +3,7 @@
 Each function says what it hides. All of it was seen to work with torch 2.13.
 """
 
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -207,12 +208,15 @@ class _InPlace(InductorChoices):
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """As Inductor asks before every fusion."""
+        if not InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score):
+            return False
         first, second = sorted((node1, node2), key=lambda node: node.min_order)
-        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score) and not any(
-            first.max_order < node.min_order < second.min_order
-            for node in scheduler.nodes
-            if node.is_extern()
-        )
+        calls = vars(scheduler).get("calls_of_libraries")
+        if calls is None:  # they keep their places when others are fused
+            calls = sorted(node.min_order for node in scheduler.nodes if node.is_extern())
+            scheduler.calls_of_libraries = calls
+        at = bisect.bisect_right(calls, first.max_order)
+        return at == len(calls) or calls[at] >= second.min_order
 
 
 @contextlib.contextmanager
