@@ -196,8 +196,10 @@ def row(case: Case, said: Sequence[dict[str, Any]]) -> str:
     late = []
     for which, predicted in enumerate(said[0]["predicted"]):
         paused = [bytes_ for rank in said for bytes_ in rank["measured"][which]["paused"]]
-        off = list(dict.fromkeys(f"{count / predicted - 1:+.2%}" for count in (min(paused), max(paused))))
-        line += f" {predicted / 2**20:.2f} | {' to '.join(off).replace('-0.00%', '+0.00%')} |"
+        off = [
+            f"{count / predicted - 1:+.2%}".replace("-0.00", "+0.00") for count in (min(paused), max(paused))
+        ]
+        line += f" {predicted / 2**20:.2f} | {' to '.join(dict.fromkeys(off))} |"
         ranks = [rank["measured"][which] for rank in said]
         late += [
             (count - max(rank["paused"])) / predicted
