@@ -29,21 +29,27 @@ def run_ranks(
         if folder.exists():
             return folder
         folder.mkdir()
-        context = torch.multiprocessing.get_context("spawn")
-        processes = [
-            context.Process(target=_rank, args=(r, count, work, folder), daemon=True) for r in range(count)
-        ]
-        for started in processes:
-            started.start()
-        end = time.monotonic() + SECONDS
-        for started in processes:
-            started.join(max(end - time.monotonic(), 1))
-            started.kill()
-        for rank, ended in enumerate(processes):
-            ended.join()
-            with (folder / f"end.{rank}").open("a") as end:
-                print(f"exit code {ended.exitcode}", file=end)
+        start_ranks(work, folder, count)
     return folder
+
+
+def start_ranks(work: Callable[[Path], None], folder: Path, count: int, seconds: float = SECONDS) -> None:
+    """Run a function in processes of one group, given a folder, which is there; wait until all have ended."""
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_rank, args=(r, count, work, folder, seconds), daemon=True)
+        for r in range(count)
+    ]
+    for started in processes:
+        started.start()
+    end = time.monotonic() + seconds
+    for started in processes:
+        started.join(max(end - time.monotonic(), 1))
+        started.kill()
+    for rank, ended in enumerate(processes):
+        ended.join()
+        with (folder / f"end.{rank}").open("a") as report:
+            print(f"exit code {ended.exitcode}", file=report)
 
 
 def what_a_rank_says(folder: Path, name: str, rank: int) -> str:
@@ -54,10 +60,10 @@ def what_a_rank_says(folder: Path, name: str, rank: int) -> str:
     return f"rank {rank} did not come to it: {(folder / f'end.{rank}').read_text()[-2000:]}"
 
 
-def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path) -> None:
+def _rank(rank: int, count: int, work: Callable[[Path], None], folder: Path, seconds: float) -> None:
     with (folder / f"end.{rank}").open("w") as end:
         faulthandler.enable(file=end)
-        faulthandler.dump_traceback_later(SECONDS - 10, file=end)
+        faulthandler.dump_traceback_later(seconds - 10, file=end)
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo", store=_store(rank, count, folder / "port"), rank=rank, world_size=count

@@ -20,10 +20,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fully_shard, in half precision": ("fsdp2", {"half": True}),
 }
 
+OTHER_PLANS: dict[str, tuple[list[str] | None, planner.FSDP2 | None]] = {
+    "one plan, applied in two ways": (None, None),
+    "plans with regions": (["0", "1"], planner.FSDP2(2)),
+}
+
 
 def _rank(folder: Path) -> None:
     rank = dist.get_rank()
-    (folder / f"other plans.{rank}").write_text(_other_plans())
+    for name, given in OTHER_PLANS.items():
+        (folder / f"{name}.{rank}").write_text(_other_plans(*given))
     for name, (example, options) in CASES.items():
         train = runpy.run_path(str(_EXAMPLES / f"{example}.py"))["train"]
         with counting_runs() as runs:
@@ -34,12 +40,19 @@ def _rank(folder: Path) -> None:
         (folder / f"{name}.{rank}").write_text(f"{runs.backward} backwards, {unequal or 'all'} equal")
 
 
-def _other_plans() -> str:
-    """What a rank says of a step before which the ranks apply a plan in two ways, and shard."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+def _other_plans(regions: list[str] | None, parallel: planner.FSDP2 | None) -> str:
+    """What a rank says of a step before which the ranks apply different plans, and shard.
+
+    Those without regions are one plan, applied in two ways.
+    """
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(2)))
     x = torch.ones(2, 4)
-    plan = planner.plan(model, (x,), budget="min", solver="checkpoint_all")
-    plan.apply(model, on_new_shape="replan" if dist.get_rank() else "reapply")
+    second = dist.get_rank() == 1
+    solver = "none" if second and regions else "checkpoint_all"
+    plan = planner.plan(model, (x,), budget="500%", solver=solver, regions=regions, parallel=parallel)
+    plan.apply(model, on_new_shape="replan" if second and not regions else "reapply")
+    for name in regions or ():
+        fully_shard(model.get_submodule(name))
     fully_shard(model)
     try:
         model(x)
@@ -62,7 +75,8 @@ def test_two_ranks(name: str, outcomes: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_ranks_with_other_plans_are_an_error(outcomes: Path) -> None:
+@pytest.mark.parametrize("name", OTHER_PLANS)
+def test_ranks_with_other_plans_are_an_error(name: str, outcomes: Path) -> None:
     for rank in range(2):
-        said = (outcomes / f"other plans.{rank}").read_text()
+        said = what_a_rank_says(outcomes, name, rank)
         assert said.startswith(f"rank {rank} trains by another plan than rank {1 - rank}")

@@ -1,0 +1,120 @@
+"""How early gradients leave a backward, counted in matrix products; a part of ``benchmarks/ranks.py``."""
+
+import bisect
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import planner
+from benchmarks.rank_models import BLOCKS, batch, build, half_planned
+
+FORMS = ("no plan", "a plan of the whole", "a plan with regions")
+"""The ways in which each model trains."""
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """Matrix products of a backward, re-runs among them, that began before something happened.
+
+    Attributes:
+        products: All of them.
+        first: Before the first gradient of a parameter was there.
+        block: Before all gradients of the last block were there.
+        reduced: Before the first bucket was reduced; None outside of ``DistributedDataParallel``.
+    """
+
+    products: int
+    first: int
+    block: int
+    reduced: int | None = None
+
+
+def watch_backward(loss: torch.Tensor, model: torch.nn.Module, block: str) -> Backward:
+    """Run a backward under the profiler.
+
+    Args:
+        loss: Of the model.
+        model: Whose gradients are waited for.
+        block: The last of its blocks.
+    """
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: _mark(f"gradient {name}"))  # type: ignore[misc]
+        for name, parameter in model.named_parameters()
+    ]
+    with profile(activities=[ProfilerActivity.CPU]) as session:
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    events: Any = session.events()
+    products = sorted(event.time_range.start for event in events if event.name in PRODUCTS)
+    before = {event.name: bisect.bisect_left(products, event.time_range.start) for event in events}
+    gradients = [count for name, count in before.items() if name.startswith("gradient ")]
+    of_block = [count for name, count in before.items() if name.startswith(f"gradient {block}.")]
+    buckets = [count for name, count in before.items() if name.startswith("bucket ")]
+    return Backward(len(products), min(gradients), max(of_block), min(buckets, default=None))
+
+
+def early_gradients(name: str, form: str, *, wrapped: bool, tiny: bool = False) -> Backward:
+    """The backward of a model's third step, after which buckets stay as they are.
+
+    Args:
+        name: Of the model.
+        form: One of ``FORMS``.
+        wrapped: Whether it trains in ``DistributedDataParallel``, with the ranks of this process's group.
+        tiny: Whether its layers are few and narrow.
+    """
+    model, inputs = build(name, tiny=tiny), batch(dist.get_rank(), tiny=tiny)
+    if form != FORMS[0]:
+        regions = BLOCKS[name] if form == FORMS[2] else None
+        text: list[Any] = [None]
+        if dist.get_rank() == 0:
+            parallel = planner.DDP(dist.get_world_size()) if wrapped else None
+            text = [half_planned(name, tiny=tiny, regions=regions, parallel=parallel).dumps()]
+        dist.broadcast_object_list(text)
+        planner.Plan.loads(text[0]).apply(model)
+    trained: Any = model
+    if wrapped:
+        trained = DistributedDataParallel(model, bucket_cap_mb=0.01 if tiny else 0.5)
+        trained.register_comm_hook(None, _reduced)
+    where, _, _ = BLOCKS[name].rpartition(".")
+    last = f"{where}.{len(list(model.get_submodule(where).children())) - 1}"
+    for _ in range(3):
+        model.zero_grad()
+        found = watch_backward(trained(**inputs).loss, model, last)
+    return found
+
+
+def early_rows(names: Iterable[str], report: Path, *, tiny: bool) -> None:
+    """What each rank does: it writes lines of the table to a file."""
+    lines = []
+    for name in names:
+        for form in FORMS:
+            alone, among = (
+                early_gradients(name, form, wrapped=wrapped, tiny=tiny) for wrapped in (False, True)
+            )
+            assert among.reduced is not None
+            lines.append(
+                f"| {name} | {form} | {alone.products} | {alone.first} | {alone.block} "
+                f"| {among.reduced} of {among.products} ({among.reduced / among.products:.0%}) |"
+            )
+    report.write_text(json.dumps(lines))
+
+
+def _reduced(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    _mark(f"bucket {bucket.index()}")
+    assert dist.group.WORLD is not None
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def _mark(name: str) -> None:
+    with record_function(name):
+        pass
