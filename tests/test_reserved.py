@@ -134,7 +134,7 @@ def test_on_the_cpu_nothing_is_reserved() -> None:
 
 def solution(peak: int, feasible: bool = True) -> Solution:
     status = Status.FEASIBLE if feasible else Status.INFEASIBLE
-    return Solution("fake", status, np.array([peak], dtype=np.int64), peak, 1.0, 0.0)
+    return Solution("fake", status, np.array([peak], dtype=np.int64), peak, 1e3 / peak, 0.0)
 
 
 def searched(reserves: dict[int, int], budget: int, fast_from: int = 0) -> tuple[Solution, list[int]]:
@@ -167,13 +167,22 @@ def test_what_reserves_too_much_is_planned_for_less() -> None:
     found, asked = searched({1000: 1080, 915: 1010, 900: 990, 500: 600}, 1000)
     assert found.feasible
     assert found.peak_bytes == 900
-    assert asked == [920, 905]
+    assert asked == [920, 905, 960, 980]  # the last two see whether more fits between 915 and 1000
 
 
 def test_the_least_is_tried_though_its_peak_is_over_the_allowance() -> None:
     found, _ = searched({1000: 1500, 700: 990}, 1000)
     assert found.feasible
     assert found.peak_bytes == 700
+
+
+def test_what_fits_is_looked_for_between_the_least_and_what_does_not() -> None:
+    reserves = {1000: 1300, 850: 1100, 800: 990, 720: 1050, 700: 980}
+    found, asked = searched(reserves, 1000)
+    assert (found.peak_bytes, asked[0]) == (800, 700)
+    found, _ = searched({**reserves, 700: 1400}, 1000)
+    assert found.feasible
+    assert found.peak_bytes == 800
 
 
 def test_where_nothing_fits_the_least_is_said() -> None:

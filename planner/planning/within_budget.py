@@ -1,11 +1,13 @@
 """A schedule whose step fits a budget on a GPU, reserved bytes included.
 
 Solvers bound the bytes that a schedule allocates; what the caching allocator reserves for them is known of a
-schedule that is there. So the allowance is lowered by what a schedule is over, until one fits.
+schedule that is there, and does not fall steadily with what is allocated. So the allowance is lowered by what
+a schedule is over, until one fits or there is no schedule with so little; then gaps between allowances that
+fit and that do not are halved.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from solvers.model.arrays import Schedule
@@ -14,6 +16,8 @@ from solvers.model.solution import Solution, Status
 MOST_ATTEMPTS = 8
 _LEAST_STEP = 1 / 400
 """Of the allowance; by less it is not lowered."""
+_NEAR = 1 / 50
+"""Of the allowance: what fits is not looked for any nearer to what does not."""
 
 
 def within_budget(
@@ -37,25 +41,56 @@ def within_budget(
         too_slow: Whether a solution takes more time than is of use: for less memory it takes no less.
 
     Returns:
-        A feasible solution whose step fits; else an infeasible one with the least peak that was found, or the
-        first that is too slow.
+        The fastest feasible solution that was found whose step fits; else the one that takes least, as
+        infeasible, or the first that is too slow.
     """
     end = time.perf_counter() + time_limit
-    for _ in range(MOST_ATTEMPTS):
-        if solution.feasible and too_slow(solution):
-            return solution
+    fitting: Solution | None = None
+    lowest: int | None = None  # the largest allowance of which something fits, or the least there is
+    room = solution.peak_bytes
+    failing = list[tuple[int, int]]()  # peaks, and the allowances for which they were found
+    least = solution, total_bytes(solution.schedule)
+    for attempt in range(MOST_ATTEMPTS):
         over = total_bytes(solution.schedule) - budget_bytes
+        if over + budget_bytes < least[1]:
+            least = solution, over + budget_bytes
         if over <= 0:
-            return solution if solution.feasible else _fitting(solution)
-        if not solution.feasible or time.perf_counter() > end:
+            if fitting is None or solution.seconds < fitting.seconds:
+                fitting = replace(solution, status=Status.FEASIBLE)
+            if attempt == 0:
+                break
+        elif fitting is None and solution.feasible and too_slow(solution):
+            return solution
+        if not solution.feasible:
+            lowest = max(lowest or 0, solution.peak_bytes)
+        elif over <= 0:
+            lowest = max(lowest or 0, room)
+        else:
+            failing.append((solution.peak_bytes, room))
+        if lowest is None:
+            room = max(0, solution.peak_bytes - max(over, int(solution.peak_bytes * _LEAST_STEP)))
+        elif (between := _between(lowest, failing)) is not None:
+            room = between
+        else:
             break
-        room = solution.peak_bytes - max(over, int(solution.peak_bytes * _LEAST_STEP))
-        solution = solve(max(room, 0), max(end - time.perf_counter(), 1.0))
-    if solution.feasible:
+        if time.perf_counter() > end:
+            break
+        solution = solve(room, max(end - time.perf_counter(), 1.0))
+    if fitting is None and lowest is None:
         solution = solve(0, max(end - time.perf_counter(), 1.0))
-    return _fitting(solution) if total_bytes(solution.schedule) <= budget_bytes else solution.infeasible()
+        total = total_bytes(solution.schedule)
+        if total <= budget_bytes:
+            fitting = replace(solution, status=Status.FEASIBLE)
+        elif total < least[1]:
+            least = solution, total
+    return fitting or least[0].infeasible()
 
 
-def _fitting(solution: Solution) -> Solution:
-    """It has a larger peak than was allowed for what would be reserved, and fits all the same."""
-    return replace(solution, status=Status.FEASIBLE)
+def _between(lowest: int, failing: Sequence[tuple[int, int]]) -> int | None:
+    """The middle of the lowest wide gap between allowances of which something is known."""
+    known = lowest
+    for peak, room in sorted(failing):
+        if peak - known > peak * _NEAR:
+            return (known + peak) // 2
+        known = max(known, room)
+    return None
