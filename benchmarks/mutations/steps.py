@@ -10,8 +10,8 @@ STEPS = [
         (
             Change(
                 "planner/_torch/inductor/compiling.py",
-                "            if node.is_extern()\n",
-                "            if False\n",
+                "for node in scheduler.nodes if node.is_extern())",
+                "for node in scheduler.nodes if False)",
             ),
         ),
         ("tests/test_inductor.py::test_sums_and_what_runs_again_stay_where_the_schedule_has_them",),
