@@ -23,7 +23,6 @@ from planner.batch.interpolate import SizedSteps
 from planner.estimation.checkpointed import with_checkpoints
 from planner.estimation.estimate import prepared_step
 from planner.planning.options import StepKeywords
-from planner.planning.prepare import Prepared
 from planner.planning.solve import plan_prepared
 
 BUDGET, SEQUENCE, UNIT = "80GB", 8192, 256
@@ -108,20 +107,14 @@ def rows(case: str, path: Path) -> None:
         longest_unplanned=_longest(unplanned, shorter),
         longest_checkpointed=_longest(checkpointed.total_bytes, small.total_bytes),
     )
-    note(longest_planned=_longest(_least(prepared), _least(steps.prepared[half])))
-
-
-def _least(prepared: Prepared) -> int:
-    """The least that a plan takes, of the whole device."""
-    plan = plan_prepared(prepared, "min")
-    assert plan.whole_step is not None
-    return plan.whole_step.total_bytes
 
 
 def _longest(whole: int, half: int) -> int:
     """The longest sequence within the budget, on the line through two: with flash attention nothing grows
     faster than the sequence."""
     a_token = (whole - half) / (SEQUENCE // 2)
+    if a_token <= 0:  # what is reserved, and not the sequence, decides
+        return 0
     left = 80 * 10**9 - whole
     return max(0, int((SEQUENCE + left / a_token) // UNIT * UNIT))
 
@@ -137,14 +130,14 @@ def render(figures: list[dict[str, Any]]) -> str:
 
     lines = [
         "| case | resident | unplanned | checkpoint per block | planned for 80 GB | at the checkpoints' "
-        "bytes | longest unplanned | longest with checkpoints | longest planned |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "bytes | longest unplanned | longest with checkpoints |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for found in figures:
         planned = f"{gb(found.get('planned'))} {share(found.get('planned_overhead'))}"
         if "planned_least" in found:
             planned = f"does not fit: the least is {gb(found['planned_least'])}"
-        lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed", "planned"))
+        lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed"))
         tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
         lines.append(
             f"| {found['case']} | {gb(found['resident'])} | {gb(found['unplanned'])} | "
