@@ -243,17 +243,20 @@ def test_a_loss_that_transposes_is_planned_or_warned_of() -> None:
 
 
 class FrozenFirst(nn.Module):
-    """Layers of the same code, a graph each, of which the first has nothing to differentiate."""
+    """Layers of the same code, of which the first has nothing to differentiate; ``numbered`` ones are a graph
+    each, others share one where they can."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbered: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
         self.layers[0].requires_grad_(False)
+        self.numbered = numbered
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = x
-        for layer in self.layers:
+        for layer in range(4) if self.numbered else self.layers:
             torch._dynamo.graph_break()
+            layer = self.layers[layer] if self.numbered else layer
             x = torch.tanh(layer(x)) * torch.sigmoid(x) + x
             torch._dynamo.graph_break()
             total = total + x
@@ -263,7 +266,17 @@ class FrozenFirst(nn.Module):
 @pytest.mark.heavy
 def test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward() -> None:
     torch.manual_seed(0)
-    plan, _ = _exactly((FrozenFirst(), (torch.randn(64, 64),), None), "80%")
+    plan, _ = _exactly((FrozenFirst(numbered=True), (torch.randn(64, 64),), None), "80%")
     layers = [g for g in plan.graphs if g.occurrences == 4]
     assert len({tuple(layer.kept) for layer in layers}) == 3
     assert [g.occurrence for g in layers if g.structure == layers[0].structure] == [1, 2, 3]
+
+
+@pytest.mark.heavy
+def test_layers_that_share_a_graph_have_their_own_programs() -> None:
+    torch.manual_seed(0)
+    plan, _ = _exactly((FrozenFirst(numbered=False), (torch.randn(64, 64),), None), "80%")
+    layers = [g for g in plan.graphs if g.structure == plan.graphs[0].structure]
+    assert [g.occurrence for g in layers] == [1, 2]
+    assert [len(g.executions) for g in layers] == [1, 2]
+    assert len(layers[1].other_programs) == 1

@@ -137,7 +137,9 @@ def solution(peak: int, feasible: bool = True) -> Solution:
     return Solution("fake", status, np.array([peak], dtype=np.int64), peak, 1e3 / peak, 0.0)
 
 
-def searched(reserves: dict[int, int], budget: int, fast_from: int = 0) -> tuple[Solution, list[int]]:
+def searched(
+    reserves: dict[int, int], budget: int, fast_from: int = 0, enough_from: int = 10**9
+) -> tuple[Solution, list[int]]:
     """Ask for less and less of a solver that reaches some peaks, each of which reserves something."""
     asked = []
 
@@ -154,6 +156,7 @@ def searched(reserves: dict[int, int], budget: int, fast_from: int = 0) -> tuple
         solve,
         time_limit=10,
         too_slow=lambda found: found.peak_bytes < fast_from,
+        enough=lambda found: found.peak_bytes >= enough_from,
     )
     return found, asked[1:]
 
@@ -183,6 +186,7 @@ def test_what_fits_is_looked_for_between_the_least_and_what_does_not() -> None:
     found, _ = searched({**reserves, 700: 1400}, 1000)
     assert found.feasible
     assert found.peak_bytes == 800
+    assert searched(reserves, 1000, enough_from=700)[1] == [700]
 
 
 def test_where_nothing_fits_the_least_is_said() -> None:

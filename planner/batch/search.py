@@ -254,6 +254,7 @@ class BatchSearch:
             solve,
             time_limit=seconds,
             too_slow=lambda found: step.size > 1 and not self._fast_enough(step, found.seconds),
+            enough=lambda found: self._fast_enough(step, found.seconds),
         )
 
     def _allowed(self, step: Sized, solution: Solution) -> bool:

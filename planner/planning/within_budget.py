@@ -28,6 +28,7 @@ def within_budget(
     *,
     time_limit: float,
     too_slow: Callable[[Solution], bool] = lambda solution: False,
+    enough: Callable[[Solution], bool] = lambda solution: False,
 ) -> Solution:
     """The solution, or another one where its whole step is over the budget.
 
@@ -39,6 +40,7 @@ def within_budget(
         solve: The solution for a dynamic peak, within so many seconds.
         time_limit: Wall seconds for all that is tried; the least peak there is is tried in any case.
         too_slow: Whether a solution takes more time than is of use: for less memory it takes no less.
+        enough: Whether no faster one is looked for than a solution that fits.
 
     Returns:
         The fastest feasible solution that was found whose step fits; else the one that takes least, as
@@ -57,7 +59,7 @@ def within_budget(
         if over <= 0:
             if fitting is None or solution.seconds < fitting.seconds:
                 fitting = replace(solution, status=Status.FEASIBLE)
-            if attempt == 0:
+            if attempt == 0 or enough(fitting):
                 break
         elif fitting is None and solution.feasible and too_slow(solution):
             return solution
