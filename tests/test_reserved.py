@@ -179,6 +179,19 @@ def test_the_least_is_tried_though_its_peak_is_over_the_allowance() -> None:
     assert found.peak_bytes == 700
 
 
+def test_a_bound_is_of_what_the_whole_budget_allows() -> None:
+    """What is proven for a smaller allowance says nothing of schedules that reserve less."""
+    reserves = {1000: 1080, 900: 990}
+
+    def solve(room: int, _: float) -> Solution:
+        found = max(peak for peak in reserves if peak <= room)
+        return replace(solution(found), status=Status.OPTIMAL, bound_seconds=1e3 / found)
+
+    found = within_budget(solve(1000, 1.0), 1000, lambda s: reserves[int(s[0])], solve, time_limit=10)
+    assert (found.peak_bytes, found.status, found.bound_seconds) == (900, Status.FEASIBLE, 1.0)
+    assert within_budget(solve(900, 1.0), 1000, lambda s: 990, solve, time_limit=10).status == Status.OPTIMAL
+
+
 def test_what_fits_is_looked_for_between_the_least_and_what_does_not() -> None:
     reserves = {1000: 1300, 850: 1100, 800: 990, 720: 1050, 700: 980}
     found, asked = searched(reserves, 1000)

@@ -47,6 +47,9 @@ def within_budget(
         infeasible, or the first that is too slow.
     """
     end = time.perf_counter() + time_limit
+    if solution.feasible and total_bytes(solution.schedule) <= budget_bytes:
+        return solution
+    bound = solution.bound_seconds  # of all that the budget could allow; a smaller allowance's says less
     fitting: Solution | None = None
     lowest: int | None = None  # the largest allowance of which something fits, or the least there is
     room = solution.peak_bytes
@@ -58,8 +61,8 @@ def within_budget(
             least = solution, over + budget_bytes
         if over <= 0:
             if fitting is None or solution.seconds < fitting.seconds:
-                fitting = replace(solution, status=Status.FEASIBLE)
-            if attempt == 0 or enough(fitting):
+                fitting = replace(solution, status=Status.FEASIBLE, bound_seconds=bound)
+            if enough(fitting):
                 break
         elif fitting is None and solution.feasible and too_slow(solution):
             return solution
@@ -75,14 +78,14 @@ def within_budget(
             room = between
         else:
             break
-        if time.perf_counter() > end:
+        if attempt == MOST_ATTEMPTS - 1 or time.perf_counter() > end:
             break
         solution = solve(room, max(end - time.perf_counter(), 1.0))
     if fitting is None and lowest is None:
         solution = solve(0, max(end - time.perf_counter(), 1.0))
         total = total_bytes(solution.schedule)
         if total <= budget_bytes:
-            fitting = replace(solution, status=Status.FEASIBLE)
+            fitting = replace(solution, status=Status.FEASIBLE, bound_seconds=bound)
         elif total < least[1]:
             least = solution, total
     return fitting or least[0].infeasible()
