@@ -27,6 +27,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import planner
 from benchmarks import time_truth
+from benchmarks.breaks import possible
 from planner.planfile.atomic_file import write_atomically
 
 MODELS = ("bert", "gpt2", "llama", "t5", "vit", "resnet152", "sd_unet")
@@ -86,7 +87,7 @@ def compare(name: str, shares: list[str]) -> tuple[list[str], list[str]]:
         more = "" if one is None or several is None else f"{100 * (several.overhead - one.overhead):+.1f}"
         rows.append(
             f"| {name} | {len(regions)} | {share} | {_figures(one)} | {_figures(several)} | {more} "
-            f"| {_possible(several)} | {_verified(model, args, kwargs, several)} |"
+            f"| {'' if several is None else possible(several)} | {_verified(model, args, kwargs, several)} |"
         )
         print(rows[-1], file=sys.stderr, flush=True)
     theirs = planner.estimate(model, args, kwargs, checkpoints=regions, **options).checkpointed
@@ -119,13 +120,6 @@ def _figures(plan: planner.Plan | None) -> str:
     if plan is None:
         return "does not fit"
     return f"{plan.predicted.dynamic_peak_bytes / 2**20:.1f} MiB, {plan.overhead:+.1%}"
-
-
-def _possible(plan: planner.Plan | None) -> str:
-    """The extra time that every plan by these regions takes within the budget, as far as it is known."""
-    if plan is None or plan.solver.gap is None:
-        return ""
-    return f"{(1 + plan.overhead) / (1 + plan.solver.gap) - 1:+.1%}"
 
 
 def _verified(model: torch.nn.Module, args: Any, kwargs: Any, plan: planner.Plan | None) -> str:

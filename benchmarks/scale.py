@@ -134,6 +134,9 @@ def render(figures: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for found in figures:
+        alike = f"{gb(found.get('alike'))} {share(found.get('alike_overhead'))}"
+        if "alike_least" in found:
+            alike = f"does not fit: the least is {gb(found['alike_least'])}"
         planned = f"{gb(found.get('planned'))} {share(found.get('planned_overhead'))}"
         if "planned_least" in found:
             planned = f"does not fit: the least is {gb(found['planned_least'])}"
@@ -142,7 +145,7 @@ def render(figures: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {found['case']} | {gb(found['resident'])} | {gb(found['unplanned'])} | "
             f"{gb(found.get('checkpointed'))} {share(found.get('checkpointed_overhead'))} | {planned} | "
-            f"{gb(found.get('alike'))} {share(found.get('alike_overhead'))} | {tokens} |"
+            f"{alike} | {tokens} |"
         )
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@ import faulthandler
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,16 @@ def start_ranks(work: Callable[[Path], None], folder: Path, count: int, seconds:
         ended.join()
         with (folder / f"end.{rank}").open("a") as report:
             print(f"exit code {ended.exitcode}", file=report)
+
+
+def say_each(names: Iterable[str], said_of: Callable[[str], str], folder: Path) -> None:
+    """Write what a rank says of each case to the file ``name.rank``; of one that fails, its traceback."""
+    for name in names:
+        try:
+            said = said_of(name)
+        except Exception:
+            said = traceback.format_exc()
+        (folder / f"{name}.{dist.get_rank()}").write_text(said)
 
 
 def what_a_rank_says(folder: Path, name: str, rank: int) -> str:

@@ -2,26 +2,23 @@
 
 import dataclasses
 import json
-import traceback
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from benchmarks.early_gradients import FORMS, Backward, early_gradients
-from tests.ranks import run_ranks, what_a_rank_says
+from tests.ranks import run_ranks, say_each, what_a_rank_says
 
 MODELS = ("llama", "bert")
 
 
 def _rank(folder: Path) -> None:
-    for name in MODELS:
-        try:
-            found = [early_gradients(name, form, wrapped=True, tiny=True) for form in FORMS]
-            said = json.dumps([dataclasses.asdict(backward) for backward in found])
-        except Exception:
-            said = traceback.format_exc()
-        (folder / f"{name}.{dist.get_rank()}").write_text(said)
+    say_each(MODELS, _backwards, folder)
+
+
+def _backwards(name: str) -> str:
+    found = [early_gradients(name, form, wrapped=True, tiny=True) for form in FORMS]
+    return json.dumps([dataclasses.asdict(backward) for backward in found])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import gc
 import importlib
 import math
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from planner.verification.measure import measure_peak
-from tests.ranks import run_ranks, what_a_rank_says
+from tests.ranks import run_ranks, say_each, what_a_rank_says
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -160,12 +159,7 @@ def _compared(name: str) -> str:
 
 
 def _rank(folder: Path) -> None:
-    for name in CASES:
-        try:
-            said = _compared(name)
-        except Exception:
-            said = traceback.format_exc()
-        (folder / f"{name}.{dist.get_rank()}").write_text(said)
+    say_each(CASES, _compared, folder)
 
 
 @pytest.fixture(scope="module")
