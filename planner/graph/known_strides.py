@@ -5,6 +5,8 @@ images look at them too, as do matrix products. Tracing without data gets them r
 the strides of new tensors; for others, kernels may give results other strides.
 """
 
+import functools
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -69,9 +71,11 @@ def has_one(value: torch.Tensor) -> bool:
 
 def _is_plain(value: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a new one, of some order of its dimensions."""
-    if not has_one(value):
-        return True
-    sizes, strides = _sizes(value), _strides(value)
+    return not has_one(value) or _are_plain(_sizes(value), _strides(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_plain(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     same = torch.empty_strided(sizes, strides, device="meta")
     formats = [torch.contiguous_format]
     formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(len(sizes), [])

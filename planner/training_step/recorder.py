@@ -19,6 +19,7 @@ import torch
 
 from planner._torch import autograd, fake, operators
 from planner._torch.tensors import call_tensors, held_tensors, is_wrapper, schema_of, storage_number
+from planner._torch.without_data.fake_values import ASKS_FOR_DEVICE, device_of
 from planner.errors import CaptureError
 from planner.training_step.call import Call
 from planner.training_step.examples import SPARSE, Examples
@@ -123,6 +124,8 @@ class StepRecorder(autograd.InfrastructureMode):
             self._known[storage_number(storage)] = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE and fake.is_fake(args[0]):
+            return device_of(args)
         kwargs = kwargs or {}
         if not self._paused and any(map(is_wrapper, types)):
             if any(tensor.is_nested for tensor in call_tensors([args, kwargs])):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from planner._torch.tensors import copy_elements, strided_copy
 from planner._torch.without_data.apart import tell_results_apart
 from planner._torch.without_data.data_free import DataFreeLog
+from planner._torch.without_data.remembered_calls import RemembersCalls
 
 _MOST_KNOWN_ELEMENTS = 2**20
 NOT_FAKE = {"transformers.utils.import_utils": "is_fake_tensor"}
@@ -69,7 +70,7 @@ class _OnDevice:
         return getattr(self._converter, name)
 
 
-class ConstantTrackingFakeMode(FakeTensorMode):
+class ConstantTrackingFakeMode(RemembersCalls):
     """A mode without data in which sequences and constants of integers that a step makes are known.
 
     Models compute positions from ``torch.arange`` and let them decide what runs. With the values of such
@@ -88,6 +89,8 @@ class ConstantTrackingFakeMode(FakeTensorMode):
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:  # more than half of all calls
+            return device_of(args)
         kwargs = kwargs or {}
         self.asked += _asks_for_data(func, args)
         self._depth += 1
@@ -156,6 +159,16 @@ class ConstantTrackingFakeMode(FakeTensorMode):
         if not all(self.may_turn_const(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
             return None
         return [tree_map_only(torch.Tensor, lambda t: _known(self, t, devices[0]), result)]
+
+
+ASKS_FOR_DEVICE = torch.ops.prim.device.default
+"""What dispatch modes see where autograd or an operator asks on which device a tensor without data is."""
+
+
+def device_of(args: Sequence[Any]) -> torch.device:
+    """The answer to that, by its arguments."""
+    found: torch.device = fake_tensors._device_handler(args)
+    return found
 
 
 _ASKS_FOR_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})

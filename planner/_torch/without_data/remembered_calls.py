@@ -1,0 +1,150 @@
+"""Private PyTorch APIs: what operators return that were called on alike tensors without data before.
+
+PyTorch remembers that itself, in ``FakeTensorMode.cache``, under keys of some twenty fields for each tensor,
+which take longer to make than all else about a call that is remembered. Calls whose sizes are plain numbers
+are found here by shorter keys, in the same dictionary, and lead to the same entries. Tested with torch 2.13.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType
+from typing import Any
+
+import torch
+import torch._subclasses.fake_tensor as fake_tensors
+from torch._subclasses._fake_tensor_utils import _CacheKeyState
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_PLAIN = frozenset(
+    {int, float, bool, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+class RemembersCalls(FakeTensorMode):
+    """A mode without data that is quick with calls like earlier ones."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        self._guard_data: Callable[[torch.Tensor], None] = (
+            torch._C._set_warn_deprecated_on_mutable_data_ptr
+            if self._allow_unsafe_data_ptr_access
+            else torch._C._set_throw_on_mutable_data_ptr
+        )
+
+    def _cached_dispatch_impl(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        key = self._short_key(func, args, kwargs)
+        if key is None:
+            return super()._cached_dispatch_impl(func, types, args, kwargs)
+        remembered: dict[Any, Any] = FakeTensorMode.cache
+        entry = remembered.get(key)
+        if entry is not None:
+            results = [self._result(func, info, args) for info in entry.output_infos]
+            return tuple(results) if entry.is_output_tuple else results[0]
+        try:
+            long_key = self._cache_key(_CacheKeyState(self.shape_env), func, args, kwargs)
+        except fake_tensors._BypassDispatchCache:
+            long_key = None
+        result = super()._cached_dispatch_impl(func, types, args, kwargs)
+        entry = None if long_key is None else remembered.get(long_key)
+        if isinstance(entry, fake_tensors._DispatchCacheValidEntry):
+            remembered[key] = entry
+        return result
+
+    def _result(self, func: Any, info: Any, args: Sequence[Any]) -> object:
+        """A result of a remembered call, as PyTorch's ``_get_output_tensor_from_cache_entry`` makes it."""
+        if info.inplace_idx is not None:
+            return args[info.inplace_idx]
+        known = info.metadata
+        if known is None:
+            return info.constant_value
+        with in_kernel_invocation_manager(self):
+            made = torch.empty_strided(
+                known.shape,
+                known.stride,
+                dtype=known.dtype,
+                device="meta",
+                requires_grad=known.requires_grad,
+            )
+            if func.is_view:
+                storage = args[info.view_idx].untyped_storage()
+                made.set_(storage, known.storage_offset, known.shape, known.stride)
+        if known.is_conj:
+            torch._C._set_conj(made, True)
+        if known.is_neg:
+            torch._C._set_neg(made, True)
+        return self._without_data(made, known.device)
+
+    def _without_data(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """``FakeTensor(self, made, device)``, whose attributes are those of another on the same device."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            other = FakeTensor(self, made, device)
+            attributes = self._attributes[device] = dict(vars(other))
+            return other
+        tensor: Any = torch.Tensor._make_subclass(
+            FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        self._guard_data(tensor)
+        vars(tensor).update(attributes)
+        return tensor  # type: ignore[no-any-return]
+
+    def _short_key(
+        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[object, ...] | None:
+        """What a call's result depends on; None where that includes more than plain numbers."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return None
+        key: list[object] = [
+            func,
+            torch.get_default_dtype(),
+            torch._C._get_default_device(),
+            torch.is_inference_mode_enabled(),
+            None if self.shape_env is None else self.shape_env.settings,
+            torch._C._get_dispatch_mode(_PROXY) is None,
+        ]
+        if not self._describe(key, args):
+            return None
+        if kwargs:
+            key.extend(kwargs)
+            if not self._describe(key, kwargs.values()):
+                return None
+        return tuple(key)
+
+    def _describe(self, key: list[object], values: Iterable[Any]) -> bool:
+        """Add to a key what a call's result depends on; returns whether that can be said."""
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if (
+                    value.fake_mode is not self
+                    or value.constant is not None
+                    or value._has_symbolic_sizes_strides
+                    or value.layout is not torch.strided
+                ):
+                    return False
+                key += (
+                    value.dtype,
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    value.untyped_storage().nbytes(),
+                    value.fake_device,
+                    value.requires_grad,
+                    torch._C._dispatch_keys(value).raw_repr(),
+                )
+            elif kind in _PLAIN:
+                key += (kind, value)
+            elif kind is list or kind is tuple:
+                key += (kind, len(value))
+                if not self._describe(key, value):
+                    return False
+            else:
+                return False
+        return True
