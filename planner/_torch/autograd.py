@@ -83,8 +83,11 @@ def in_place_for_plain_tensors(node: str, operator: Any) -> Any:
 
     For tensors without data, and under dispatch modes, it changes nothing in place.
     """
+    names = _IN_PLACE.get(node)
+    if names is None:
+        return None
     name, _, overload = str(operator).removeprefix("aten.").partition(".")
-    if name not in _IN_PLACE.get(node, ()) or torch.is_grad_enabled():
+    if name not in names or torch.is_grad_enabled():
         return None
     return getattr(getattr(torch.ops.aten, f"{name}_"), overload, None)
 

@@ -37,12 +37,17 @@ def last_argument(operator: OpOverload) -> str:
     return name
 
 
+_NUMBERS = (int, float, complex)
+
+
 def numbers_for_tensors(operator: OpOverload, args: Sequence[Any]) -> list[str]:
     """The names of the arguments that are Python numbers where the operator takes tensors."""
+    if not any(isinstance(given, _NUMBERS) for given in args):
+        return []
     return [
         argument.name
         for argument, given in zip(operator._schema.arguments, args, strict=False)
-        if isinstance(given, int | float | complex) and isinstance(argument.type, torch.TensorType)
+        if isinstance(given, _NUMBERS) and isinstance(argument.type, torch.TensorType)
     ]
 
 

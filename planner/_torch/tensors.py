@@ -48,6 +48,12 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def dispatch_keys(tensor: torch.Tensor) -> int:
+    """By which kernels an operator of a tensor runs, as a number: conjugates and inference's differ too."""
+    number: int = torch._C._dispatch_keys(tensor).raw_repr()
+    return number
+
+
 def writes(tensor: torch.Tensor) -> int:
     """How often a tensor was written to in place."""
     return tensor._version

@@ -21,6 +21,7 @@ from planner._torch.joint.graph_modules import graph_module
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
+from planner.capture.alike_executions import AlikeExecutions
 from planner.capture.fresh_results import fresh_results
 from planner.compiled.graph_hook import CompiledGraph
 from planner.graph.accumulation import is_sum
@@ -100,6 +101,7 @@ class GraphRunner:
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
         self._compiled: Callable[..., Any] | None = None
+        self._alike = AlikeExecutions(graph)
         self._without: tuple[int, ...] = ()
         self._instances: dict[int, int] = {}
         self._executions = 0
@@ -123,7 +125,7 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         if self._compiled is not None:
             return self._compiled(*args)
-        outputs = list(self.graph(*args))
+        outputs = list(self.graph(*args)) if self._data else self._alike(args)
         self._known.append(fake_values.known_values(outputs))
         given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
         handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
@@ -172,6 +174,7 @@ class GraphRunner:
                 autocast=self._around,
                 cuda=self._cuda,
             )
+        self._alike.forget()
         self._without = self.unused_outputs
         unused = UnusedOutputs(self._without, self.gradients.received.add)
         self._compiled, self.spec = CompiledGraph(compiled.call, [self.casts, unused]), compiled.followed

@@ -53,6 +53,7 @@ def eager_timeline(
         costs.seconds(call.func, call.args, call.kwargs, output)
         for call, output in zip(calls, recording.outputs, strict=True)
     ]
+    name_of, sizes_made = [str(call.func) for call in calls], dict[tuple[int, tuple[int, ...]], list[int]]()
     length = len(recording.events)
     change = np.zeros(length + 1, dtype=np.int64)
     workspace = np.zeros(length, dtype=np.int64)
@@ -64,15 +65,17 @@ def eager_timeline(
         memory = memories[event.call]
         workspace[i] = memory.workspace_bytes
         total_seconds += seconds[event.call]
-        for storage, size in zip(
-            event.allocates, allocated_bytes(event, recording, memory, device), strict=True
-        ):
+        if not event.allocates:
+            continue
+        made = event.call, tuple(recording.storages[s].bytes for s in event.allocates)
+        if made not in sizes_made:
+            sizes_made[made] = allocated_bytes(event, recording, memory, device)
+        for storage, size in zip(event.allocates, sizes_made[made], strict=True):
             died = recording.storages[storage].died_after
             sizes_of[storage] = size
             change[i] += size
             if size and kind in (None, recording.storages[storage].kind):
-                name = str(calls[event.call].func)
-                blocks.append((i, length if died is None else max(died, i), size, name))
+                blocks.append((i, length if died is None else max(died, i), size, name_of[event.call]))
             if died is None:
                 final += size
             else:
@@ -90,7 +93,7 @@ def eager_timeline(
         names=names,
         backward_from=backward_from,
         seconds=[seconds[event.call] for event in recording.events if event.call is not None],
-        operations=[str(calls[event.call].func) for event in recording.events if event.call is not None],
+        operations=[name_of[event.call] for event in recording.events if event.call is not None],
     )
     peak = int(total.max(initial=0))
     return EagerTimeline(live, total, peak, peak_step, final, total_seconds, allocations, sizes_of)

@@ -20,9 +20,10 @@ from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.graph.dying_operands import writing
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
-from planner.graph.overwritten import InputReads, copy_bytes
+from planner.graph.overwritten import copy_bytes
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
+from planner.problem.input_copies import InputCopies
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
@@ -146,6 +147,8 @@ class _Builder:
     values: list[Value] = field(default_factory=list)
     value_of: dict[int, ValueId] = field(default_factory=dict)  # by recorded storage
     _storages: dict[tuple[int, int], dict[int, ValueId]] = field(default_factory=dict)  # by graph, instance
+    _region_of: dict[tuple[int, int], int] = field(default_factory=dict)
+    _calls: dict[Node, Call] = field(default_factory=dict)
     _row_of: dict[JointOp, BaseOp] = field(default_factory=dict)
     _last_row: list[int] = field(default_factory=list)  # by event; -1 before the first row
     _held: dict[ValueId, int | None] = field(default_factory=dict)  # by value: event after which it is freed
@@ -168,16 +171,19 @@ class _Builder:
         """The solvers' graph, with seconds and bytes for a device."""
         memories, replayed = self._measure(meter)
         values, ops = list(self.values), list[Op]()
+        taken: dict[int, float] = {}  # by call: executions of a graph share theirs
         for row, memory in zip(self.rows, memories, strict=True):
             for value, size in zip(
                 row.allocates,
                 real_sizes(row.call, memory, [values[v].bytes for v in row.allocates]),
                 strict=True,
             ):
-                values[value] = replace(values[value], bytes=size)
-            seconds = 0.0
-            if row.call is not None:
-                seconds = costs.seconds(row.call.func, row.call.args, row.call.kwargs, row.output)
+                values[value] = _of_size(values[value], size)
+            seconds, call = 0.0, row.call
+            if call is not None:
+                if id(call) not in taken:
+                    taken[id(call)] = costs.seconds(call.func, call.args, call.kwargs, row.output)
+                seconds = taken[id(call)]
             ops.append(replace(row.op, seconds=seconds, workspace_bytes=memory.workspace_bytes))
         for base, row in numbered(BaseOp, self.rows):
             if row.again is None:
@@ -199,7 +205,7 @@ class _Builder:
         for value, event in self._held.items():
             until = end if event is None else max(self._last_row[event], 0)
             values[value] = replace(values[value], held_until=base_op(until))
-        rounded = (replace(v, bytes=round_bytes(device, v.bytes)) for v in values)
+        rounded = (_of_size(v, round_bytes(device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
     def final_bytes(self, graph: Graph) -> int:
@@ -211,11 +217,11 @@ class _Builder:
             return [NOT_RUN] * len(self.rows), {}
         first = {i: r.call for i, r in enumerate(self.rows) if r.call is not None}
         again = {i: r.again.call for i, r in enumerate(self.rows) if r.again is not None and r.again.call}
-        memories = meter.measure([*first.values(), *again.values()])
-        by_row = dict(zip(first, memories, strict=False))
+        distinct = {id(call): call for call in (*first.values(), *again.values())}
+        found = dict(zip(distinct, meter.measure(list(distinct.values())), strict=True))
         return (
-            [by_row.get(i, NOT_RUN) for i in range(len(self.rows))],
-            dict(zip(again, memories[len(first) :], strict=True)),
+            [NOT_RUN if r.call is None else found[id(r.call)] for r in self.rows],
+            {i: found[id(call)] for i, call in again.items()},
         )
 
     # ---- rows ------------------------------------------------------------------------------------
@@ -248,14 +254,15 @@ class _Builder:
             op = Op((), made, phase=Phase(backward), recomputable=False, region=GLUE_REGION, name=name)
             self.rows.append(_Row(Source(), op, None, None, made))
             return
-        storages = self._storages.setdefault((call.graph, call.instance), {})
-        region = Region(list(self._storages).index((call.graph, call.instance)))
+        execution = (call.graph, call.instance)
+        storages = self._storages.setdefault(execution, {})
+        region = Region(self._region_of.setdefault(execution, len(self._region_of)))
         placeholders = joint.tangents if call.backward else joint.primals
         for placeholder, recorded in zip(placeholders, call.arguments, strict=True):
             if placeholder in joint.storage_of and recorded in self.value_of:
                 storages[joint.storage_of[placeholder]] = self.value_of[recorded]
         split = joint.forward_length
-        copies, first = _Copies(joint, self.copying), len(self.rows)
+        copies, first = InputCopies(joint, self.copying), len(self.rows)
         for joint_op in joint.ops[split:] if call.backward else joint.ops[:split]:
             for primal in copies.before(joint_op):
                 self.rows.append(self._copy_row(joint, primal, storages, region, joint_op.module))
@@ -298,12 +305,18 @@ class _Builder:
                 writes=() if op.written not in storages else (storages[op.written],),
                 blocks=op.blocks,
             ),
-            _call_of(op.node),
+            self._call_of(op.node),
             op.node.meta.get("val"),
             made,
         )
 
-    def _replay(self, row: _Row, op: JointOp, storages: dict[int, ValueId], copies: "_Copies") -> None:
+    def _call_of(self, node: Node) -> Call:
+        """The call of a node, the same one in all executions of its graph."""
+        if node not in self._calls:
+            self._calls[node] = _call_of(node)
+        return self._calls[node]
+
+    def _replay(self, row: _Row, op: JointOp, storages: dict[int, ValueId], copies: InputCopies) -> None:
         """Say how a row is run again, where that differs from its first run."""
         node, state = op.node, op.rule.state(op.node)
         call, read = op.rule.call_again(node), op.read_again
@@ -355,37 +368,8 @@ class _Builder:
         self._held[value] = None if let_go is None or known is None else max(let_go, known)
 
 
-class _Copies:
-    """Copies of the inputs of a graph, which re-runs read in their place.
-
-    Attributes:
-        values: The value of each that was taken.
-    """
-
-    def __init__(self, joint: JointGraph, wanted: bool) -> None:
-        self.values: dict[Node, ValueId] = {}
-        self._joint, self._reads = joint, InputReads(joint) if wanted else None
-        self._before = self._reads.first_readers() if self._reads is not None else {}
-
-    def before(self, op: JointOp) -> list[Node]:
-        """The inputs of which a copy is taken right before an operation."""
-        return [p for p in self._before.get(op.index, ()) if p in self._joint.to_copy]
-
-    def are_read(self, nodes: Sequence[Node]) -> bool:
-        """Whether a re-run with such arguments reads copies."""
-        return self._reads is not None and any(p in self.values for n in nodes for p in self._reads.of(n))
-
-    def read(self, nodes: Sequence[Node], storages: dict[int, ValueId]) -> tuple[ValueId, ...]:
-        """The values that a re-run with such arguments reads."""
-        found: list[ValueId] = []
-        for node in nodes:
-            inputs = () if self._reads is None else self._reads.of(node)
-            for source in inputs or (node,):
-                if source in self.values:
-                    found.append(self.values[source])
-                else:
-                    found += [storages[s] for s in self._joint.storages_of(source) if s in storages]
-        return tuple(dict.fromkeys(found))
+def _of_size(value: Value, size: int) -> Value:
+    return value if value.bytes == size else replace(value, bytes=size)
 
 
 def _example(node: Node) -> Any:

@@ -153,7 +153,8 @@ class StepRecorder(autograd.InfrastructureMode):
                 self._read_by_collectives.pop(fake.storage_key(args[0]), None)
                 if fake.is_fake(out):
                     return args[0]  # as it does with data
-        reads = tuple(self.index_of(t) for t in _tensors(args, kwargs))
+        read = _tensors(args, kwargs) if func is torch.ops.aten.lift_fresh.default else given
+        reads = tuple(map(self.index_of, read))
         names = operators.numbers_for_tensors(func, args) if self._numbers else []
         if names and node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
             with self.pause():  # the tensor that autograd saved of the number: another is not made
@@ -240,7 +241,7 @@ class StepRecorder(autograd.InfrastructureMode):
             if key in self._known:
                 continue
             number = len(self.recording.storages)
-            self.recording.storages.append(Storage(storage.nbytes(), kind=tensor.device.type))
+            self.recording.storages.append(Storage(storage.nbytes(), kind=fake.device_of(tensor).type))
             self._born_under.append(node)
             self._known[key] = number
             self._references[number] = weakref.ref(storage, self._on_death(key, number))
@@ -321,14 +322,19 @@ class _Pause:
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
-        for tensor in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(tensor, torch.Tensor):
-                found.extend(_parts(tensor))
+        if isinstance(value, torch.Tensor):
+            found += _parts(value)
+        elif isinstance(value, list | tuple):
+            for tensor in value:
+                if isinstance(tensor, torch.Tensor):
+                    found += _parts(tensor)
     return found
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose storages a tensor uses."""
+    if tensor.layout is torch.strided:
+        return [tensor]
     parts = SPARSE.get(tensor.layout)
     if parts is None:
         return [tensor]
@@ -337,16 +343,21 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part(tensor.detach()) for part in parts]
 
 
+_PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, str})
+
+
 def _signature(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout in SPARSE:
             return (tuple(value.shape), value.layout, value.dtype, value.device)
         storage = value.untyped_storage().nbytes()
-        return (tuple(value.shape), value.stride(), value.dtype, value.device, storage)
+        return (value.shape, value.stride(), value.dtype, fake.device_of(value), storage)
     if isinstance(value, list | tuple):
         return tuple(_signature(v) for v in value)
     if isinstance(value, dict):
         return tuple((k, _signature(v)) for k, v in value.items())
+    if type(value) in _PLAIN:
+        return (type(value), value)
     try:
         hash(value)
     except TypeError:

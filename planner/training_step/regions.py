@@ -1,6 +1,7 @@
 """Regions: submodules whose forward and backward are graphs, and an autograd node, of their own."""
 
 import difflib
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -120,6 +121,18 @@ def _run(forward: Forward, module: torch.nn.Module, *args: Any, **kwargs: Any) -
     return forward(module, args, kwargs)
 
 
+_CALLS_A_REGION = 4
+_MOST_REGIONS = 2000  # the stack of a thread, 8 MiB, holds at least as many
+
+
+def allow_nested_calls(regions: int) -> None:
+    """Let Python nest as many calls as a loop over regions does: what follows a region in the loop is a
+    function that what precedes it calls. The limit is not lowered again: other threads may be as deep."""
+    needed = 2 * 1000 + _CALLS_A_REGION * min(regions, _MOST_REGIONS)  # 1,000 is Python's own limit
+    if regions > 1000 // (2 * _CALLS_A_REGION) and sys.getrecursionlimit() < needed:
+        sys.setrecursionlimit(needed)
+
+
 class RunningRegions:
     """Submodules that run graphs of their own while the forward of the module runs, and else as they are.
 
@@ -150,6 +163,8 @@ class RunningRegions:
         """The compiled forward of the module, in which regions run ``region``."""
         if not self._names:
             return whole
+
+        allow_nested_calls(len(self._names))
 
         def run(*args: Any) -> Any:
             before, self._forward = self._forward, region

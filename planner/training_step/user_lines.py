@@ -1,5 +1,6 @@
 """The line of the user's code at which an error arose, or that an operation comes from."""
 
+import functools
 import re
 import traceback
 from pathlib import Path
@@ -33,6 +34,7 @@ def line_of(error: BaseException) -> str | None:
     return f"{file}:{number} ({code.strip()})"
 
 
+@functools.lru_cache(maxsize=65536)  # the operations of all layers that share code have the same stacks
 def users_line(stack: str | None) -> str | None:
     """The innermost line of a stack as text that is neither PyTorch's nor ours, as in ``net.py:12``.
 
@@ -45,5 +47,6 @@ def users_line(stack: str | None) -> str | None:
     return ":".join((users or found)[-1]) if found else None
 
 
+@functools.cache
 def _is_users(file: str) -> bool:
     return not file.startswith((*_NOT_THE_USERS, "<")) and Path(file).suffix == ".py"

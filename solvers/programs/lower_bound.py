@@ -40,6 +40,8 @@ from solvers.model.schedule import simulate
 SECONDS = 1000.0
 MOST_VARIABLES = 60_000
 """Larger programs are not solved: they take minutes, whatever the time limit."""
+MOST_VARIABLES_OF_GRAPHS = 300_000
+"""The same where a step is several graphs: each is re-run in its own backward; programs nearly fall apart."""
 MOST_INTEGER = 15_000
 """Programs of more variables are not solved as integer programs, for the same reason."""
 INTEGER_SECONDS = 2.0
@@ -197,7 +199,8 @@ def bound_at(
                     terms[rerun[producer[v]]] = 1.0
                 program.row(terms, low=0.0)
     program.row(memory, high=(budget - fixed) / unit)
-    if len(program.cost) > (MOST_INTEGER if integer else MOST_VARIABLES):
+    most = MOST_VARIABLES if len(in_time.begins) <= 1 else MOST_VARIABLES_OF_GRAPHS
+    if len(program.cost) > (MOST_INTEGER if integer else most):
         return graph.base_seconds
     answer = program.solve(relax=not integer, time_limit=time_limit, absolute_gap=1e-5)
     if answer.outcome is Outcome.INFEASIBLE:

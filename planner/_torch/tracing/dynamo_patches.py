@@ -19,6 +19,7 @@ import torch
 from torch._dynamo import guards, symbolic_convert
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_legacy_mod_inlinelist
 from torch._dynamo.variables.base import VariableTracker
@@ -45,8 +46,10 @@ answer."""
 _ONLY_LOGGED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (guards, "profile_guard_manager", lambda *_: 0.0),
     (symbolic_convert, "get_stack_above_dynamo", StackSummary),
+    # Every weight of a module is noted again for each module around it.
+    (OutputGraph, "add_fqn_info_for_inlined_modules", lambda *_: None),
 )
-"""What is called for logs only, and what is put in its place."""
+"""What is called for logs, and for exported modules, only; and what is put in its place."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 
 
