@@ -37,7 +37,7 @@ from planner.training_step.step import Step
 from planner.user_plan import Plan
 from solvers.model.constraints import NO_CONSTRAINTS
 from solvers.portfolio import first_bound
-from solvers.programs.lower_bound import tightened
+from solvers.programs.lower_bound import at_more_moments, tightened
 from tests.zoo import Built, WithLoss, build
 
 SHARES = (0.5, 0.3)
@@ -131,6 +131,7 @@ def _bound(prepared: Prepared, budget: int | str) -> str:
     if room is None:
         return ""
     bound = tightened(graph, room, first_bound(graph, room, 60), 30)
+    bound = at_more_moments(graph, room, bound, 30)
     return f"+{bound.seconds / graph.base_seconds - 1:.1%}"
 
 

@@ -30,7 +30,14 @@ from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
 from solvers.model.solution import Progress, Solution, Status
 from solvers.programs import exact_ilp, ilp, row_generation
-from solvers.programs.lower_bound import CAPTURED_ORDER, INTEGER_SECONDS, Bound, lower_bound, tightened
+from solvers.programs.lower_bound import (
+    CAPTURED_ORDER,
+    INTEGER_SECONDS,
+    Bound,
+    at_more_moments,
+    lower_bound,
+    tightened,
+)
 
 NAME = "auto"
 
@@ -320,6 +327,8 @@ def _attempt(
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget, seconds=seconds)
     _improve_locally(search, bound, settings, trading=far or not large)
     search.begin_stage((0.0, 1.0))
+    if _distance(search, bound) > settings.met:
+        bound = at_more_moments(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     search.tell("polished", 1.0)
     return search, bound
 

@@ -44,6 +44,8 @@ MOST_VARIABLES_OF_GRAPHS = 300_000
 """The same where a step is several graphs: each is re-run in its own backward; programs nearly fall apart."""
 MOST_INTEGER = 15_000
 """Programs of more variables are not solved as integer programs, for the same reason."""
+MORE_MOMENTS = 24
+"""How many moments are tried for a schedule that is above the bound in the end."""
 INTEGER_SECONDS = 2.0
 """Wall seconds that the integer program gets."""
 
@@ -117,6 +119,24 @@ def tightened(
         return bound
     proven = bound_at(graph, uses or forward_uses(graph), budget, bound.moment, seconds, integer=True)
     return Bound(max(bound.seconds, proven), bound.moment)
+
+
+def at_more_moments(graph: Graph, budget: int, bound: Bound, seconds: float) -> Bound:
+    """The best of a bound and what more moments prove in so many wall seconds: in the backward of one layer,
+    more may be needed at once where the profile is not quite as high."""
+    if bound.moment < 0 or np.isinf(bound.seconds):
+        return bound
+    end, uses = time.perf_counter() + seconds, forward_uses(graph)
+    profile = simulate(graph, graph.base_schedule).step_bytes
+    best = bound
+    for moment in highest(profile, graph.forward_length, MORE_MOMENTS):
+        if (left := end - time.perf_counter()) <= 0:
+            return best
+        if moment != bound.moment and (proven := bound_at(graph, uses, budget, moment, left)) > best.seconds:
+            best = Bound(proven, moment)
+    if best.moment == bound.moment:
+        return best
+    return tightened(graph, budget, best, end - time.perf_counter(), uses)
 
 
 def holds_for_every_order(graph: Graph, moment: BaseOp) -> bool:
