@@ -24,7 +24,7 @@ ALIKE: dict[str, Callable[..., Any]] = {
     "random": lambda x, w: (nn.functional.dropout(x, 0.5) @ w,),
 }
 APART: dict[str, Callable[..., Any]] = {
-    "changes an argument": lambda x, w: (x.detach().add_(1), w * 2),
+    "changes an argument": lambda x, w: (x.detach().add_(1).sum() * w,),
     "view of an argument": lambda x, w: (x.t(),),
     "results in one storage": lambda x, w: (torch.tanh(x).chunk(2)[0], torch.tanh(w).chunk(2)[1]),
     "known values": lambda x, w: (torch.arange(4), x * 2),
