@@ -18,13 +18,13 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch.fake import without_modes
+from planner._torch.inductor.decompositions import decompositions
 from planner.errors import CompilerError
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -86,7 +86,7 @@ def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> G
     """Trace a function of tensors without data with Inductor's decompositions."""
     with without_modes(), torch.no_grad(), _without_autocast(), tracing(TracingContext(mode)):
         traced: GraphModule = make_fx(
-            function, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True
+            function, decomposition_table=decompositions(), _allow_non_fake_inputs=True
         )(*inputs)
     output = traced.graph.output_node()
     # All results lie as they were traced: the backward was traced for what the forward saves.
