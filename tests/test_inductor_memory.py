@@ -12,6 +12,7 @@ import planner
 from planner._torch.inductor.decompositions import nll_loss_backward
 from planner.lowering.inductor import as_given, for_inductor
 from planner.planning.inductor import emitted_model
+from solvers import portfolio
 from solvers.model.schedule import simulate
 
 
@@ -90,3 +91,32 @@ def test_what_is_not_read_is_not_held() -> None:
     (result,) = as_given(run, graph)(args)
     assert not args
     assert torch.equal(result, torch.full((3,), 3.0))
+
+
+class Attention(nn.Module):
+    """Attention, of which each product takes a copy that is laid out for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = (
+            part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.all(x).split(32, dim=-1)
+        )
+        weights = (queries @ keys.transpose(-1, -2)).softmax(-1)
+        return x + self.out((weights @ values).transpose(1, 2).flatten(2))
+
+
+def test_what_runs_again_is_let_go_of_as_the_schedule_has_it() -> None:
+    torch.manual_seed(0)
+    layers = [part for _ in range(3) for part in (Attention(), nn.LayerNorm(32), nn.GELU())]
+    model = nn.Sequential(*layers).train()
+    prepared = planner.prepare(
+        model, torch.randn(8, 32, 32), loss=lambda y: y.square().mean(), backend="inductor"
+    )._prepared
+    problem = prepared.problem
+    most = simulate(problem.graph, problem.graph.base_schedule).peak_bytes
+    found = portfolio.solve(problem.graph, int(most * 0.5), time_limit=5)
+    emitted = emitted_model(prepared).step(problem.backward_sequences(prepared.captured, found.schedule))
+    assert emitted.peak_bytes <= found.peak_bytes * 1.05

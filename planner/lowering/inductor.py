@@ -20,6 +20,7 @@ from planner._torch.execution.mask_operators import MASKED_PRODUCT
 from planner._torch.execution.own_backwards import memory_format
 from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
+from planner._torch.inductor.order import FREED, KEPT
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError
 from planner.graph.in_place import OnCopy
@@ -87,17 +88,31 @@ def for_inductor(module: GraphModule) -> InductorGraph:
         return outputs if emitter.token is None else [*outputs, emitter.token]
 
     traced = compiling.retrace(function, inputs, mode)
-    read = _without_unread(traced)
+    read = _without_unread(traced, _names(placeholders))
     return InductorGraph(
         traced, [inputs[i] for i in read], mode, aliases, emitter.token is not None, read, len(inputs)
     )
 
 
-def _without_unread(traced: GraphModule) -> list[int]:
-    """Remove the inputs that a graph does not read; the positions of those that are left."""
+def _names(placeholders: Sequence[Node]) -> list[str]:
+    """What inputs are called in the program: by that it is known which are freed in it."""
+    storages: dict[Any, int] = {}
+    names = []
+    for i, node in enumerate(placeholders):
+        kept = node.name.startswith(("primals_", "tangents_"))
+        value = node.meta.get("val")
+        storage = fake.storage_key(value) if isinstance(value, torch.Tensor) else None
+        number = i if storage is None else storages.setdefault(storage, i)
+        names.append(f"{KEPT}{i}" if kept else f"{FREED}{number}_{i}")
+    return names
+
+
+def _without_unread(traced: GraphModule, names: Sequence[str]) -> list[int]:
+    """Remove the inputs that a graph does not read, and name the others; the positions of those."""
     read = []
     for i, node in enumerate(traced.graph.find_nodes(op="placeholder")):
         if node.users:
+            node.name = node.target = names[i]
             read.append(i)
         else:
             traced.graph.erase_node(node)

@@ -1,0 +1,180 @@
+"""The order of Inductor's programs, kept near to that of the graph: what a schedule frees is freed as early.
+
+Seen to work with torch 2.13.
+"""
+
+import bisect
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import lowering
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.virtualized import V
+from torch.fx import GraphModule, Node
+
+aten: Any = torch.ops.aten
+
+KEPT, FREED = "arg_kept_", "arg_freed_"
+"""How inputs are named that outlive a program, and those that it frees, with the number of their storage.
+
+Inductor takes "arg" for what is not freed. It shares a buffer between values that are apart in time where its
+estimate of the peak lets it, and an estimate with what is freed let it do so too often.
+"""
+
+_CALLS = frozenset(
+    {
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+        aten.convolution.default, aten.convolution_backward.default,
+    }
+)  # fmt: skip
+"""What Inductor has lowerings for that call a library."""
+
+_VIEWS = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
+        aten.transpose.int, aten.t.default, aten.expand.default, aten.unsqueeze.default,
+        aten.squeeze.dims, aten.squeeze.dim, aten.alias.default, aten.slice.Tensor, aten.select.int,
+    }
+)  # fmt: skip
+
+
+def realize_for_libraries(traced: GraphModule) -> None:
+    """Have what a call of a library reads computed where the graph has it.
+
+    Inductor computes a value where it is read first, and holds what it is computed from until then: beside a
+    copy that a product takes there is what was copied, and all that the schedule put between the two.
+    """
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and _is_pointwise(node.target) and _goes_to_library(node):
+            node.meta["inductor_realize_to_strides"] = True
+
+
+def _is_pointwise(target: Any) -> bool:
+    return target is aten.clone.default or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def _goes_to_library(node: Node) -> bool:
+    return any(
+        _calls_library(user.target) or (user.target in _VIEWS and _goes_to_library(user))
+        for user in node.users
+    )
+
+
+def _calls_library(target: Any) -> bool:
+    return target in _CALLS or target in lowering.fallbacks
+
+
+@contextlib.contextmanager
+def kernels_that_end() -> Iterator[None]:
+    """While this is open, a kernel ends where what it would hold longer raises the peak of its program.
+
+    Inductor makes one kernel for the CPU of all that lies between two calls of libraries, and frees nothing
+    before it returns.
+    """
+    original: Any = CppScheduling.ready_to_flush
+
+    def ready_to_flush(self: Any) -> Any:
+        return original(self) or (isinstance(V.choices, InPlace) and _raises_peak(V.graph.scheduler))
+
+    with mock.patch.object(CppScheduling, "ready_to_flush", ready_to_flush):
+        yield
+
+
+def _raises_peak(scheduler: Any) -> bool:
+    """Whether what the kernel holds by now, and the next operation, are more than the program ever needs."""
+    moments = vars(scheduler).get("moments")
+    if moments is None:
+        moments = scheduler.moments = _moments(scheduler)
+    coming = moments.number[scheduler.current_node] + 1
+    if coming >= len(moments.allocated) or scheduler.nodes[coming].is_extern():
+        return False  # where a kernel ends anyway
+    gone = scheduler.buffer_names_to_free - V.graph.removed_buffers - V.graph.wrapper_code.freed
+    held = sum(moments.sizes.get(name, 0) for name in gone)
+    return held > 0 and bool(moments.allocated[coming] + held > moments.peak)
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """What a program takes whose kernels free at once what they read last, in bytes.
+
+    Attributes:
+        number: The place of each operation.
+        sizes: Of each buffer that can be freed.
+        allocated: Beside each operation, with all that it allocates and before it frees.
+        peak: The least that the program needs: operations of kernels may write to what they read last.
+    """
+
+    number: dict[Any, int]
+    sizes: dict[str, int]
+    allocated: list[int]
+    peak: int
+
+
+def _moments(scheduler: Any) -> _Moments:
+    last_of_storage = {  # inputs may be views of each other
+        name.removeprefix(FREED).partition("_")[0]: name
+        for node in scheduler.nodes
+        for name in node.last_usage
+        if name.startswith(FREED)
+    }
+    sizes = {name: _bytes(V.graph.graph_inputs[name]) for name in last_of_storage.values()}
+    returned, live, peak = set(V.graph.get_output_names()), sum(sizes.values()), 0
+    allocated = []
+    for node in scheduler.nodes:
+        inside = {part.get_name() for part in node.get_nodes()}
+        made = {
+            buffer.get_name(): _bytes(buffer.node)
+            for buffer in node.get_outputs()
+            if buffer.get_name() not in scheduler.mutation_real_name
+            and (buffer.get_name() in returned or not inside.issuperset(_readers(buffer)))
+        }
+        sizes.update(made)
+        before, most = live, live + sum(made.values())
+        live = most - sum(sizes.get(name, 0) for name in node.last_usage)
+        allocated.append(most)
+        peak = max(peak, most if node.is_extern() else max(before, live))
+    number = {node: i for i, node in enumerate(scheduler.nodes)}
+    return _Moments(number, {k: v for k, v in sizes.items() if k not in returned}, allocated, peak)
+
+
+def _readers(buffer: Any) -> Iterable[str]:
+    return (use.node.get_name() for use in buffer.users)
+
+
+def _bytes(buffer: Any) -> int:
+    """Of a buffer that is one tensor; 0 for others."""
+    try:
+        return int(V.graph.get_allocation_storage_size(buffer)) * int(buffer.get_dtype().itemsize)
+    except (AttributeError, NotImplementedError, TypeError):
+        return 0
+
+
+class InPlace(InductorChoices):
+    """Fuses only what no call of a library lies between.
+
+    Inductor fuses kernels that read the same, however far apart they are: sums for the gradients of biases
+    wait for those of the module's next use, and what is to be computed again late is computed with what comes
+    early. What they read, or return, is held as long, and a schedule for little memory becomes one for much.
+    """
+
+    def uuid(self) -> str:
+        """For the key of Inductor's cache."""
+        return "planner: nothing is fused across calls of libraries, and kernels end at a peak"
+
+    @staticmethod
+    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """As Inductor asks before every fusion."""
+        if not InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score):
+            return False
+        first, second = sorted((node1, node2), key=lambda node: node.min_order)
+        calls = vars(scheduler).get("calls_of_libraries")
+        if calls is None:  # they keep their places when others are fused
+            calls = sorted(node.min_order for node in scheduler.nodes if node.is_extern())
+            scheduler.calls_of_libraries = calls
+        at = bisect.bisect_right(calls, first.max_order)
+        return at == len(calls) or calls[at] >= second.min_order
