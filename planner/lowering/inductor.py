@@ -20,7 +20,7 @@ from planner._torch.execution.mask_operators import MASKED_PRODUCT
 from planner._torch.execution.own_backwards import memory_format
 from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
-from planner._torch.inductor.order import FREED, KEPT
+from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError
 from planner.graph.in_place import OnCopy
@@ -89,6 +89,7 @@ def for_inductor(module: GraphModule) -> InductorGraph:
 
     traced = compiling.retrace(function, inputs, mode)
     read = _without_unread(traced, _names(placeholders))
+    realize_in_place(traced)
     return InductorGraph(
         traced, [inputs[i] for i in read], mode, aliases, emitter.token is not None, read, len(inputs)
     )

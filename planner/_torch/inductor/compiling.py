@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch.fake import without_modes
 from planner._torch.inductor.decompositions import decompositions
-from planner._torch.inductor.order import InPlace, kernels_that_end, realize_for_libraries
+from planner._torch.inductor.order import InPlace, kernels_that_end
 from planner.errors import CompilerError
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -87,7 +87,6 @@ def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> G
         traced: GraphModule = make_fx(
             function, decomposition_table=decompositions(), _allow_non_fake_inputs=True
         )(*inputs)
-    realize_for_libraries(traced)
     output = traced.graph.output_node()
     # All results lie as they were traced: the backward was traced for what the forward saves.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
