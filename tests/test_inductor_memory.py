@@ -1,6 +1,7 @@
 """What programs that Inductor emits for a plan hold no longer than the plan does."""
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.fx import Graph, GraphModule
 import planner
 from planner._torch.inductor.decompositions import nll_loss_backward
 from planner.lowering.inductor import as_given, for_inductor
+from planner.planning import inductor
 from planner.planning.inductor import emitted_model
 from solvers import portfolio
 from solvers.model.schedule import simulate
@@ -139,3 +141,27 @@ def test_a_sum_of_gradients_is_held_in_the_place_of_what_is_added() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 1), Shortcuts(), Shortcuts(), nn.Flatten(), nn.Linear(1024, 10))
     emitted, single = without_recomputation(model, torch.randn(64, 3, 8, 8))
     assert emitted <= single * 1.01
+
+
+def lowerings(beyond: list[float]) -> int:
+    """How many schedules are lowered for the least peak.
+
+    Args:
+        beyond: By how much the programs of each, in order, take more than single operations.
+    """
+    factors = iter(beyond)
+
+    def solve(room: int | None, _seconds: float) -> Any:
+        return SimpleNamespace(peak_bytes=100 if room is None else room)
+
+    def lowered(solution: Any) -> Any:
+        return SimpleNamespace(step=SimpleNamespace(peak_bytes=solution.peak_bytes * next(factors)))
+
+    inductor._least(solve, lowered, 1.0)
+    return len(beyond) - len(list(factors))
+
+
+def test_schedules_are_lowered_while_that_lowers_the_peak() -> None:
+    assert lowerings([1.0, 0.1]) == 1  # as the solver says: no other has less
+    assert lowerings([1.2, 1.2, 0.1]) == 2
+    assert lowerings([1.5, 1.2, 1.0, 1.0, 1.0]) == 4
