@@ -147,7 +147,7 @@ def _raises_peak(scheduler: Any) -> bool:
     moments = vars(scheduler).get("moments")
     if moments is None:
         moments = scheduler.moments = _moments(scheduler)
-    coming = moments.number[scheduler.current_node] + 1
+    coming = moments.number.get(scheduler.current_node, len(moments.allocated)) + 1
     if coming >= len(moments.allocated) or scheduler.nodes[coming].is_extern():
         return False  # where a kernel ends anyway
     gone = scheduler.buffer_names_to_free - V.graph.removed_buffers - V.graph.wrapper_code.freed
