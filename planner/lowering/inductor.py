@@ -20,6 +20,7 @@ from planner._torch.execution.mask_operators import MASKED_PRODUCT
 from planner._torch.execution.own_backwards import memory_format
 from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
+from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError
 from planner.graph.in_place import OnCopy
@@ -34,11 +35,14 @@ class InductorGraph:
 
     Attributes:
         module: The graph, with Inductor's decompositions.
-        inputs: What it was traced with, tensors without data.
+        inputs: What it takes, tensors without data: of what it was traced with, all that it reads.
         mode: Their fake mode.
         aliases: Outputs that are aliases of inputs, which a wrapper makes: the input's position by the
             output's.
         draws: Whether it draws random numbers: its last output is then a token.
+        read: Positions of ``inputs`` among those of the graph that was traced. A program that Inductor emits
+            holds what it does not read until it returns.
+        given: How many inputs that graph has.
     """
 
     module: GraphModule
@@ -46,6 +50,8 @@ class InductorGraph:
     mode: Any
     aliases: Mapping[int, int]
     draws: bool
+    read: Sequence[int]
+    given: int
 
 
 def for_inductor(module: GraphModule) -> InductorGraph:
@@ -82,7 +88,37 @@ def for_inductor(module: GraphModule) -> InductorGraph:
         return outputs if emitter.token is None else [*outputs, emitter.token]
 
     traced = compiling.retrace(function, inputs, mode)
-    return InductorGraph(traced, inputs, mode, aliases, emitter.token is not None)
+    read = _without_unread(traced, _names(placeholders))
+    realize_in_place(traced)
+    return InductorGraph(
+        traced, [inputs[i] for i in read], mode, aliases, emitter.token is not None, read, len(inputs)
+    )
+
+
+def _names(placeholders: Sequence[Node]) -> list[str]:
+    """What inputs are called in the program: by that it is known which are freed in it."""
+    storages: dict[Any, int] = {}
+    names = []
+    for i, node in enumerate(placeholders):
+        kept = node.name.startswith(("primals_", "tangents_"))
+        value = node.meta.get("val")
+        storage = fake.storage_key(value) if isinstance(value, torch.Tensor) else None
+        number = i if storage is None else storages.setdefault(storage, i)
+        names.append(f"{KEPT}{i}" if kept else f"{FREED}{number}_{i}")
+    return names
+
+
+def _without_unread(traced: GraphModule, names: Sequence[str]) -> list[int]:
+    """Remove the inputs that a graph does not read, and name the others; the positions of those."""
+    read = []
+    for i, node in enumerate(traced.graph.find_nodes(op="placeholder")):
+        if node.users:
+            node.name = node.target = names[i]
+            read.append(i)
+        else:
+            traced.graph.erase_node(node)
+    traced.recompile()
+    return read
 
 
 def _refuse(module: GraphModule) -> None:
@@ -146,13 +182,14 @@ class _ForInductor(Interpreter):
         return random_operators.first_token() if self.token is None else self.token
 
 
-def with_aliases(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
-    """Wrap what Inductor compiled, so that it returns all outputs of the graph."""
-    if not graph.aliases and not graph.draws:
+def as_given(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
+    """Wrap what Inductor compiled, so that it takes all inputs of the graph and returns all its outputs."""
+    if not graph.aliases and not graph.draws and len(graph.read) == graph.given:
         return function
 
     def run(args: list[Any]) -> Sequence[Any]:
         taken = {i: alias(args[position]) for i, position in graph.aliases.items()}
+        args[:] = [args[position] for position in graph.read]
         results = list(function(args))
         if graph.draws:
             results.pop()
@@ -181,7 +218,7 @@ class InductorLowering:
         graph = for_inductor(module)
         function, digest = compiling.compiled(*self._arguments(graph), **self._keywords(role))
         self.digests.setdefault(role, digest)
-        return with_aliases(function, graph)
+        return as_given(function, graph)
 
     def emitted(self, module: GraphModule, role: Role) -> tuple[compiling.Emitted, BoxedFunction, list[Any]]:
         """The program that Inductor emits for a graph, without compiling it.
@@ -192,8 +229,9 @@ class InductorLowering:
         """
         graph = for_inductor(module)
         program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
-        inputs = [fake.same_shape_in(graph.mode, x) if fake.is_fake(x) else x for x in graph.inputs]
-        return program, with_aliases(program.run, graph), inputs
+        values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+        inputs = [fake.same_shape_in(graph.mode, x) if isinstance(x, torch.Tensor) else x for x in values]
+        return program, as_given(program.run, graph), inputs
 
     def _arguments(self, graph: InductorGraph) -> tuple[GraphModule, Sequence[Any], Any]:
         return graph.module, graph.inputs, graph.mode

@@ -24,8 +24,11 @@ MOST_ATTEMPTS = 6
 _NEAR = 0.97
 """A peak of at least so much of what is allowed is not asked to be raised."""
 
-_LEAST_FACTORS = (1.0, 1.1, 1.25, 1.5)
-"""For the least peak: allowances that are tried, as multiples of the least that the solver knows."""
+_LEAST_FACTORS = (1.1, 1.25, 1.5)
+"""For the least peak: further allowances that are tried, as multiples of the least that the solver knows."""
+
+_AS_SOLVED = 1.01
+"""Programs that peak within this factor of what the solver says take what it knows."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,17 @@ def _least(
     lowered: Callable[[Solution], Lowered],
     time_limit: float,
 ) -> Lowered:
-    least = solve(None, time_limit)
-    tried = [lowered(least)]
-    for factor in _LEAST_FACTORS[1:]:
-        found = lowered(solve(int(least.peak_bytes * factor), time_limit / 4))
-        tried.append(found)
-    return min(tried, key=lambda x: (x.step.peak_bytes, x.solution.seconds))
+    """The schedule whose programs peak lowest; further ones are lowered while that lowers the peak."""
+    solved = solve(None, time_limit)
+    least = lowered(solved)
+    if least.step.peak_bytes <= solved.peak_bytes * _AS_SOLVED:
+        return least
+    for factor in _LEAST_FACTORS:
+        found = lowered(solve(int(solved.peak_bytes * factor), time_limit / 4))
+        if found.step.peak_bytes >= least.step.peak_bytes:
+            break
+        least = found
+    return least
 
 
 def _answer(lowered: Lowered) -> Lowered:

@@ -3,7 +3,6 @@
 Each function says what it hides. All of it was seen to work with torch 2.13.
 """
 
-import bisect
 import contextlib
 import functools
 import hashlib
@@ -16,15 +15,15 @@ from unittest import mock
 import torch
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, config
-from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch.fake import without_modes
+from planner._torch.inductor.decompositions import decompositions
+from planner._torch.inductor.order import InPlace, kernels_that_end
 from planner.errors import CompilerError
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -42,6 +41,15 @@ _OURS: dict[str, Any] = {
 """Settings that decide what is emitted, or how; what a plan predicts was made with these.
 
 Inductor's own reordering for memory undoes the order of a schedule: peaks were up to a fifth higher with it.
+"""
+
+
+_UNLESS_GIVEN: dict[str, Any] = {"layout_optimization": False}
+"""Settings that options may change.
+
+Inductor lays out convolutions with channels last: it copies inputs and weights, lays gradients of weights out
+again, and the CPU's kernels need more inside. A ResNet's least peak was a quarter higher by that, its step no
+faster. A schedule counts the layouts that the model has.
 """
 
 
@@ -77,7 +85,7 @@ def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> G
     """Trace a function of tensors without data with Inductor's decompositions."""
     with without_modes(), torch.no_grad(), _without_autocast(), tracing(TracingContext(mode)):
         traced: GraphModule = make_fx(
-            function, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True
+            function, decomposition_table=decompositions(), _allow_non_fake_inputs=True
         )(*inputs)
     output = traced.graph.output_node()
     # All results lie as they were traced: the backward was traced for what the forward saves.
@@ -193,40 +201,16 @@ class _NoKernels:
         """Nothing was begun."""
 
 
-class _InPlace(InductorChoices):
-    """Fuses only what no call of a library lies between.
-
-    Inductor fuses kernels that read the same, however far apart they are: sums for the gradients of biases
-    wait for those of the module's next use, and what is to be computed again late is computed with what comes
-    early. What they read, or return, is held as long, and a schedule for little memory becomes one for much.
-    """
-
-    def uuid(self) -> str:
-        """For the key of Inductor's cache."""
-        return "planner: nothing is fused across calls of libraries"
-
-    @staticmethod
-    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """As Inductor asks before every fusion."""
-        if not InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score):
-            return False
-        first, second = sorted((node1, node2), key=lambda node: node.min_order)
-        calls = vars(scheduler).get("calls_of_libraries")
-        if calls is None:  # they keep their places when others are fused
-            calls = sorted(node.min_order for node in scheduler.nodes if node.is_extern())
-            scheduler.calls_of_libraries = calls
-        at = bisect.bisect_right(calls, first.max_order)
-        return at == len(calls) or calls[at] >= second.min_order
-
-
 @contextlib.contextmanager
 def _settings(options: Mapping[str, Any]) -> Iterator[None]:
     with (
         without_modes(),
         torch.no_grad(),
         _without_autocast(),
-        config.patch({**_OURS, "inductor_choices_class": _InPlace, **options}),  # a part of the cache's key
-        V.set_choices_handler(_InPlace()),  # made already in this thread, perhaps, whatever the setting says
+        # A part of the cache's key.
+        config.patch({**_OURS, **_UNLESS_GIVEN, "inductor_choices_class": InPlace, **options}),
+        V.set_choices_handler(InPlace()),  # made already in this thread, perhaps, whatever the setting says
+        kernels_that_end(),
     ):
         yield
 

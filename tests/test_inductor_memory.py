@@ -1,0 +1,167 @@
+"""What programs that Inductor emits for a plan hold no longer than the plan does."""
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.fx import Graph, GraphModule
+
+import planner
+from planner._torch.inductor.decompositions import nll_loss_backward
+from planner.lowering.inductor import as_given, for_inductor
+from planner.planning import inductor
+from planner.planning.inductor import emitted_model
+from solvers import portfolio
+from solvers.model.schedule import simulate
+
+
+def without_recomputation(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tuple[int, int]:
+    """The peak over entry of the programs that recompute nothing, and that of single operations, in bytes."""
+    prepared = planner.prepare(model.train(), inputs, backend="inductor", backend_options=options)._prepared
+    problem = prepared.problem
+    base = problem.graph.base_schedule
+    emitted = emitted_model(prepared).step(problem.backward_sequences(prepared.captured, base))
+    return emitted.peak_bytes, simulate(problem.graph, base).peak_bytes
+
+
+class Classes(nn.Module):
+    """The loss of many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(4, 200)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.inside(x), target)
+
+
+def test_the_gradient_of_a_loss_of_classes_is_not_scattered_first() -> None:
+    emitted, single = without_recomputation(Classes(), torch.randn(64, 4), torch.randint(0, 200, (64,)))
+    assert emitted < single + 64 * 200  # logits are four times as much
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (5,), (2, 5, 3, 4)])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_gradient_of_a_loss_of_classes_is_exact(
+    shape: tuple[int, ...], reduction: int, weighted: bool
+) -> None:
+    torch.manual_seed(0)
+    aten: Any = torch.ops.aten
+    spatial = "2d" if len(shape) > 2 else ""
+    channel = 0 if len(shape) < 2 else 1
+    values = torch.randn(shape).log_softmax(channel)
+    target = torch.randint(0, 5, [s for d, s in enumerate(shape) if d != channel])
+    if target.dim():
+        target.view(-1)[0] = -100
+    weight = torch.rand(5) if weighted else None
+    loss, total = getattr(aten, f"nll_loss{spatial}_forward")(values, target, weight, reduction, -100)
+    taken = (torch.randn_like(loss), values, target, weight, reduction, -100, total)
+    expected = getattr(aten, f"nll_loss{spatial}_backward")(*taken)
+    assert torch.equal(nll_loss_backward(*taken), expected)
+
+
+def test_convolutions_keep_the_layouts_of_the_model() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3))
+    emitted, single = without_recomputation(model, torch.randn(2, 8, 8, 8))
+    assert emitted <= single
+    told, _ = without_recomputation(model, torch.randn(2, 8, 8, 8), layout_optimization=True)
+    assert told > emitted
+
+
+def test_what_is_not_read_is_not_held() -> None:
+    drawn = Graph()
+    a, _, c = (drawn.placeholder(name) for name in "abc")
+    for node in drawn.nodes:
+        node.meta["val"] = torch.empty(3, device="meta")
+    drawn.output([drawn.call_function(torch.ops.aten.add.Tensor, (a, c))])
+    module = GraphModule({}, drawn)
+    graph = for_inductor(module)
+    assert len(graph.inputs) == 2
+    args = [torch.ones(3), torch.ones(3), torch.full((3,), 2.0)]
+    unread = weakref.ref(args[1])
+
+    def run(taken: list[Any]) -> list[Any]:
+        assert unread() is None
+        a, c = taken
+        taken.clear()
+        return [a + c]
+
+    (result,) = as_given(run, graph)(args)
+    assert not args
+    assert torch.equal(result, torch.full((3,), 3.0))
+
+
+class Attention(nn.Module):
+    """Attention, of which each product takes a copy that is laid out for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = (
+            part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.all(x).split(32, dim=-1)
+        )
+        weights = (queries @ keys.transpose(-1, -2)).softmax(-1)
+        return x + self.out((weights @ values).transpose(1, 2).flatten(2))
+
+
+def test_what_runs_again_is_let_go_of_as_the_schedule_has_it() -> None:
+    torch.manual_seed(0)
+    layers = [part for _ in range(3) for part in (Attention(), nn.LayerNorm(32), nn.GELU())]
+    model = nn.Sequential(*layers).train()
+    prepared = planner.prepare(
+        model, torch.randn(8, 32, 32), loss=lambda y: y.square().mean(), backend="inductor"
+    )._prepared
+    problem = prepared.problem
+    most = simulate(problem.graph, problem.graph.base_schedule).peak_bytes
+    found = portfolio.solve(problem.graph, int(most * 0.5), time_limit=5)
+    emitted = emitted_model(prepared).step(problem.backward_sequences(prepared.captured, found.schedule))
+    assert emitted.peak_bytes <= found.peak_bytes * 1.05
+
+
+class Shortcuts(nn.Module):
+    """Two branches that are added up, each of convolutions: gradients are sums that are read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long, self.short = (
+            nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(self.long(x) + self.short(x))
+
+
+def test_a_sum_of_gradients_is_held_in_the_place_of_what_is_added() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), Shortcuts(), Shortcuts(), nn.Flatten(), nn.Linear(1024, 10))
+    emitted, single = without_recomputation(model, torch.randn(64, 3, 8, 8))
+    assert emitted <= single * 1.01
+
+
+def lowerings(beyond: list[float]) -> int:
+    """How many schedules are lowered for the least peak.
+
+    Args:
+        beyond: By how much the programs of each, in order, take more than single operations.
+    """
+    factors = iter(beyond)
+
+    def solve(room: int | None, _seconds: float) -> Any:
+        return SimpleNamespace(peak_bytes=100 if room is None else room)
+
+    def lowered(solution: Any) -> Any:
+        return SimpleNamespace(step=SimpleNamespace(peak_bytes=solution.peak_bytes * next(factors)))
+
+    inductor._least(solve, lowered, 1.0)
+    return len(beyond) - len(list(factors))
+
+
+def test_schedules_are_lowered_while_that_lowers_the_peak() -> None:
+    assert lowerings([1.0, 0.1]) == 1  # as the solver says: no other has less
+    assert lowerings([1.2, 1.2, 0.1]) == 2
+    assert lowerings([1.5, 1.2, 1.0, 1.0, 1.0]) == 4
