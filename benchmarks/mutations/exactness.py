@@ -372,33 +372,4 @@ EXACTNESS = [
         ),
         ("tests/test_forms.py::test_forms_are_enough",),
     ),
-    Mutation(
-        "remembered-strides",
-        "A call on tensors without data is remembered by the strides of its operands.",
-        "One on a transposed tensor is taken for one on a plain one.",
-        (
-            Change(
-                "planner/_torch/without_data/remembered_calls.py",
-                "                    value.stride(),\n",
-                "",
-            ),
-        ),
-        ("tests/test_remembered_calls.py::test_other_operands_are_not_taken_for_remembered_ones[strides]",),
-    ),
-    Mutation(
-        "changing-executions",
-        "A graph that changes its arguments runs its operations in each execution.",
-        "From the second on it is one operation that changes nothing.",
-        (
-            Change(
-                "planner/capture/alike_executions.py",
-                "_known(args, results) if unchanged else None",
-                "_known(args, results)",
-            ),
-        ),
-        (
-            "tests/test_alike_executions.py::"
-            "test_what_is_no_single_operation_runs_each_time[changes an argument]",
-        ),
-    ),
 ]
