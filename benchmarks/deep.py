@@ -47,6 +47,7 @@ def by_regions(layers: int) -> dict[str, Any]:
     plan.apply(model)
     model(**step).loss.backward()
     compiled = time.process_time()
+    model.zero_grad(set_to_none=True)
     model(**step).loss.backward()
     return {
         "layers": layers,

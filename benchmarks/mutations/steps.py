@@ -9,12 +9,51 @@ STEPS = [
         "Inductor fuses what lies far apart, and holds what that reads.",
         (
             Change(
-                "planner/_torch/inductor/compiling.py",
+                "planner/_torch/inductor/order.py",
                 "for node in scheduler.nodes if node.is_extern())",
                 "for node in scheduler.nodes if False)",
             ),
         ),
         ("tests/test_inductor.py::test_sums_and_what_runs_again_stay_where_the_schedule_has_them",),
+    ),
+    Mutation(
+        "inductor-kernels-end",
+        "What Inductor runs frees what it read where that would raise the peak.",
+        "A kernel goes on until the next call of a library, and holds all it read.",
+        (
+            Change(
+                "planner/_torch/inductor/order.py",
+                "return held > 0 and bool(moments.allocated[coming] + held > moments.peak)",
+                "return False",
+            ),
+        ),
+        ("tests/test_inductor_memory.py",),
+    ),
+    Mutation(
+        "inductor-unread-inputs",
+        "What Inductor's program does not read is not handed to it.",
+        "It is, and lives until the program returns.",
+        (
+            Change(
+                "planner/lowering/inductor.py",
+                "        if node.users:\n            node.name",
+                "        if True:\n            node.name",
+            ),
+        ),
+        ("tests/test_inductor_memory.py",),
+    ),
+    Mutation(
+        "inductor-results-in-place",
+        "What a product reads, or is read late, is computed where the schedule has it under Inductor.",
+        "It is computed where it is read, and what it is made of is held until then.",
+        (
+            Change(
+                "planner/lowering/inductor.py",
+                "    realize_in_place(traced)\n",
+                "",
+            ),
+        ),
+        ("tests/test_inductor_memory.py",),
     ),
     Mutation(
         "programs-of-executions",
