@@ -78,3 +78,10 @@ def test_newer_objects_are_listed(around: bool) -> None:
         found = newer()
     assert any(o is younger for o in found)
     assert not any(o is older for o in found)
+
+
+def test_full_collections_are_seldom_while_capturing() -> None:
+    before = gc.get_threshold()
+    with newer_objects():
+        assert gc.get_threshold()[2] > before[2]
+    assert gc.get_threshold() == before
