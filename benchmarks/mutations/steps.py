@@ -27,7 +27,7 @@ STEPS = [
                 "return False",
             ),
         ),
-        ("tests/test_inductor_memory.py",),
+        ("tests/test_inductor_memory.py::test_a_kernel_ends_where_what_it_has_read_would_raise_the_peak",),
     ),
     Mutation(
         "inductor-unread-inputs",
@@ -40,7 +40,7 @@ STEPS = [
                 "        if True:\n            node.name",
             ),
         ),
-        ("tests/test_inductor_memory.py",),
+        ("tests/test_inductor_memory.py::test_what_is_not_read_is_not_held",),
     ),
     Mutation(
         "inductor-results-in-place",
@@ -53,7 +53,7 @@ STEPS = [
                 "",
             ),
         ),
-        ("tests/test_inductor_memory.py",),
+        ("tests/test_inductor_memory.py::test_a_sum_of_gradients_is_held_in_the_place_of_what_is_added",),
     ),
     Mutation(
         "programs-of-executions",
