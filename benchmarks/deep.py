@@ -1,11 +1,11 @@
 """Process seconds of planning models of many layers by regions, and of their first step.
 
-    python benchmarks/deep.py [--layers 8,32,100,200,1000] [--whole 80] [--out docs/results/deep.md]
+    python benchmarks/deep.py [--layers 8,32,100,200,1000] [--large 80] [--out docs/results/deep.md]
 
 A Llama's shape, narrow (width 64, 2 x 64 words, no dropout), trained on this machine: each depth in a process
 of its own, on one thread. *prepare* captures the step and times its operations, *solve* is a plan for 70 % of
-the step's memory, the *first step* compiles. ``--whole`` plans so many layers of Llama-3 70B's shape, on the
-meta device, as one graph, for five budgets. Seconds are of processors; other work makes them more.
+the step's memory, the *first step* compiles. ``--large`` plans so many layers of Llama-3 70B's shape, on the
+meta device, as one graph and by regions, for five budgets. Seconds are of processors.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,47 @@ from benchmarks.one_by_one import ROOT
 
 LAYERS = "8,32,100,200,1000"
 SHARES = (0.75, 0.5, 0.25, 0.1)
+INTRODUCTION = """# Models of many layers
+
+Made by `python benchmarks/deep.py`: a Llama of width 64, planned by regions (`regions="auto"`) for 70 % of
+its step's memory, and trained, on one thread. Seconds are of processors; other work on the machine makes them
+more, by a third and over.
+
+Layers that are alike are traced once, and are one operation each in the pass that looks for gradients. What
+still grows with their number is the recording of the step without a plan, operation by operation, and that
+Dynamo looks at each module.
+"""
+LARGE = """
+On the meta device, with times by the roofline: seconds to prepare, and to solve for shares of the way from
+the least memory to what the unplanned step takes, and for the least.
+"""
 
 
-def by_regions(layers: int) -> dict[str, Any]:
-    """One depth, in this process."""
+def llama(layers: int, **shape: int) -> Any:
+    """A Llama with random weights, trained on one thread."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.set_num_threads(1)
+    config = LlamaConfig(num_hidden_layers=layers, use_cache=False, **shape)  # type: ignore[arg-type]
+    return LlamaForCausalLM(config).train()
+
+
+def narrow(layers: int) -> dict[str, Any]:
+    """One depth of the narrow shape, by regions, in this process."""
+    import torch
+
     import planner
 
-    torch.set_num_threads(1)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=256, use_cache=False,
-    )  # fmt: skip
-    model, ids = LlamaForCausalLM(config).train(), torch.randint(0, 256, (2, 64))
+    model = llama(
+        layers,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=256,
+    )
+    ids = torch.randint(0, 256, (2, 64))
     step = {"input_ids": ids, "labels": ids}
     started = time.process_time()
     prepared = planner.prepare(model, kwargs=step, outputs="dropped", regions="auto")
@@ -60,25 +88,25 @@ def by_regions(layers: int) -> dict[str, Any]:
     }
 
 
-def whole(layers: int) -> dict[str, Any]:
-    """Llama-3 70B's shape as one graph, for budgets between the least and what the unplanned step takes."""
+def large(layers: int, regions: str | None) -> dict[str, Any]:
+    """Llama-3 70B's shape, for budgets between the least and what the unplanned step takes."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     import planner
 
-    torch.set_num_threads(1)
-    config = LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64,
-        num_key_value_heads=8, vocab_size=32000, use_cache=False,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).train()
+        model = llama(
+            layers,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            vocab_size=32000,
+        )
     ids = torch.zeros(4, 4096, dtype=torch.long)
+    step = {"input_ids": ids, "labels": ids}
     started = time.process_time()
-    prepared = planner.prepare(
-        model, kwargs={"input_ids": ids, "labels": ids}, outputs="dropped", costs="roofline"
-    )
+    prepared = planner.prepare(model, kwargs=step, outputs="dropped", costs="roofline", regions=regions)
     seconds = {"prepare": time.process_time() - started}
     everything = prepared.plan("100%", solver="none")
     started = time.process_time()
@@ -91,9 +119,10 @@ def whole(layers: int) -> dict[str, Any]:
     return {"layers": layers, "operations": sum(len(g.ops) for g in everything.graphs), **seconds}
 
 
-def render(rows: list[dict[str, Any]], one_graph: dict[str, Any] | None) -> str:
+def render(rows: list[dict[str, Any]], shapes: dict[str, dict[str, Any]]) -> str:
     """The page, as Markdown."""
     lines = [
+        INTRODUCTION,
         "| layers | graphs | prepare, s | solve, s | first step, s | second step, s | extra time |",
         "|---:|---:|---:|---:|---:|---:|---:|",
         *(
@@ -102,45 +131,56 @@ def render(rows: list[dict[str, Any]], one_graph: dict[str, Any] | None) -> str:
             for r in rows
         ),
     ]
-    if one_graph is not None:
+    if shapes:
+        columns = [*(f"{share:.0%}" for share in SHARES), "min"]
         lines += [
-            "",
-            f"{one_graph['layers']} layers of Llama-3 70B's shape as one graph of "
-            f"{one_graph['operations']:,} operations: {one_graph['prepare']:.1f} s to prepare, and "
-            + ", ".join(f"{one_graph[f'{s:.0%}']:.1f} s for {s:.0%}" for s in SHARES)
-            + f" of the way from the least memory to all of it, {one_graph['min']:.1f} s for the least.",
+            LARGE,
+            f"| layers of Llama-3 70B's shape | operations | prepare, s | {', s | '.join(columns)}, s |",
+            f"|---|---:|---:|{'---:|' * len(columns)}",
+            *(
+                f"| {found['layers']}, {how} | {found['operations']:,} | {found['prepare']:.1f} | "
+                + " | ".join(f"{found[c]:.1f}" for c in columns)
+                + " |"
+                for how, found in shapes.items()
+            ),
         ]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def _in_a_process(kind: str, layers: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", kind, str(layers)]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(found, file=sys.stderr, flush=True)
     return found
+
+
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "narrow": narrow,
+    "as one graph": partial(large, regions=None),
+    "by regions": partial(large, regions="auto"),
+}
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", default=LAYERS, help="comma-separated")
-    parser.add_argument("--whole", type=int, default=80, help="layers planned as one graph; 0 for none")
-    parser.add_argument("--out", type=Path, help="also write the tables there")
+    parser.add_argument("--large", type=int, default=80, help="layers of Llama-3 70B's shape; 0 for none")
+    parser.add_argument("--out", type=Path, help="also write the page there")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.one:
         kind, layers = options.one
-        print(json.dumps((by_regions if kind == "regions" else whole)(int(layers))))
+        print(json.dumps(KINDS[kind](int(layers))))
         return
-    rows = []
-    for layers in map(int, options.layers.split(",")):
-        rows.append(_in_a_process("regions", layers))
-        print(rows[-1], file=sys.stderr, flush=True)
-    page = render(rows, _in_a_process("whole", options.whole) if options.whole else None)
-    print(page)
+    rows = [_in_a_process("narrow", int(layers)) for layers in options.layers.split(",")]
+    ways = [kind for kind in KINDS if kind != "narrow"] if options.large else []
+    page = render(rows, {kind: _in_a_process(kind, options.large) for kind in ways})
+    print(page, end="")
     if options.out:
-        options.out.write_text(page + "\n")
+        options.out.write_text(page)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 import planner
 from planner._torch.without_data.fake_values import ConstantTrackingFakeMode
+from planner.capture import alike_executions
 from planner.capture.alike_executions import AlikeExecutions
 
 ALIKE: dict[str, Callable[..., Any]] = {
@@ -125,6 +126,21 @@ class Deep(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
+
+
+def test_layers_that_share_a_graph_are_captured_as_single_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[None] = []
+    inside = alike_executions._Inside.gradients
+
+    def gradients(self: Any, arrived: Any) -> Any:
+        alone.append(None)
+        return inside(self, arrived)
+
+    monkeypatch.setattr(alike_executions._Inside, "gradients", gradients)
+    planner.plan(Deep(6), (torch.randn(2, 4),), budget="100%", regions=["layers.*"])
+    assert (
+        len(alone) == 4
+    )  # the first layer's input needs no gradient, and the second is the first of its kind
 
 
 def test_a_thousand_layers() -> None:

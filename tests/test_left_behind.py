@@ -15,6 +15,7 @@ from torch import nn
 
 import planner
 from planner import heap
+from planner.training_step import left_behind
 
 LIBRARY = """
 import functools
@@ -111,6 +112,22 @@ class Adding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.relu(self.first(x)) + self.make[0](8))
+
+
+def test_holders_are_told_of_many_objects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(left_behind, "_AT_ONCE", 3)
+    objects: list[object] = []
+    for n in range(20):
+        held = objects[n // 2 : n // 2 + n % 4]
+        objects.append([*held, *held[:1]] if n % 3 else dict(enumerate(held)))
+    place = {id(o): n for n, o in enumerate(objects)}
+    expected: list[list[int]] = [[] for _ in objects]
+    for n, holder in enumerate(objects):
+        for referent in gc.get_referents(holder):
+            if id(referent) in place:
+                expected[place[id(referent)]].append(n)
+    assert sum(map(len, expected)) > 20
+    assert left_behind._holders(objects, place) == expected
 
 
 def planned_as_unplanned(model: nn.Module) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from solvers import Graph, portfolio, recompute, simulate
 from solvers.model.cut_points import forward_uses
-from solvers.programs.lower_bound import bound_at, holds_for_every_order, lower_bound
-from tests.graphs import Forward, chain, graphs, training_graph, transformer
+from solvers.programs.lower_bound import at_more_moments, bound_at, holds_for_every_order, lower_bound
+from tests.graphs import Forward, chain, graphs, random_dag, training_graph, transformer
 
 
 @settings(deadline=None)
@@ -43,6 +43,34 @@ def test_is_sharp_on_a_transformer(fraction: float) -> None:
     solution = portfolio.solve(graph, budget, time_limit=10)
     assert solution.gap is not None
     assert solution.gap <= 0.02
+
+
+@settings(deadline=None)
+@given(graphs(most=20), st.integers(0, 2**20))
+def test_no_schedule_is_below_what_more_moments_prove(graph: Graph, seed: int) -> None:
+    kept = np.random.default_rng(seed).random(len(graph.values)) < 0.6
+    timeline = simulate(graph, recompute(graph, kept))
+    first = lower_bound(graph, timeline.peak_bytes, moments=1, integer_seconds=0.0)
+    more = at_more_moments(graph, timeline.peak_bytes, first, 60.0)
+    assert first.seconds <= more.seconds <= timeline.seconds + 1e-6
+
+
+def test_more_moments_prove_more() -> None:
+    for seed in range(40):
+        graph = random_dag(seed, 30)
+        budget = int(0.6 * simulate(graph, graph.base_schedule).peak_bytes)
+        first = lower_bound(graph, budget, moments=1, integer_seconds=0.0)
+        if at_more_moments(graph, budget, first, 60.0).seconds > first.seconds * 1.01:
+            return
+    pytest.fail("more moments prove nothing on 40 graphs")
+
+
+def test_larger_programs_are_solved_where_a_step_is_many_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("solvers.programs.lower_bound.MOST_VARIABLES", 0)
+    for regions, solved in ((1, False), (4, True)):
+        graph = random_dag(1, 30, regions=regions)
+        budget = int(0.7 * simulate(graph, graph.base_schedule).peak_bytes)
+        assert (lower_bound(graph, budget, integer_seconds=0.0).seconds > graph.base_seconds) is solved
 
 
 def reordered(graph: Graph, seed: int) -> tuple[Graph, np.ndarray]:

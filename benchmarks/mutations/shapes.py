@@ -94,8 +94,8 @@ SHAPES = [
         "One on a transposed tensor is taken for one on a plain one.",
         (
             Change(
-                "planner/_torch/without_data/remembered_calls.py",
-                "                    value.stride(),\n",
+                "planner/_torch/without_data/plain.py",
+                "        tensor.stride(),\n",
                 "",
             ),
         ),

@@ -84,22 +84,6 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no data and no values that are known, and sizes and strides that are numbers."""
-    return (
-        isinstance(tensor, FakeTensor)
-        and tensor.constant is None
-        and tensor.layout is torch.strided
-        and not tensor._has_symbolic_sizes_strides
-    )
-
-
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """``tensor.device``, for which a tensor without data would ask all dispatch modes."""
-    device: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-    return device
-
-
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, the same for all of its views, while the storage lives."""
     key: int = tensor.untyped_storage()._cdata

@@ -17,6 +17,7 @@ from planner._torch.joint import aot
 from planner._torch.tensors import dispatch_keys
 from planner._torch.versions import version_of
 from planner._torch.without_data.data_free import stand_ins
+from planner._torch.without_data.plain import facts_of
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -130,17 +131,16 @@ def _described(args: Sequence[Any]) -> tuple[Any, ...] | None:
                 return None
             key.append((type(arg), arg))
             continue
-        if not fake.is_plain(arg):
+        facts = facts_of(arg)
+        if facts is None:
             return None
-        place = places.setdefault(fake.storage_key(arg), len(places))
-        size = arg.untyped_storage().nbytes()
-        key.append((*_layout(arg), arg.storage_offset(), size, place, arg.requires_grad, dispatch_keys(arg)))
+        key.append((facts, places.setdefault(fake.storage_key(arg), len(places))))
     return tuple(key)
 
 
 def _known(args: Sequence[Any], results: Sequence[Any]) -> _Known | None:
     given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
-    if not all(isinstance(r, torch.Tensor) and fake.is_plain(r) and r.numel() for r in results):
+    if not all(isinstance(r, torch.Tensor) and facts_of(r) is not None and r.numel() for r in results):
         return None
     storages = {fake.storage_key(r) for r in results}
     whole = all(r.storage_offset() == 0 for r in results)

@@ -19,7 +19,7 @@ import torch
 
 from planner._torch import autograd, fake, operators
 from planner._torch.tensors import call_tensors, held_tensors, is_wrapper, schema_of, storage_number
-from planner._torch.without_data.fake_values import ASKS_FOR_DEVICE, device_of
+from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
 from planner.errors import CaptureError
 from planner.training_step.call import Call
 from planner.training_step.examples import SPARSE, Examples
@@ -125,7 +125,7 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE and fake.is_fake(args[0]):
-            return device_of(args)
+            return device_asked_for(args)
         kwargs = kwargs or {}
         if not self._paused and any(map(is_wrapper, types)):
             if any(tensor.is_nested for tensor in call_tensors([args, kwargs])):
@@ -241,7 +241,7 @@ class StepRecorder(autograd.InfrastructureMode):
             if key in self._known:
                 continue
             number = len(self.recording.storages)
-            self.recording.storages.append(Storage(storage.nbytes(), kind=fake.device_of(tensor).type))
+            self.recording.storages.append(Storage(storage.nbytes(), kind=device_of(tensor).type))
             self._born_under.append(node)
             self._known[key] = number
             self._references[number] = weakref.ref(storage, self._on_death(key, number))
@@ -351,7 +351,7 @@ def _signature(value: Any) -> Any:
         if value.layout in SPARSE:
             return (tuple(value.shape), value.layout, value.dtype, value.device)
         storage = value.untyped_storage().nbytes()
-        return (value.shape, value.stride(), value.dtype, fake.device_of(value), storage)
+        return (value.shape, value.stride(), value.dtype, device_of(value), storage)
     if isinstance(value, list | tuple):
         return tuple(_signature(v) for v in value)
     if isinstance(value, dict):

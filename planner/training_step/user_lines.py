@@ -34,7 +34,7 @@ def line_of(error: BaseException) -> str | None:
     return f"{file}:{number} ({code.strip()})"
 
 
-@functools.lru_cache(maxsize=65536)  # the operations of all layers that share code have the same stacks
+@functools.lru_cache(maxsize=4096)  # the operations of all layers that share code have the same stacks
 def users_line(stack: str | None) -> str | None:
     """The innermost line of a stack as text that is neither PyTorch's nor ours, as in ``net.py:12``.
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from planner._torch.tensors import copy_elements, strided_copy
 from planner._torch.without_data.apart import tell_results_apart
 from planner._torch.without_data.data_free import DataFreeLog
+from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for
 from planner._torch.without_data.remembered_calls import RemembersCalls
 
 _MOST_KNOWN_ELEMENTS = 2**20
@@ -89,8 +90,8 @@ class ConstantTrackingFakeMode(RemembersCalls):
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_FOR_DEVICE:  # more than half of all calls
-            return device_of(args)
+        if func is ASKS_FOR_DEVICE:
+            return device_asked_for(args)
         kwargs = kwargs or {}
         self.asked += _asks_for_data(func, args)
         self._depth += 1
@@ -159,16 +160,6 @@ class ConstantTrackingFakeMode(RemembersCalls):
         if not all(self.may_turn_const(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
             return None
         return [tree_map_only(torch.Tensor, lambda t: _known(self, t, devices[0]), result)]
-
-
-ASKS_FOR_DEVICE = torch.ops.prim.device.default
-"""What dispatch modes see where autograd or an operator asks on which device a tensor without data is."""
-
-
-def device_of(args: Sequence[Any]) -> torch.device:
-    """The answer to that, by its arguments."""
-    found: torch.device = fake_tensors._device_handler(args)
-    return found
 
 
 _ASKS_FOR_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})

@@ -14,6 +14,8 @@ import torch._subclasses.fake_tensor as fake_tensors
 from torch._subclasses._fake_tensor_utils import _CacheKeyState
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from planner._torch.without_data.plain import facts_of
+
 _PLAIN = frozenset(
     {int, float, bool, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
@@ -122,23 +124,10 @@ class RemembersCalls(FakeTensorMode):
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if (
-                    value.fake_mode is not self
-                    or value.constant is not None
-                    or value._has_symbolic_sizes_strides
-                    or value.layout is not torch.strided
-                ):
+                facts = facts_of(value) if value.fake_mode is self else None
+                if facts is None:
                     return False
-                key += (
-                    value.dtype,
-                    value.shape,
-                    value.stride(),
-                    value.storage_offset(),
-                    value.untyped_storage().nbytes(),
-                    value.fake_device,
-                    value.requires_grad,
-                    torch._C._dispatch_keys(value).raw_repr(),
-                )
+                key += facts
             elif kind in _PLAIN:
                 key += (kind, value)
             elif kind is list or kind is tuple:
