@@ -4,11 +4,11 @@
         [--ratios 0.5 0] [--eager] [--fresh] [--checkpoints] [--plans-only] [--repeats 5]
         [--rows out/compiled.jsonl] [-o out/compiled.md]
 
-Each model of `benchmarks/compiled_models.py` has a process of its own, which adds its rows to the file
-``--rows``; the table is written from that file, so that models can be measured one by one, and a model that
-is measured again replaces its rows. ``--models`` without names writes the table only. ``--fresh`` times
-compilations from empty caches, ``--checkpoints`` puts a checkpoint around every block, ``--eager`` plans for
-eager, too, and ``--plans-only`` takes Inductor's peak from the file.
+Each model of `benchmarks/compiled_models.py` has a process of its own, with an empty cache of Inductor, which
+adds its rows to the file ``--rows``; the table is written from that file, so that models can be measured one
+by one, and a model that is measured again replaces its rows. ``--models`` without names writes the table
+only. ``--fresh`` times compilations from empty caches, ``--checkpoints`` puts a checkpoint around every
+block, ``--eager`` plans for eager, too, and ``--plans-only`` takes Inductor's peak from the file.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.compiled_models import MODELS
 
 Row = dict[str, Any]
+WRONG = 1e-2
+"""An error from which on gradients are wrong."""
 _MIB = 2**20
 _SWITCHES = ("eager", "fresh", "checkpoints", "plans-only")
 
@@ -94,8 +97,9 @@ def main() -> None:
         command += ["--budgets", *options.budgets, "--ratios", *options.ratios]
         command += [f"--{name}" for name in _SWITCHES if getattr(options, name.replace("-", "_"))]
         # One at a time, so that processor time can be told apart from that of other compilers.
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        subprocess.run([str(part) for part in command], check=True, env=environment)
+        with tempfile.TemporaryDirectory() as cache:
+            own = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
+            subprocess.run([str(part) for part in command], check=True, env={**os.environ, **own})
     lines = table(rows_of(options.rows))
     print("\n".join(lines))
     if options.output is not None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,16 @@ def test_frontiers_of_models_in_small(name: str, tmp_path: Path, capsys: pytest.
     least = min(at_one, key=lambda p: p["overhead"])
     assert 0 <= least["overhead"] <= 2 * launch * least["reruns"] / result["seconds"] + 0.01
     assert len(result["verdict"]["compared"]) > 1
+
+
+def test_no_script_is_called_like_a_module_of_python() -> None:
+    """Its folder is on the path of processes that it starts: Inductor then took this CPU for one without
+    vector instructions, without a word."""
+    scripts = [
+        path for folder in ("benchmarks", "examples", "tests") for path in (mutate.ROOT / folder).glob("*.py")
+    ]
+    assert scripts
+    assert [path for path in scripts if path.stem in sys.stdlib_module_names] == []
 
 
 def test_every_mutation_fits_the_code_and_names_tests_that_there_are() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch._inductor import cpu_vec_isa
 
 import planner
 from planner._torch.inductor import compiling
@@ -167,6 +168,16 @@ def test_a_missing_compiler_is_an_error_in_one_line(monkeypatch: pytest.MonkeyPa
     model, x = built()
     with pytest.raises(CompilerError, match=r"needs a C\+\+ compiler.*install g\+\+"):
         planner.plan(model, x, budget="min", backend="inductor")
+
+
+def test_programs_without_vectors_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this CPU has no vector instructions")
+    assert compiling.unused_vectors() is None
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa)
+    model, x = built()
+    with pytest.warns(PlanWarning, match="no vector instructions that work, though this CPU has"):
+        planner.plan(model, x, budget="min", backend="inductor", solver="sqrt_n")
 
 
 def test_a_device_that_is_not_here_is_refused() -> None:

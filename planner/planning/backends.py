@@ -1,6 +1,6 @@
 """What can be planned for which backend, seen before the long work."""
 
-from planner.errors import CompilerError
+from planner.errors import CompilerError, warn
 from planner.planning.options import OptionError, PlanOptions
 
 
@@ -31,3 +31,10 @@ def check_backend(options: PlanOptions) -> None:
     missing = compiling.missing_compiler()
     if missing is not None:
         raise CompilerError(f"{compiling.NO_COMPILER} ({missing})")
+    unused = compiling.unused_vectors()
+    if unused is not None:
+        warn(
+            f"Inductor finds no vector instructions that work, though this CPU has {unused}: its programs "
+            "will run several times slower, with a plan or without. It looks in a process of its own, which "
+            "fails if a file beside the script is called like a module of Python's, as encodings.py"
+        )

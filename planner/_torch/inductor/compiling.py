@@ -81,6 +81,18 @@ def missing_compiler() -> str | None:
     return None
 
 
+def unused_vectors() -> str | None:
+    """The vector instructions of this CPU, where Inductor takes it for one without; None if it does not.
+
+    It looks by compiling and loading a library in another process, and takes any failure for a no: also that
+    of a process which finds a file of the user's in the place of a module of Python's.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    there = torch.backends.cpu.get_cpu_capability()
+    return None if there == "DEFAULT" or cpu_vec_isa.pick_vec_isa() else there
+
+
 def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> GraphModule:
     """Trace a function of tensors without data with Inductor's decompositions."""
     with without_modes(), torch.no_grad(), _without_autocast(), tracing(TracingContext(mode)):

@@ -1,6 +1,7 @@
 """What masks as bits bring: the extra time at some budgets, and the least peak, with them and without.
 
-    python benchmarks/encodings.py [--models gpt,bert] [--shares 0.8,0.6] [--costs roofline] [--out FILE.md]
+    python benchmarks/masks_in_bits.py [--models gpt,bert] [--shares 0.8,0.6] [--costs roofline]
+        [--out FILE.md]
 
 Each model is planned with ``encodings="none"`` and ``"auto"`` for a half and 30 % of what its unplanned step
 allocates over entry, and for the least peak; and once more with dropout as the one operation that PyTorch
@@ -190,13 +191,13 @@ def main() -> int:
 _INTRODUCTION = """\
 # Masks as bits
 
-Made by `python benchmarks/encodings.py --out docs/results/encodings.md`: extra time over the step that
-recomputes nothing, and dynamic peak, at a share of what the unplanned step allocates over entry: with dropout
-as one operation, as PyTorch traces it; with drawing a mask apart from its product, so that a kept mask spares
-drawing it again; and with masks as bits as well. *No less than* is the extra time that is proven to be needed
-if any mask may be had from bits. Operations are timed on one core. *step* says whether gradients, buffers and
-random state are the unplanned step's, bit for bit; *peak* whether the measured peak is the predicted one to
-the byte.
+Made by `python benchmarks/masks_in_bits.py --out docs/results/masks-in-bits.md`: extra time over the step
+that recomputes nothing, and dynamic peak, at a share of what the unplanned step allocates over entry: with
+dropout as one operation, as PyTorch traces it; with drawing a mask apart from its product, so that a kept
+mask spares drawing it again; and with masks as bits as well. *No less than* is the extra time that is
+proven to be needed if any mask may be had from bits. Operations are timed on one core. *step* says whether
+gradients, buffers and random state are the unplanned step's, bit for bit; *peak* whether the measured peak
+is the predicted one to the byte.
 
 The idea of lossless encodings is Gist's (Jain et al., ISCA 2018); there nothing is recomputed, here a mask is
 kept, kept as bits or made again, whatever is best.
