@@ -56,6 +56,19 @@ STEPS = [
         ("tests/test_inductor_memory.py::test_a_sum_of_gradients_is_held_in_the_place_of_what_is_added",),
     ),
     Mutation(
+        "conditions-on-changed-constants",
+        "A condition is decided while a graph is captured only if nothing changed what it is computed from.",
+        "It is decided by what the constant was when it was made.",
+        (
+            Change(
+                "planner/_torch/tracing/breaks/constant_conditions.py",
+                "        and value._version == 0\n",
+                "",
+            ),
+        ),
+        ("tests/test_constant_conditions.py::test_what_may_be_otherwise_is_read",),
+    ),
+    Mutation(
         "programs-of-executions",
         "A graph that runs several times in a step follows the plan's program of each time.",
         "Every time it follows the program of the first.",

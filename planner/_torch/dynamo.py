@@ -11,10 +11,12 @@ from torch._C._dynamo.eval_frame import _FrameAction
 
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.breaks.break_patches import marks_allowed
+from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
     answer_like_eager,
+    backend_of,
     go_on_inside_modules,
     nothing_for_logs_alone,
     said_once,
@@ -107,19 +109,25 @@ class _WithSettings(Callback):
 
 
 def dynamo_compile(
-    function: FunctionType | Callable[..., Any], backend: Callable[..., Any], *, parts: int = 0
+    function: FunctionType | Callable[..., Any],
+    backend: Callable[..., Any],
+    *,
+    parts: int = 0,
+    decided: bool = False,
 ) -> Callable[..., Any]:
     """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own.
 
     Args:
         function, backend: What to compile, with what.
         parts: As for :func:`dynamo_settings`.
+        decided: Whether graphs go on at conditions that follow from constants and sizes alone. Each number
+            that such a size has is then captured by itself.
     """
     # What goes on after a break is the user's code, whose cache all captures would share.
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
-    return _optimized(_fresh(function), backend, symbolic=False, parts=parts, **alone)
+    return _optimized(_fresh(function), backend, symbolic=False, parts=parts, decided=decided, **alone)
 
 
 def dynamo_compile_shapes(
@@ -129,6 +137,7 @@ def dynamo_compile_shapes(
     failed: Callable[[Exception], None],
     *,
     parts: int = 0,
+    decided: bool = False,
 ) -> list[Callable[..., Any]]:
     """``torch.compile`` for one shape that stays, and for all others, whose sizes become symbols.
 
@@ -142,8 +151,10 @@ def dynamo_compile_shapes(
         given_up: Called when a function has been captured so often that it never will be again.
         failed: Called with what goes wrong when one is captured; then it runs as it is.
         parts: As for :func:`dynamo_settings`.
+        decided: As for :func:`dynamo_compile`.
     """
     options: dict[str, Any] = {"symbolic": True, "given_up": given_up, "failed": failed, "parts": parts}
+    options["decided"] = decided
     if takes_argument("_optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
@@ -159,9 +170,12 @@ def _optimized(
     given_up: Callable[[], None] | None = None,
     failed: Callable[[Exception], None] | None = None,
     parts: int = 0,
+    decided: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
     answer_like_eager(backend)
+    if decided:
+        decide_constant_conditions(backend, backend_of)
     forget_known_breaks()
     widen_grouped_products()
     call_ours_in_any_stance()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from planner._torch import dynamo, fake, modules
+from planner._torch import dynamo, fake
 from planner._torch.autocast_state import autocast_regions
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
@@ -37,7 +37,7 @@ from planner.capture.external_accumulation import (
     sums_between_graphs,
 )
 from planner.capture.graph_runner import GraphRunner, collector, notes_on
-from planner.capture.marked_call import Marked
+from planner.capture.module_calls import Bound, Marked
 from planner.capture.on_a_copy import NotWithoutDataError, RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import RecurrentCalls, recurrent_calls
 from planner.capture.uncaptured import (
@@ -77,6 +77,7 @@ def capture(
     accumulate: bool | None = None,
     regions: Sequence[str] = (),
     rank: Rank | None = None,
+    decided: bool = False,
 ) -> CapturedStep:
     """Capture one training step, on a copy of the module.
 
@@ -88,11 +89,12 @@ def capture(
             have one now.
         regions: Names of the submodules that are graphs of their own.
         rank: What the step is one of several ranks'; None for a single process.
+        decided: As for :func:`planner._torch.dynamo.dynamo_compile`.
 
     Raises:
         CaptureError: If the step cannot be run, or no graph came of it.
     """
-    run = partial(_Capture.run, regions=regions)
+    run = partial(_Capture.run, regions=regions, decided=decided)
     return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
@@ -182,7 +184,7 @@ class _Capture:
             stack.callback(PythonState([self.copied.module]).restore)
             return self._record(self.copied.module, "running the step")[0]
 
-    def run(self, regions: Sequence[str] = ()) -> CapturedStep:
+    def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         module, report = self.copied.module, self.report
         if (hindrance := hindering_mode()) is not None:
@@ -205,8 +207,9 @@ class _Capture:
             running = RunningRegions(regions)
             running.put_in(module)
             parts = len(regions)
-            whole, region = (dynamo.dynamo_compile(run_forward, backend, parts=parts) for _ in range(2))
-            target = _Bound(running.during(whole, region), module)
+            compiled = partial(dynamo.dynamo_compile, run_forward, backend, parts=parts, decided=decided)
+            whole, region = (compiled() for _ in range(2))
+            target = Bound(running.during(whole, region), module)
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)
             if not runners:
@@ -380,19 +383,6 @@ class _Capture:
 def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is compiled, when a plan is made and when it runs; the module's own hooks stay outside."""
     return module.forward(*args, **kwargs)
-
-
-class _Bound(torch.nn.Module):
-    """The compiled call of a module, as an ``nn.Module``."""
-
-    def __init__(self, compiled: Callable[..., Any], module: torch.nn.Module) -> None:
-        super().__init__()
-        self._compiled = compiled
-        self._target = [module]  # in a list: not a submodule
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._target[0]
-        return modules.call_with_forward(module, lambda *a, **k: self._compiled(module, a, k), args, kwargs)
 
 
 def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:

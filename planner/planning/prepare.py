@@ -174,6 +174,7 @@ def prepare(
         accumulate=options.accumulate,
         regions=regions,
         rank=rank,
+        decided=options.backend == "inductor",
     )
     captured.notes.extend(notes)
     compiled = [*compiled_modules(model), *captured.uncompiled]

@@ -286,7 +286,12 @@ def _compiled(
         backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
         compiled, in_regions = (
             dynamo.dynamo_compile_shapes(
-                run_forward, backends, _not_captured_any_more, _not_captured, parts=len(plan.model.regions)
+                run_forward,
+                backends,
+                _not_captured_any_more,
+                _not_captured,
+                parts=len(plan.model.regions),
+                decided=plan.target.backend == "inductor",
             )
             for _ in range(2)
         )

@@ -79,8 +79,13 @@ def end_graphs_at_plans() -> None:
     call_planned_modules(_is_ours)
 
 
+def backend_of(tx: Any) -> Any:
+    """The backend that an instruction translator of Dynamo's traces for."""
+    return _innermost(tx.output.compiler_fn)
+
+
 def _is_ours(tx: Any) -> bool:
-    innermost = _innermost(tx.output.compiler_fn)
+    innermost = backend_of(tx)
     # Not `in`: Inductor's own cannot be hashed.
     return any(backend is innermost for backend in _backends)
 

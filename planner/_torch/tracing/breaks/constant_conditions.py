@@ -1,0 +1,176 @@
+"""Private PyTorch APIs: what follows from sizes and constants alone is known while a graph is captured.
+
+Models compute positions from ``torch.arange`` and ask them whether sequences are packed: a condition on a
+tensor, at which Dynamo ends the graph though no datum decides it. Where all that a value is computed from are
+integers and truth values that the forward itself makes, it is computed at once, as eager computes it, and the
+graph goes on. Sizes that it depends on are guarded, symbolic ones by their number. Tested with torch 2.13.
+"""
+
+import dis
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner._torch.fake import is_size, without_modes
+
+_JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF")
+"""Beginnings of the names of Python's conditional jumps."""
+_MOST_NODES = 1000
+_MOST_ELEMENTS = 2**20
+
+_backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def decide_constant_conditions(backend: Callable[..., Any], backend_of: Callable[[Any], Any]) -> None:
+    """Have graphs that are captured for a backend go on where a value is known that eager would read.
+
+    Args:
+        backend: The backend.
+        backend_of: The backend that an instruction translator of Dynamo's traces for.
+    """
+    _backends.add(backend)
+    _look_at_conditions(backend_of)
+
+
+@functools.cache
+def _look_at_conditions(backend_of: Callable[[Any], Any]) -> None:
+    def known(tx: Any, variable: Any) -> torch.Tensor | None:
+        if not isinstance(variable, TensorVariable):
+            return None
+        backend = backend_of(tx)
+        # Not `in`: Inductor's own cannot be hashed.
+        return known_value(variable.as_proxy().node) if any(backend is b for b in _backends) else None
+
+    for translator in _subclasses(InstructionTranslatorBase):
+        for name, number in dis.opmap.items():
+            handler = getattr(translator, name, None)
+            if handler is not None and name.startswith(_JUMPS):
+                table: Any = translator.dispatch_table  # type: ignore[attr-defined]
+                table[number] = _deciding(handler, known)
+    read: Any = TensorVariable.method_item
+
+    def read_if_unknown(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        value = known(tx, self)
+        if value is None or value.numel() != 1 or args or kwargs:
+            return read(self, tx, *args, **kwargs)
+        return VariableTracker.build(tx, value.item())
+
+    TensorVariable.method_item = read_if_unknown  # type: ignore[method-assign]
+
+
+def _subclasses(owner: type) -> Iterator[type]:
+    yield owner
+    subclasses: list[type] = owner.__subclasses__()
+    for subclass in subclasses:
+        yield from _subclasses(subclass)
+
+
+def _deciding(
+    jump: Callable[..., Any], known: Callable[[Any, Any], torch.Tensor | None]
+) -> Callable[..., Any]:
+    """A conditional jump that knows the condition, where that is a tensor of known value."""
+
+    @functools.wraps(jump)
+    def decided(self: Any, instruction: Any) -> Any:
+        condition = self.stack[-1]
+        value = known(self, condition)
+        if value is None or value.numel() != 1:
+            return jump(self, instruction)
+        truth = self.stack[-1] = VariableTracker.build(self, bool(value))
+        result = jump(self, instruction)
+        if self.stack and self.stack[-1] is truth:  # as `a or b` leaves `a`
+            self.stack[-1] = condition
+        return result
+
+    return decided
+
+
+def known_value(node: Node) -> torch.Tensor | None:
+    """The value of a node of Dynamo's graph that depends on no data; None for others.
+
+    Sizes that it depends on are guarded if it is returned.
+    """
+    nodes = _made_of(node)
+    if nodes is None:
+        return None
+    try:
+        sizes = {n: int(n.meta["example_value"]) for n in nodes if is_size(n.meta["example_value"])}
+        with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _Repeatable():  # type: ignore[no-untyped-call]
+            return _computed(nodes, sizes)
+    except Exception:
+        return None  # it is read at run time, where eager's error is the user's
+
+
+def _made_of(node: Node) -> list[Node] | None:
+    """All that a node is computed from, in order, if that is sizes and constants; None if it is not."""
+    found: dict[Node, None] = {}
+    ahead = [node]
+    while ahead:
+        each = ahead.pop()
+        if each in found:
+            continue
+        value = each.meta.get("example_value")
+        found[each] = None
+        if is_size(value):
+            continue  # known by itself, whatever it is the size of
+        whole = isinstance(value, torch.Tensor) and _is_whole(value)
+        if not whole or each.op not in ("call_function", "call_method") or len(found) > _MOST_NODES:
+            return None
+        ahead += each.all_input_nodes
+    return sorted(found)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or truth values that nothing changed since it was made."""
+    kind = value.dtype
+    return (
+        not (kind.is_floating_point or kind.is_complex)
+        and type(value).__name__ == "FakeTensor"
+        and value.layout is torch.strided
+        and value._version == 0
+        and all(is_size(size) or size <= _MOST_ELEMENTS for size in value.shape)
+    )
+
+
+def _computed(nodes: list[Node], sizes: dict[Node, int]) -> torch.Tensor | None:
+    values: dict[Node, Any] = dict(sizes)
+    for node in nodes:
+        if node in values:
+            continue
+        args: Any = _on_cpu(map_arg(node.args, values.__getitem__))
+        kwargs: Any = _on_cpu(map_arg(node.kwargs, values.__getitem__))
+        of_first = node.op == "call_method"
+        function: Any = getattr(args[0], str(node.target)) if of_first else node.target
+        value = values[node] = function(*args[of_first:], **kwargs)
+        if not isinstance(value, torch.Tensor) or value.numel() > _MOST_ELEMENTS:
+            return None
+    result = values[nodes[-1]]
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def _on_cpu(given: Any) -> Any:
+    """Arguments of a call in which no other device is asked for."""
+    return torch.utils._pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
+
+
+class _NotRepeatableError(Exception):
+    """An operation whose result may be another each time."""
+
+
+class _Repeatable(TorchDispatchMode):
+    """Refuses operations that draw random numbers, leave memory as they find it, or write."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made_of_nothing = "empty" in func.__name__
+        if made_of_nothing or torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+            raise _NotRepeatableError(str(func))
+        return func(*args, **(kwargs or {}))
