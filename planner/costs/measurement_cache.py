@@ -1,6 +1,6 @@
 """The file that remembers measured workspaces, and the text by which an operator is found in it.
 
-JSON: ``{"format": 1, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
+JSON: ``{"format": 2, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
 A file that cannot be read or written is no error: what it would have held is measured again.
 """
 
@@ -23,7 +23,7 @@ from planner.planfile.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 
 Entries = Mapping[str, Sequence[int]]
 """By call: its workspace bytes, followed by the bytes of its outputs."""

@@ -24,6 +24,7 @@ from planner._torch.tensors import call_tensors, has_tensors
 from planner.costs.collectives import copied_bytes
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.host_tensors import read_on_host
+from planner.costs.made_up_arguments import complete
 from planner.costs.mask_values import true_elements
 from planner.costs.measurement_cache import (
     Entries,
@@ -288,9 +289,7 @@ class WorkspaceMeter:
 
         args = [real(argument) for argument in call.args]
         kwargs = {name: real(argument) for name, argument in call.kwargs.items()}
-        if complete := _RESERVES.get(call.func.overloadpacket):
-            with torch.enable_grad():
-                complete(args)
+        complete(call.func.overloadpacket, args)
         return args, kwargs, list(made.values())
 
     def _made_tensor(
@@ -372,29 +371,6 @@ def _available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# A layer's backward needs the reserve that the layer made. Its size is one that fake tensors do not know and
-# the kernels do not check, so it is made by running the layer.
-
-
 def _grad_mode(func: OpOverload) -> AbstractContextManager[None]:
     """oneDNN's layers make a reserve only where the grad mode is on, whatever their ``train`` says."""
     return torch.enable_grad() if func.overloadpacket is aten.mkldnn_rnn_layer else nullcontext()
-
-
-def _mkldnn_rnn_reserve(args: list[Any]) -> None:
-    reverse, mode, hidden, layers, biases, train, bidirectional, batch_sizes, batch_first = args[13:22]
-    forward = aten.mkldnn_rnn_layer(
-        *args[:7], reverse, batch_sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
-    )
-    args[22] = forward[3]
-
-
-def _cudnn_rnn_reserve(args: list[Any]) -> None:
-    forward = aten._cudnn_rnn(*args[:6], *args[10:20])
-    args[3], args[20] = forward[4], forward[3]
-
-
-_RESERVES: dict[object, Callable[[list[Any]], None]] = {
-    aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_reserve,
-    aten._cudnn_rnn_backward: _cudnn_rnn_reserve,
-}

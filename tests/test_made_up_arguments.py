@@ -1,0 +1,22 @@
+"""Arguments that decide what an operator allocates, where it is run to see that."""
+
+import pytest
+import torch
+
+from planner.costs.workspace import WorkspaceMeter
+from planner.training_step.call import Call
+from planner.verification.measure import measure_peak
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["sum", "mean", "max"])
+def test_the_backward_of_bags_is_measured_with_something_in_each(mode: int) -> None:
+    weight, indices, offsets = torch.randn(50, 32), torch.arange(200) % 50, torch.arange(0, 200, 5)
+    _, bags, sizes, largest = aten._embedding_bag(weight, indices, offsets, False, mode)
+    given = (torch.randn(40, 32), indices, offsets, bags, sizes, largest, 50, False, mode, False, None)
+    peak = measure_peak(lambda: aten._embedding_bag_backward(*given), "cpu").peak_bytes
+    without_data = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), given)
+    call = Call(aten._embedding_bag_backward.default, without_data, {})
+    (memory,) = WorkspaceMeter("cpu", None).measure([call])
+    assert memory.workspace_bytes + sum(memory.output_bytes) == peak
