@@ -39,7 +39,18 @@ from planner.verification.measure import measure_peak, time_steps
 
 SEED = 11
 OPTIONS: Any = {"fallback_random": True}
+BY_RATIO = "Inductor, activation_memory_budget"
 Row = dict[str, Any]
+
+
+def by_ratio(ratio: float) -> Callable[..., Any]:
+    """Inductor by PyTorch's own budget; each is a backend of its own, so that none runs another's code."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        with functorch_config.patch(activation_memory_budget=ratio):
+            return compile_fx(graph, inputs, config_patches=OPTIONS)
+
+    return backend
 
 
 def spent() -> float:
@@ -142,8 +153,9 @@ class Ways:
         step = planner.prepare(copy.deepcopy(self.model), self.inputs, backend=backend)
         name = {"eager": "eager", "inductor": "Inductor"}[backend]
         wanted: dict[str, int | str] = {
-            f"{name} + plan {budget}": budget for budget in budgets if budget == "min"
-        } | {f"{name} + plan {b}%": int(whole * float(b) / 100) for b in budgets if b != "min"}
+            f"{name} + plan {b}" + "%" * (b != "min"): b if b == "min" else int(whole * float(b) / 100)
+            for b in budgets
+        }
         for row, _ in self.steps if backend == "inductor" else []:
             if row["way"].startswith(BY_RATIO) and row["error"] < WRONG:
                 ratio, peak = row["way"].removeprefix(BY_RATIO), row["peak"] + resident
@@ -170,19 +182,6 @@ class Ways:
                 row["compile_seconds"] = row["first_step_seconds"]
             yield row
             before = spent()
-
-
-BY_RATIO = "Inductor, activation_memory_budget"
-
-
-def by_ratio(ratio: float) -> Callable[..., Any]:
-    """Inductor by PyTorch's own budget; each is a backend of its own, so that none runs another's code."""
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        with functorch_config.patch(activation_memory_budget=ratio):
-            return compile_fx(graph, inputs, config_patches=OPTIONS)
-
-    return backend
 
 
 def _plain(name: str) -> str:

@@ -53,14 +53,9 @@ def _gpt2() -> Built:
 
 
 def _bert() -> Built:
-    import transformers
-
-    config = transformers.BertConfig(
-        num_hidden_layers=6, hidden_size=256, num_attention_heads=4, intermediate_size=1024, vocab_size=2000
-    )
+    model, args, _ = build("bert")
     words = torch.randint(3, 2000, (8, 256))
-    inputs = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words}
-    return transformers.BertForMaskedLM(config), (), inputs
+    return model, args, {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words}
 
 
 def _vgg16() -> Built:

@@ -54,6 +54,30 @@ def of_a_changed_one(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if (found < 5).all() else x * 3
 
 
+def of_one_changed_behind(x: torch.Tensor) -> torch.Tensor:
+    found = positions(x).clone()
+    found.data[0, 0] = 9
+    return x * 2 if (found < 7).all() else x * 3
+
+
+def of_one_changed_with_others(x: torch.Tensor) -> torch.Tensor:
+    found = positions(x).clone()
+    torch._foreach_add_([found], 9)
+    return x * 2 if (found < 7).all() else x * 3
+
+
+def of_one_given_to_write_to(x: torch.Tensor) -> torch.Tensor:
+    found = positions(x).clone()
+    torch.add(found, 9, out=found)
+    return x * 2 if (found < 7).all() else x * 3
+
+
+def of_one_that_a_view_changed(x: torch.Tensor) -> torch.Tensor:
+    found = positions(x).clone()
+    found.detach()[:, 1:].add_(9)
+    return x * 2 if (found < 7).all() else x * 3
+
+
 def drawn(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if (torch.randint(0, 2, (1,)) == 0).all() else x * 3
 
@@ -92,9 +116,31 @@ def test_an_assertion_on_sizes_is_no_operation() -> None:
     assert graphs_of(asserted, torch.rand(2, 6), decided=True) == 1
 
 
-@pytest.mark.parametrize("function", [of_an_input, of_a_changed_one, drawn, rounded])
+@pytest.mark.parametrize(
+    "function",
+    [
+        of_an_input,
+        of_a_changed_one,
+        of_one_changed_behind,
+        of_one_changed_with_others,
+        of_one_given_to_write_to,
+        of_one_that_a_view_changed,
+        drawn,
+        rounded,
+    ],
+)
 def test_what_may_be_otherwise_is_read(function: Any) -> None:
     assert graphs_of(function, torch.rand(2, 6), decided=True) > 1
+
+
+def test_a_check_that_fails_is_the_same_error() -> None:
+    def short(x: torch.Tensor) -> torch.Tensor:
+        if not (positions(x) < 3).all():
+            raise ValueError("too long")
+        return x * 2
+
+    with dynamo_settings(), pytest.raises(ValueError, match="too long"):
+        dynamo_compile(short, lambda graph, _: graph.forward, decided=True)(torch.rand(2, 6))
 
 
 def test_other_sizes_are_decided_by_themselves() -> None:

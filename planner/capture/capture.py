@@ -207,8 +207,8 @@ class _Capture:
             running = RunningRegions(regions)
             running.put_in(module)
             parts = len(regions)
-            compiled = partial(dynamo.dynamo_compile, run_forward, backend, parts=parts, decided=decided)
-            whole, region = (compiled() for _ in range(2))
+            compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=parts, decided=decided)
+            whole, region = compile_(), compile_()
             target = Bound(running.during(whole, region), module)
             with self._pass("capturing the forward"):
                 self.copied.step.run(target)

@@ -90,7 +90,7 @@ def unused_vectors() -> str | None:
     from torch._inductor import cpu_vec_isa
 
     there = torch.backends.cpu.get_cpu_capability()
-    return None if there == "DEFAULT" or cpu_vec_isa.pick_vec_isa() else there
+    return None if there == "DEFAULT" or cpu_vec_isa.valid_vec_isa_list() else there
 
 
 def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> GraphModule:

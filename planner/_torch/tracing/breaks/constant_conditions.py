@@ -8,6 +8,8 @@ graph goes on. Sizes that it depends on are guarded, symbolic ones by their numb
 
 import dis
 import functools
+import operator
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,16 +18,27 @@ import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch.fake import is_size, without_modes
+from planner._torch.fake import is_size, storage_key, without_modes
 
 _JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF")
 """Beginnings of the names of Python's conditional jumps."""
+_ON_TRUTH = ("TRUE", "FALSE", "OR_POP")
+"""Ends of those that ask whether something is true, and not whether it is None."""
 _MOST_NODES = 1000
 _MOST_ELEMENTS = 2**20
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+_WRITES = frozenset(
+    getattr(operator, name)
+    for name in dir(operator)
+    if name in ("setitem", "delitem")
+    or (name.startswith("i") and {name[1:], f"{name[1:]}_"} & set(dir(operator)))
+)
+"""Python's operators that write: ``x[0] = 1``, ``x += 1`` and the like."""
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -53,7 +66,7 @@ def _look_at_conditions(backend_of: Callable[[Any], Any]) -> None:
     for translator in _subclasses(InstructionTranslatorBase):
         for name, number in dis.opmap.items():
             handler = getattr(translator, name, None)
-            if handler is not None and name.startswith(_JUMPS):
+            if handler is not None and name.startswith(_JUMPS) and name.endswith(_ON_TRUTH):
                 table: Any = translator.dispatch_table  # type: ignore[attr-defined]
                 table[number] = _deciding(handler, known)
     read: Any = TensorVariable.method_item
@@ -100,7 +113,7 @@ def known_value(node: Node) -> torch.Tensor | None:
     Sizes that it depends on are guarded if it is returned.
     """
     nodes = _made_of(node)
-    if nodes is None:
+    if nodes is None or _may_be_written(nodes):
         return None
     try:
         sizes = {n: int(n.meta["example_value"]) for n in nodes if is_size(n.meta["example_value"])}
@@ -122,23 +135,59 @@ def _made_of(node: Node) -> list[Node] | None:
         found[each] = None
         if is_size(value):
             continue  # known by itself, whatever it is the size of
-        whole = isinstance(value, torch.Tensor) and _is_whole(value)
-        if not whole or each.op not in ("call_function", "call_method") or len(found) > _MOST_NODES:
+        discrete = isinstance(value, torch.Tensor) and _is_discrete(value)
+        if not discrete or each.op not in ("call_function", "call_method") or len(found) > _MOST_NODES:
             return None
         ahead += each.all_input_nodes
     return sorted(found)
 
 
-def _is_whole(value: torch.Tensor) -> bool:
-    """Whether a tensor holds integers or truth values that nothing changed since it was made."""
+def _is_discrete(value: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or truth values, not too many, and no write to it was counted."""
     kind = value.dtype
     return (
         not (kind.is_floating_point or kind.is_complex)
-        and type(value).__name__ == "FakeTensor"
+        and type(value) is FakeTensor
         and value.layout is torch.strided
         and value._version == 0
         and all(is_size(size) or size <= _MOST_ELEMENTS for size in value.shape)
     )
+
+
+def _may_be_written(nodes: list[Node]) -> bool:
+    """Whether anything in the graph may write to what some nodes lie in, also through a view or an alias.
+
+    Versions do not tell of all that is written, as through ``x.data``. What is no function of PyTorch's or
+    Python's that is known not to write may.
+    """
+    storages = {key for node in nodes if (key := _storage(node)) is not None}
+    return any(
+        any(_storage(read) in storages for read in node.all_input_nodes) and not _only_reads(node)
+        for node in nodes[0].graph.nodes
+        if node.op != "output"
+    )
+
+
+def _storage(node: Node) -> int | None:
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return storage_key(value)
+
+
+def _only_reads(node: Node) -> bool:
+    if node.kwargs.get("out") is not None:
+        return False
+    if node.op == "call_method":
+        return not str(node.target).endswith("_")
+    target: Any = node.target
+    if node.op != "call_function" or target in _WRITES:
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        return not target._schema.is_mutable
+    module = str(getattr(target, "__module__", None) or "torch")  # what C++ defines has none
+    ours = module.partition(".")[0] in ("torch", "_operator", "math", "builtins")
+    return ours and isinstance(target, _FUNCTIONS) and not target.__name__.endswith("_")
 
 
 def _computed(nodes: list[Node], sizes: dict[Node, int]) -> torch.Tensor | None:
