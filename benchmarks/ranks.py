@@ -22,11 +22,9 @@ import json
 import platform
 import sys
 import tempfile
-import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +42,7 @@ from benchmarks.rank_models import BLOCKS, batch, build, half_planned
 from planner.planfile.atomic_file import write_atomically
 from planner.training_step.step import unique_storages
 from planner.verification.measure import measure_peak
+from tests.gloo import PAUSE, pauses
 from tests.ranks import start_ranks, what_a_rank_says
 from tests.side_by_side import counting_runs
 
@@ -52,8 +51,6 @@ STEPS = 3
 """After which weights are compared."""
 MEASURED = 5
 """Steps after these whose memory is measured as they are, and as many with pauses."""
-PAUSE = 0.002
-"""Seconds."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +72,6 @@ class Case:
     @property
     def parallel(self) -> planner.FSDP2:
         return planner.FSDP2(self.ranks, self.reshard, **(BFLOAT16 if self.half else {}))
-
-
-@contextmanager
-def pauses() -> Iterator[None]:
-    """Pause behind each wait for a collective, so that the threads of gloo let go of its buffers."""
-    work: Any = dist.Work
-    wait = work.wait
-
-    def paused(self: Any, *args: Any, **kwargs: Any) -> Any:
-        done = wait(self, *args, **kwargs)
-        time.sleep(PAUSE)
-        return done
-
-    work.wait = paused
-    try:
-        yield
-    finally:
-        work.wait = wait
 
 
 def train(case: Case, model: torch.nn.Module) -> tuple[dict[str, list[int]], dict[str, torch.Tensor]]:

@@ -107,6 +107,13 @@ def rows(case: str, path: Path) -> None:
         longest_unplanned=_longest(unplanned, shorter),
         longest_checkpointed=_longest(checkpointed.total_bytes, small.total_bytes),
     )
+    try:
+        longest = planner.max_batch(
+            model, lambda units: words(UNIT * units), BUDGET, max_overhead=None, start=whole, **options
+        )
+        note(longest_planned=UNIT * longest.batch, longest_planned_overhead=longest.plan.overhead)
+    except planner.InfeasibleBudget:
+        note(longest_planned=0)
 
 
 def _longest(whole: int, half: int) -> int:
@@ -130,8 +137,8 @@ def render(figures: list[dict[str, Any]]) -> str:
 
     lines = [
         "| case | resident | unplanned | checkpoint per block | planned for 80 GB | at the checkpoints' "
-        "bytes | longest unplanned | longest with checkpoints |",
-        "|---|---|---|---|---|---|---|---|",
+        "bytes | longest unplanned | longest with checkpoints | longest planned |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for found in figures:
         alike = f"{gb(found.get('alike'))} {share(found.get('alike_overhead'))}"
@@ -140,8 +147,10 @@ def render(figures: list[dict[str, Any]]) -> str:
         planned = f"{gb(found.get('planned'))} {share(found.get('planned_overhead'))}"
         if "planned_least" in found:
             planned = f"does not fit: the least is {gb(found['planned_least'])}"
-        lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed"))
+        lengths = (found.get(f"longest_{way}") for way in ("unplanned", "checkpointed", "planned"))
         tokens = " | ".join("" if length is None else f"{length:,}" for length in lengths)
+        if found.get("longest_planned"):
+            tokens += f" {share(found['longest_planned_overhead'])}"
         lines.append(
             f"| {found['case']} | {gb(found['resident'])} | {gb(found['unplanned'])} | "
             f"{gb(found.get('checkpointed'))} {share(found.get('checkpointed_overhead'))} | {planned} | "

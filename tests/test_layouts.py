@@ -1,5 +1,6 @@
 """Results without data have the strides of the kernels' results, also where the inputs are transposed."""
 
+import copy
 import itertools
 import math
 import random
@@ -291,3 +292,29 @@ def test_what_pytorch_remembers_of_calls_without_data_stays_its_own() -> None:
         with layouts_of_kernels(), layouts_of_kernels():
             assert stride() == operator(*arguments).stride() != outside
         assert stride() == outside
+
+
+class _LikeParts(nn.Module):
+    """Makes tensors like parts of others, which are not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.first(x).tanh()
+        part, repeated = made[:, ::2], made[:, :1].expand(-1, 8)
+        return self.last((torch.zeros_like(part) + part.flip(0)) * torch.ones_like(repeated)).square().mean()
+
+
+def test_tensors_like_parts_of_others_are_captured_at_symbolic_sizes_too() -> None:
+    model = _LikeParts()
+    reference = copy.deepcopy(model)
+    planner.plan(model, (torch.randn(6, 8),), budget="min", solver="sqrt_n").apply(model)
+    for size in (6, 10, 7):  # the second is captured with a symbol for the batch
+        x = torch.randn(size, 8)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "a part of the forward that cannot be captured")
+            gradients = torch.autograd.grad(model(x), list(model.parameters()))
+        wanted = torch.autograd.grad(reference(x), list(reference.parameters()))
+        assert all(map(torch.equal, gradients, wanted))

@@ -1,9 +1,7 @@
 """Two processes that share a model by tensor parallelism: captured, predicted, collectives kept."""
 
-import gc
 import importlib
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +18,7 @@ import planner
 from planner import PlanMismatch
 from planner.parallel.strategies import ParallelError
 from planner.runtime.ddp import decisions_digest
-from planner.verification.measure import measure_peak
+from tests.gloo import let_gloo_end, measured
 from tests.ranks import run_ranks, what_a_rank_says
 from tests.side_by_side import counting_runs
 
@@ -38,64 +36,8 @@ def _built(example: dict[str, Any], **options: Any) -> Any:
     return example["build_model"](init_device_mesh("cpu", (dist.get_world_size(),)), **options)
 
 
-def _let_gloo_end() -> Any:
-    """Its threads free what they hold when a wait may have returned already, and no profiler sees it there:
-    so let waits return a little later, and hold what is read until then."""
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
-    held: dict[int, torch.Tensor] = {}
-
-    def collective(name: str) -> None:
-        operator = getattr(torch.ops._c10d_functional, name).default
-
-        def run(_: object, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-            result: torch.Tensor = operator.redispatch(keys, tensor, *rest)
-            held[result.untyped_storage().data_ptr()] = tensor
-            return result
-
-        library.impl(name, run, "CPU", with_keyset=True)
-
-    def wait(_: object, tensor: torch.Tensor) -> torch.Tensor:
-        waits.redispatch(keys, tensor)
-        time.sleep(0.003)
-        held.pop(tensor.untyped_storage().data_ptr(), None)
-        return tensor
-
-    waits: Any = torch.ops._c10d_functional.wait_tensor.default
-    library.impl("wait_tensor", wait, "CPU", with_keyset=True)
-    collective("all_gather_into_tensor")
-    collective("reduce_scatter_tensor")
-    return library
-
-
-def _measured(model: Any, words: torch.Tensor, predicted: int) -> int:
-    """The nearest of some runs: gloo's threads may still be late, or have been late before.
-
-    A rank runs on until all have measured what is predicted: a step of one rank needs the others.
-    """
-
-    def step() -> None:
-        model(words).backward()
-
-    step()
-    peaks: list[int] = []
-    while len(peaks) < 8 and _on_any_rank(predicted not in peaks):
-        model.zero_grad()
-        gc.collect()
-        time.sleep(0.02)
-        peaks.append(measure_peak(step, "cpu").peak_bytes)
-    model.zero_grad()
-    return min(peaks, key=lambda peak: abs(peak - predicted))
-
-
-def _on_any_rank(condition: bool) -> bool:
-    ranks = torch.tensor(int(condition))
-    dist.all_reduce(ranks)
-    return bool(ranks)
-
-
 def _rank(texts: dict[str, str], folder: Path) -> None:
-    library = _let_gloo_end()
+    library = let_gloo_end()
     example = _example()
 
     def say(name: str, what: Callable[[], str]) -> None:
@@ -118,7 +60,7 @@ def _trained(example: dict[str, Any], options: dict[str, Any], plan: planner.Pla
         with counting_runs() as runs:
             if footprint is plan.predicted:
                 plan.apply(model)
-            peaks.append(_measured(model, words, footprint.dynamic_peak_bytes))
+            peaks.append(measured(model, words, footprint.dynamic_peak_bytes))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             before = runs.backward
             for step in range(STEPS):
@@ -243,6 +185,8 @@ def test_what_cannot_be_planned_of_a_distributed_model_is_an_error(
 ) -> None:
     model, args = _built(example), (example["batch"](0),)
     with pytest.raises(ParallelError, match="distributed already"):
-        planner.plan(model, args, budget="70%", parallel="fsdp2:2")
+        planner.plan(model, args, budget="70%", parallel="ddp:2")
+    with pytest.raises(ParallelError, match="reshard_after_forward=2"):
+        planner.plan(model, args, budget="70%", parallel="fsdp2:4,reshard_after_forward=2")
     with pytest.raises(ParallelError, match="backend='eager'"):
         planner.plan(model, args, budget="70%", backend="inductor")

@@ -3,8 +3,8 @@
 Tested with torch 2.13.
 """
 
-import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,13 +16,39 @@ def active_data_parallel_group() -> Any:
     return None if active is None else active.process_group
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(tensor, found.DTensor)
+
+
+def holds_dtensors(module: torch.nn.Module) -> bool:
+    """Whether parameters of a module are DTensors."""
+    return any(is_dtensor(parameter) for parameter in module.parameters())
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; another tensor is returned as it is."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor") if is_dtensor(tensor) else tensor  # noqa: B009
+    return local
+
+
+def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient of a parameter on this rank; of a DTensor as ``fully_shard`` takes it to reduce it: as the
+    parameter is distributed."""
+    gradient: Any = parameter.grad
+    if not is_dtensor(parameter):
+        return gradient  # type: ignore[no-any-return]
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return local_tensor(gradient)
+
+
 def ranks_of_shards(module: torch.nn.Module) -> list[int]:
     """The ranks among which parameters of a module are sharded; none where they are not."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is None:
-        return []
-    sharded = next((p for p in module.parameters() if isinstance(p, tensor.DTensor)), None)
-    return [] if sharded is None else sorted(sharded.device_mesh.mesh.flatten().tolist())
+    meshes = {p.device_mesh for p in module.parameters() if is_dtensor(p)}  # type: ignore[attr-defined]
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
@@ -33,17 +59,33 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 def tensor_parallel_ranks(module: torch.nn.Module) -> int:
     """Among how many ranks ``parallelize_module`` distributed a module; 1 where it did not."""
-    return 1 if is_fully_sharded(module) else max(len(ranks_of_shards(module)), 1)
+    if not is_fully_sharded(module):
+        return max(len(ranks_of_shards(module)), 1)
+    return max(
+        (
+            one.sharded_param.device_mesh.size() // one.mesh_info.mesh.size()
+            for one in _fully_sharded_parameters(module)
+        ),
+        default=1,
+    )
 
 
 def number_of_shards(module: torch.nn.Module) -> int:
-    """Among how many ranks parameters of a module are sharded; 1 where they are whole."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    sharded = next((p for p in module.parameters() if tensor and isinstance(p, tensor.DTensor)), None)
-    if tensor is None or sharded is None:
-        return 1
-    sizes = zip(sharded.placements, sharded.device_mesh.mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if placement.is_shard())
+    """Among how many ranks ``fully_shard`` sharded the parameters of a module; 1 where it did not."""
+    return max((_shards(one.mesh_info) for one in _fully_sharded_parameters(module)), default=1)
+
+
+def _shards(mesh_info: Any) -> int:
+    return getattr(mesh_info, "shard_mesh_size", 1)  # without: replicated only
+
+
+def _fully_sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
+    """What ``fully_shard`` keeps of each parameter: ``FSDPParam``."""
+    if is_fully_sharded(module):
+        for part in module.modules():
+            state: Any = getattr(part, "_get_fsdp_state", lambda: None)()
+            for group in () if state is None else state._fsdp_param_groups:
+                yield from group.fsdp_params
 
 
 def default_store() -> Any:

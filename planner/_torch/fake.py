@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import no_python_dispatcher
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -114,6 +115,12 @@ def strides_of_view(
 def is_size(value: object) -> bool:
     """Whether a value of a captured graph is a symbolic number: a size, or computed from sizes."""
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def held_object(value: object) -> object:
+    """What a value of a captured graph stands for that is neither tensor nor number, as the mesh of a DTensor
+    does; None for all else."""
+    return value.real_obj if isinstance(value, FakeScriptObject) else None
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

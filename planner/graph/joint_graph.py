@@ -174,7 +174,7 @@ class JointGraph:
     def fingerprint(self) -> str:
         """Digest of operators, their wiring, and all shapes, dtypes and constants."""
         digest = hashlib.sha256()
-        numbers = {n: i for i, n in enumerate(self.graph.nodes)}
+        numbers = self._numbers()
         for node in self.graph.nodes:
             line = f"{node.op} {node.target if node.op == 'call_function' else ''} "
             line += (
@@ -182,6 +182,18 @@ class JointGraph:
             )
             digest.update(line.encode() + b"\n")
         return digest.hexdigest()
+
+    def _numbers(self) -> dict[Node, int]:
+        """A number of each node: its place, but one for all inputs that hold equal objects. It is chance from
+        which of the parameters on a mesh a gradient has it."""
+        numbers: dict[Node, int] = {}
+        held: list[tuple[object, int]] = []
+        for place, node in enumerate(self.graph.nodes):
+            numbers[node] = place
+            if (found := fake.held_object(node.meta.get("val"))) is not None:
+                numbers[node] = next((number for one, number in held if one == found), place)
+                held.append((found, numbers[node]))
+        return numbers
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -207,6 +219,8 @@ class JointGraph:
                 continue
             if node.op != "call_function" or self.is_size(node):
                 continue
+            if fake.held_object(node.meta.get("val")) is not None:
+                continue  # a part of a mesh: traced only where nothing asked for it before in this process
             backward = backward or node.meta.get("partitioner_tag") == "is_backward"
             if node.target is operator.getitem:
                 value = node.meta.get("val")

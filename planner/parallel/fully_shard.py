@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from planner._torch.autograd import after_this_backward
+from planner._torch.distributed import local_gradient
 from planner.parallel.shards import shard_elements
 from planner.parallel.strategies import FSDP2
 from planner.training_step.step import map_tensors, tensors_in
@@ -254,8 +255,9 @@ class _Unit:
     def _reduce(self) -> None:
         """The rest of ``post_backward``, and ``foreach_reduce``."""
         reduced = [i for i, p in enumerate(self._parameters) if p.grad is not None]
-        grads = [self._parameters[i].grad for i in reduced]
+        grads = []
         for i in reduced:
+            grads.append(local_gradient(self._parameters[i]))
             self._parameters[i].grad = None
         self._unsharded = []
         if self._shared.reduced:
@@ -263,7 +265,6 @@ class _Unit:
         if not reduced:
             return
         last = grads[-1]  # held by a variable of a loop until foreach_reduce returns
-        assert last is not None
         reduce_dtype = self._shared.options.reduce_dtype or last.dtype
         shard = sum(self._elements[i] for i in reduced)
         whole = self._empty(shard * self._world, reduce_dtype)

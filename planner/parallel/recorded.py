@@ -6,8 +6,15 @@ from planner.parallel.strategies import DDP, FSDP2
 from planner.planfile.schema import ParallelRecord
 
 
-def parallel_record(options: FSDP2 | DDP) -> ParallelRecord:
-    """How ranks train, as plain data."""
+def parallel_record(options: FSDP2 | DDP | None, tensor_ranks: int) -> ParallelRecord | None:
+    """How ranks train, as plain data; None of a single process.
+
+    Args:
+        options: What `parallel=` says.
+        tensor_ranks: Among how many ranks `parallelize_module` distributed the model; 1: it is whole.
+    """
+    if options is None:
+        return ParallelRecord(kind="tensor", world_size=tensor_ranks) if tensor_ranks > 1 else None
     if isinstance(options, DDP):
         return ParallelRecord(
             kind="ddp",
@@ -21,12 +28,8 @@ def parallel_record(options: FSDP2 | DDP) -> ParallelRecord:
         reshard_after_forward=options.reshard_after_forward,
         param_dtype=_name(options.param_dtype),
         reduce_dtype=_name(options.reduce_dtype),
+        tensor_ranks=tensor_ranks,
     )
-
-
-def tensor_parallel_record(ranks: int) -> ParallelRecord | None:
-    """The record of a model that `parallelize_module` distributed among ranks; None of one that is whole."""
-    return ParallelRecord(kind="tensor", world_size=ranks) if ranks > 1 else None
 
 
 def parallel_of(record: ParallelRecord | None) -> FSDP2 | DDP | None:

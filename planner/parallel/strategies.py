@@ -116,15 +116,21 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
 
 
 def refuse_for_tensor_parallel(parallel: FSDP2 | DDP | None, backend: str) -> None:
-    """See that a model that ``parallelize_module`` distributed is planned as what it is.
+    """See that a model that ``parallelize_module`` distributed is planned for what can be done with it.
 
     Raises:
         ParallelError: It is not.
     """
-    if parallel is not None:
+    if isinstance(parallel, DDP):
         raise ParallelError(
             f"parallel={parallel.kind!r} of a model that is distributed already, by parallelize_module: plan "
-            "it without parallel=, as its parameters say how it is distributed"
+            "it without parallel=, as its parameters say how it is distributed, or with planner.FSDP2(...) "
+            "if fully_shard is to shard what each rank has of it"
+        )
+    if isinstance(parallel, FSDP2) and parallel.reshard_after_forward not in (True, False, None):
+        raise ParallelError(
+            f"reshard_after_forward={parallel.reshard_after_forward} of a model that parallelize_module "
+            "distributed: fully_shard takes True, False or None for DTensors"
         )
     if backend != "eager":
         raise ParallelError(

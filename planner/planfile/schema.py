@@ -170,6 +170,9 @@ class ParallelRecord(Record):
 
     kind: Literal["fsdp2", "ddp", "tensor"]
     world_size: Annotated[int, Field(ge=1, le=10_000_000)]
+    tensor_ranks: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        default=1, description="fsdp2: among how many ranks parallelize_module distributed what is sharded"
+    )
     reshard_after_forward: bool | Count | None = Field(
         default=None, description="fsdp2: whether parameters are freed after the forward"
     )
@@ -179,6 +182,11 @@ class ParallelRecord(Record):
     gradient_as_bucket_view: bool | None = Field(
         default=None, description="ddp: whether gradients lie in the buckets"
     )
+
+    @property
+    def distributed_among(self) -> int:
+        """Among how many ranks `parallelize_module` distributed the model; 1: it is whole."""
+        return self.world_size if self.kind == "tensor" else self.tensor_ranks
 
 
 class Target(Record):

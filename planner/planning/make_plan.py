@@ -13,7 +13,7 @@ from planner._torch.distributed import tensor_parallel_ranks
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.lowering.partition import no_recomputation
-from planner.parallel.recorded import parallel_record, tensor_parallel_record
+from planner.parallel.recorded import parallel_record
 from planner.planfile.budget import Budget
 from planner.planfile.fingerprint import class_name, state_digest
 from planner.planfile.plan import (
@@ -135,9 +135,9 @@ def make_plan(
             inputs=prepared.options.inputs,
             costs=prepared.costs.name,
             workspace="measured" if meter is not None else "none",
-            parallel=tensor_parallel_record(tensor_parallel_ranks(model))
-            if prepared.rank is None
-            else parallel_record(prepared.rank.options),
+            parallel=parallel_record(
+                None if prepared.rank is None else prepared.rank.options, tensor_parallel_ranks(model)
+            ),
             in_flight=prepared.step.in_flight,
             backend=prepared.options.backend,
             backend_options=dict(prepared.options.backend_options),

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from planner._torch.distributed import is_fully_sharded
+from planner._torch.distributed import holds_dtensors, is_fully_sharded
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
-from planner._torch.tracing.inside_compile import holds_dtensors
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.costs.cudnn_workspace import cudnn_workspaces

@@ -70,16 +70,14 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
     """Say so where a module is about to train on other ranks than its plan is for."""
     planned = plan.target.parallel
     sharded, among = is_fully_sharded(model), distributed.tensor_parallel_ranks(model)
-    if among > 1 or (planned is not None and planned.kind == "tensor"):
-        ranks = planned.world_size if planned is not None and planned.kind == "tensor" else 1
-        if among != ranks:
-            raise PlanMismatch(
-                f"the plan is of the model distributed among {ranks} ranks by parallelize_module, and this "
-                f"one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
-                "plan it as it is"
-            )
-        return
-    if planned is None:
+    ranks = 1 if planned is None else planned.distributed_among
+    if among != ranks:
+        raise PlanMismatch(
+            f"the plan is of the model distributed among {ranks} ranks by parallelize_module, and this "
+            f"one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
+            "plan it as it is"
+        )
+    if planned is None or planned.kind == "tensor":
         if sharded:
             warn(SHARDED)
         return

@@ -14,11 +14,12 @@ import torch
 
 from planner._torch import dynamo, modules
 from planner._torch.compat import check_version
+from planner._torch.distributed import holds_dtensors
 from planner._torch.tracing import torchscript
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.hindrances import hindering_mode
-from planner._torch.tracing.inside_compile import holds_dtensors, not_compiled
+from planner._torch.tracing.inside_compile import not_compiled
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.capture import run_forward
 from planner.compiled.calls import Calls

@@ -4,7 +4,6 @@ Tested with torch 2.13.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -56,9 +55,3 @@ def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
 def is_compiled(module: object) -> bool:
     """Whether a module is what ``torch.compile(module)`` returns."""
     return isinstance(module, OptimizedModule)
-
-
-def holds_dtensors(module: torch.nn.Module) -> bool:
-    """Whether parameters of a module are DTensors."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and any(isinstance(p, tensor.DTensor) for p in module.parameters())

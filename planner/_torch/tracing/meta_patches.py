@@ -189,7 +189,7 @@ def layouts_of_kernels() -> Iterator[None]:
     }
     views = {operator: op_implementations_dict[operator] for operator in _VIEWS}
     before = {operator: op_implementations_dict.get(operator) for operator in _LAYOUTS}
-    decomposition_table.update({op: _laid_out(shapes, _LAYOUTS[op]) for op, shapes in known.items()})
+    decomposition_table.update({op: _decomposed(op, shapes, _LAYOUTS[op]) for op, shapes in known.items()})
     op_implementations_dict.update({op: _as_viewed(shapes) for op, shapes in views.items()})
     op_implementations_dict.update({op: _implemented(own, _LAYOUTS[op]) for op, own in before.items()})
     FakeTensorMode.cache = _REMEMBERED
@@ -249,14 +249,31 @@ def _implemented(own: Callable[..., Any] | None, layout: Layout) -> Callable[...
         right = operator in ELEMENTWISE and _elementwise(operator, args) is None
         if _UNDERWAY.operator is operator or right:
             return NotImplemented if own is None else own(mode, operator, *args, **kwargs)
-        before, _UNDERWAY.operator = _UNDERWAY.operator, operator
-        try:
-            with mode:
-                return _laid_out(operator, layout)(*args, **kwargs)
-        finally:
-            _UNDERWAY.operator = before
+        with mode:
+            return _underway(operator, _laid_out(operator, layout), args, kwargs)
 
     return run
+
+
+def _decomposed(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """The same of a decomposition, by which results at symbolic sizes are computed."""
+
+    @functools.wraps(shapes)  # only what says that it is of PyTorch is used
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _UNDERWAY.operator is operator:
+            return shapes(*args, **kwargs)
+        return _underway(operator, _laid_out(shapes, layout), args, kwargs)
+
+    return run
+
+
+def _underway(operator: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function in which this operator's results have PyTorch's layout: a layout may ask for that."""
+    before, _UNDERWAY.operator = _UNDERWAY.operator, operator
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _UNDERWAY.operator = before
 
 
 class _Underway(threading.local):
@@ -269,7 +286,6 @@ _UNDERWAY = _Underway()
 
 
 def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    @functools.wraps(shapes)  # only what says that it is of PyTorch is used
     def run(*args: Any, **kwargs: Any) -> Any:
         results = shapes(*args, **kwargs)
         if kwargs.get("memory_format") not in (None, torch.preserve_format):
