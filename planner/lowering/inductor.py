@@ -22,8 +22,8 @@ from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
-from planner.errors import CaptureError
-from planner.graph.in_place import OnCopy
+from planner.errors import CaptureError, PlannerError
+from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias
 from planner.graph.replay import rng, rnn_reserve
 from planner.lowering.roles import Role
@@ -95,6 +95,10 @@ def for_inductor(module: GraphModule) -> InductorGraph:
     )
 
 
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
 def _names(placeholders: Sequence[Node]) -> list[str]:
     """What inputs are called in the program: by that it is known which are freed in it."""
     storages: dict[Any, int] = {}
@@ -131,7 +135,8 @@ def _refuse(module: GraphModule) -> None:
         again = node.target is rng.run_from_state
         reserves = node.target is rnn_reserve.with_reserve
         target: Any = node.args[3] if again else node.args[0] if reserves else node.target
-        writes = isinstance(target, OnCopy) or (operators.may_draw(target) and operators.writes(target))
+        written = operators.writes(target) or operator_in_place(node) is not None
+        writes = isinstance(target, OnCopy) or (operators.may_draw(target) and written)
         if reserves or writes:
             raise CaptureError(
                 f"backend='inductor' cannot run {target}: it keeps a state, or draws in place; plan with "
@@ -226,9 +231,20 @@ class InductorLowering:
         Returns:
             The program; the function that runs it without data, with the arguments and results of the
             compiled one; and arguments for that function.
+
+        Raises:
+            CaptureError: Inductor cannot lower it.
         """
-        graph = for_inductor(module)
-        program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
+        try:
+            graph = for_inductor(module)
+            program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
+        except PlannerError:
+            raise
+        except Exception as error:  # whatever Inductor raises
+            raise CaptureError(
+                f"Inductor cannot lower the {role} of this step ({type(error).__name__}: {_line(error)}); "
+                "plan with backend='eager'"
+            ) from error
         values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
         inputs = [fake.same_shape_in(graph.mode, x) if isinstance(x, torch.Tensor) else x for x in values]
         return program, as_given(program.run, graph), inputs
