@@ -132,6 +132,50 @@ def test_an_argument_may_be_called_like_a_word_of_the_language() -> None:
     assert torch.equal(state, after)
 
 
+class Halves(nn.Module):
+    """Returns its loss, what that is computed from, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.first(x).tanh()
+        return self.last(y).square().mean(), y, y[:, :4]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:Inductor emits other programs")
+def test_the_gradient_of_a_view_is_there_beside_an_output_that_nothing_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = Halves(), torch.randn(64, 16)
+    expected = torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+    plan = planner.plan(model, x, loss=loss_of, budget="1GiB", backend="inductor", solver="sqrt_n")
+    original = compiling.compiled
+
+    def without_aliases(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+        run, digest = original(*args, **kwargs)
+
+        def as_inductor(taken: list[Any]) -> list[Any]:
+            there: dict[Any, Any] = {}
+            return [
+                t if t is None else there.setdefault((t.data_ptr(), t.shape, t.stride()), t)
+                for t in run(taken)
+            ]
+
+        return as_inductor, digest
+
+    monkeypatch.setattr(compiling, "compiled", without_aliases)
+    loss_of(plan.apply(model)(x)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def loss_of(output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return output[0] + output[2].sum()
+
+
 class PartOfNoise(nn.Module):
     """Draws into a part of a tensor, element by element, as eager does for those alone."""
 

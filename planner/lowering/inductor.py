@@ -205,6 +205,39 @@ def as_given(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
     return run
 
 
+def results_apart(function: BoxedFunction, results: Sequence[Any]) -> BoxedFunction:
+    """Wrap a forward, so that it returns a tensor of its own for each result.
+
+    Inductor makes no views such as ``detach``, and returns one tensor in the place of several results.
+    AOTAutograd says of a tensor that it is not differentiable, and would say it of all of these.
+
+    Args:
+        function: What Inductor compiled, with all outputs of the graph.
+        results: The outputs in the graph; those that are one there stay one.
+    """
+    first = {node: i for i, node in reversed(list(enumerate(results))) if isinstance(node, Node)}
+    known: list[int] | None = None
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        nonlocal known
+        outputs = list(function(args))
+        if known is None:  # a program returns the same at each call
+            owners: dict[int, Any] = {}
+            for i, node in enumerate(results):
+                if isinstance(outputs[i], torch.Tensor):
+                    owners.setdefault(id(outputs[i]), node)
+            known = [
+                i
+                for i, node in enumerate(results)
+                if isinstance(outputs[i], torch.Tensor) and owners[id(outputs[i])] is not node
+            ]
+        for i in known:
+            outputs[i] = alias(outputs[i]) if first[results[i]] == i else outputs[first[results[i]]]
+        return outputs
+
+    return run
+
+
 class InductorLowering:
     """A :class:`planner.lowering.lowerings.Lowering` by Inductor.
 
@@ -220,10 +253,12 @@ class InductorLowering:
         self.digests: dict[Role, str] = {}
 
     def __call__(self, module: GraphModule, role: Role) -> BoxedFunction:
+        results: Sequence[Any] = module.graph.output_node().args[0]  # type: ignore[assignment]
         graph = for_inductor(module)
         function, digest = compiling.compiled(*self._arguments(graph), **self._keywords(role))
         self.digests.setdefault(role, digest)
-        return as_given(function, graph)
+        given = as_given(function, graph)
+        return given if role == "backward" else results_apart(given, results)
 
     def emitted(self, module: GraphModule, role: Role) -> tuple[compiling.Emitted, BoxedFunction, list[Any]]:
         """The program that Inductor emits for a graph, without compiling it.
