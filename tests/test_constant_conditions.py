@@ -72,6 +72,47 @@ def of_one_given_to_write_to(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if (found < 7).all() else x * 3
 
 
+def of_one_that_is_told_to_change(x: torch.Tensor) -> torch.Tensor:
+    found = positions(x) - 3
+    torch.nn.functional.relu(found.data, inplace=True)
+    return x * 2 if (found >= 0).all() else x * 3
+
+
+def of_one_that_an_argument_tells_to_change(x: torch.Tensor) -> torch.Tensor:
+    found = positions(x) - 3
+    torch.nn.functional.hardtanh(found.data, 0, 2, True)
+    return x * 2 if (found >= 0).all() else x * 3
+
+
+REMEMBERED = [0]
+"""What an operator and a function of a user's remember."""
+
+
+@torch.library.custom_op("planner_tests::remembered", mutates_args=())
+def remembered(size: int) -> torch.Tensor:
+    """Nothing that it is given decides what it returns."""
+    return torch.full((size,), REMEMBERED[0])
+
+
+@remembered.register_fake
+def _(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int64)
+
+
+def of_what_an_operator_remembers(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if (remembered(x.shape[1]) > 0).all() else x * 3
+
+
+@torch.compiler.allow_in_graph
+def told(size: int) -> torch.Tensor:
+    """As above, for a function that Dynamo does not look into."""
+    return torch.full((size,), REMEMBERED[0])
+
+
+def of_what_a_function_remembers(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if (told(x.shape[1]) > 0).all() else x * 3
+
+
 def of_one_that_a_view_changed(x: torch.Tensor) -> torch.Tensor:
     found = positions(x).clone()
     found.detach()[:, 1:].add_(9)
@@ -124,6 +165,10 @@ def test_an_assertion_on_sizes_is_no_operation() -> None:
         of_one_changed_behind,
         of_one_changed_with_others,
         of_one_given_to_write_to,
+        of_one_that_is_told_to_change,
+        of_one_that_an_argument_tells_to_change,
+        of_what_an_operator_remembers,
+        of_what_a_function_remembers,
         of_one_that_a_view_changed,
         drawn,
         rounded,

@@ -170,6 +170,19 @@ def test_such_writes_at_sizes_that_vary() -> None:
     _alike(model, x, torch.randn(17, 8), torch.randn(13, 8))
 
 
+def _scaled(y: torch.Tensor) -> torch.Tensor:
+    scaled = y.clone()
+    scaled[:, :WIDTH].mul_(2)
+    first = scaled[:, WIDTH:]
+    first.mul_(0.5).div_(3)
+    return scaled * first.sum()
+
+
+def test_a_view_that_is_multiplied_by_a_number_keeps_nobody_waiting() -> None:
+    model, x = _written(_scaled)
+    _alike(model, x)
+
+
 @pytest.mark.parametrize(
     ("kind", "width"),
     [

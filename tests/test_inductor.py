@@ -109,6 +109,103 @@ def test_draws_are_measured_as_others_are(again: tuple[Net, torch.Tensor, planne
     assert not any("could not be measured" in note for note in again[2].notes)
 
 
+class Noise(nn.Module):
+    """Draws by an operator one of whose arguments is called ``from``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inside(x) * torch.empty_like(x).uniform_(-1, 2)).square().mean()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:Inductor emits other programs")
+def test_an_argument_may_be_called_like_a_word_of_the_language() -> None:
+    model, x = Noise(), torch.randn(64, 16)
+    expected, state = left(model, x)
+    plan = planner.plan(model, x, budget="1GiB", backend="inductor", solver="sqrt_n")
+    found, after = left(plan.apply(model), x)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
+    assert torch.equal(state, after)
+
+
+class Halves(nn.Module):
+    """Returns its loss, what that is computed from, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.first(x).tanh()
+        return self.last(y).square().mean(), y, y[:, :4]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:Inductor emits other programs")
+def test_the_gradient_of_a_view_is_there_beside_an_output_that_nothing_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = Halves(), torch.randn(64, 16)
+    expected = torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+    plan = planner.plan(model, x, loss=loss_of, budget="1GiB", backend="inductor", solver="sqrt_n")
+    original = compiling.compiled
+
+    def without_aliases(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+        run, digest = original(*args, **kwargs)
+
+        def as_inductor(taken: list[Any]) -> list[Any]:
+            there: dict[Any, Any] = {}
+            return [
+                t if t is None else there.setdefault((t.data_ptr(), t.shape, t.stride()), t)
+                for t in run(taken)
+            ]
+
+        return as_inductor, digest
+
+    monkeypatch.setattr(compiling, "compiled", without_aliases)
+    loss_of(plan.apply(model)(x)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def loss_of(output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return output[0] + output[2].sum()
+
+
+class PartOfNoise(nn.Module):
+    """Draws into a part of a tensor, element by element, as eager does for those alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = x.new_zeros(x.shape[0], 32)
+        drawn[:, :16].normal_()
+        return (self.inside(x) * drawn[:, :16]).square().mean()
+
+
+def test_a_draw_into_a_part_of_a_tensor_is_refused_where_it_runs_once_too() -> None:
+    with pytest.raises(CaptureError, match=r"^backend='inductor' cannot run aten.normal_functional"):
+        planner.plan(PartOfNoise(), torch.randn(64, 16), budget="1GiB", backend="inductor", solver="sqrt_n")
+
+
+def test_an_error_of_inductor_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise AssertionError("of\nInductor")
+
+    monkeypatch.setattr(compiling, "emitted", fails)
+    model, x = built()
+    with pytest.raises(
+        CaptureError, match=r"cannot lower the forward.*AssertionError: of Inductor.*backend='eager'"
+    ):
+        planner.plan(model, x, budget="min", backend="inductor", solver="sqrt_n")
+
+
 def test_a_program_is_lowered_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     step = planner.prepare(model, torch.ones(64, 4), backend="inductor")

@@ -10,8 +10,10 @@ import torch.nn as nn
 from torch.fx import Graph, GraphModule
 
 import planner
+from planner._torch import fake
 from planner._torch.inductor.decompositions import nll_loss_backward
-from planner.lowering.inductor import as_given, for_inductor
+from planner.lowering.inductor import InductorLowering, as_given, for_inductor
+from planner.lowering.partition import no_recomputation, partition
 from planner.planning import inductor
 from planner.planning.inductor import emitted_model
 from solvers import portfolio
@@ -93,6 +95,22 @@ def test_what_is_not_read_is_not_held() -> None:
     (result,) = as_given(run, graph)(args)
     assert not args
     assert torch.equal(result, torch.full((3,), 3.0))
+
+
+def test_a_backward_is_compiled_for_what_its_forward_saves() -> None:
+    cell = nn.GRUCell(16, 16)  # eager writes into chunks of the results of its products, and saves those
+    prepared = planner.prepare(
+        cell, torch.randn(8, 16), loss=lambda y: y.square().mean(), backend="inductor"
+    )._prepared
+    joint = prepared.captured.graphs[0].joint
+    assert joint is not None
+    halves, lowering = partition(joint, no_recomputation(joint)), InductorLowering({})
+    _, run, arguments = lowering.emitted(halves.forward, "forward")
+    _, _, read = lowering.emitted(halves.backward, "backward")
+    with fake.without_modes(), arguments[0].fake_mode:
+        results = run(arguments)
+    tangents = sum("tangents" in node.name for node in halves.backward.graph.find_nodes(op="placeholder"))
+    assert [t.stride() for t in results[tangents:]] == [t.stride() for t in read[:-tangents]]
 
 
 class Attention(nn.Module):

@@ -116,8 +116,11 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
 def saved_in_node(tensor: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
     """Those of an operation's arguments with these names that autograd saved, in the node of its result.
 
-    What hooks for saved tensors made of them is not among them.
+    What hooks for saved tensors made of them is not among them. A view is asked for nothing: its node leads
+    to that of its base, and may be in the making, under a lock, while this is called.
     """
+    if tensor._is_view():
+        return []
     saved = [getattr(tensor.grad_fn, f"_raw_saved_{name}", None) for name in names]
     return [one.data for one in saved if one is not None and isinstance(one.data, torch.Tensor)]
 

@@ -22,11 +22,13 @@ from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
-from planner.errors import CaptureError
-from planner.graph.in_place import OnCopy
+from planner.errors import CaptureError, PlannerError
+from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias
 from planner.graph.replay import rng, rnn_reserve
 from planner.lowering.roles import Role
+
+Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class InductorGraph:
         read: Positions of ``inputs`` among those of the graph that was traced. A program that Inductor emits
             holds what it does not read until it returns.
         given: How many inputs that graph has.
+        strides: Of each output of that graph; None where it is no tensor.
     """
 
     module: GraphModule
@@ -52,13 +55,15 @@ class InductorGraph:
     draws: bool
     read: Sequence[int]
     given: int
+    strides: Sequence[Strides | None]
 
 
-def for_inductor(module: GraphModule) -> InductorGraph:
+def for_inductor(module: GraphModule, strides: Sequence[Strides | None] = ()) -> InductorGraph:
     """Trace a graph of operator calls with Inductor's decompositions.
 
     Args:
         module: A half of a :class:`planner.lowering.partition.Partition`, or another graph of operator calls.
+        strides: Those that its first inputs have, where they are others than the graph was traced with.
 
     Raises:
         CaptureError: Its sizes are symbolic, or it runs what Inductor cannot.
@@ -71,7 +76,7 @@ def for_inductor(module: GraphModule) -> InductorGraph:
     ):
         raise CaptureError("backend='inductor' compiles for shapes, not for symbolic sizes")
     mode = fake.fake_mode_with_sizes()
-    inputs = [fake.same_shape_in(mode, v) if isinstance(v, torch.Tensor) else v for v in values]
+    inputs = _without_data(values, mode, strides)
     positions = {node: i for i, node in enumerate(placeholders)}
     results: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     aliases = {
@@ -79,6 +84,7 @@ def for_inductor(module: GraphModule) -> InductorGraph:
         for i, node in enumerate(results)
         if isinstance(node, Node) and node.target is alias and node.args[0] in positions
     }
+    laid_out = {i: value.stride() for i, j in aliases.items() if isinstance(value := inputs[j], torch.Tensor)}
     kept = _without_outputs(module, aliases.keys()) if aliases else module
     emitter = _ForInductor(kept)
 
@@ -88,11 +94,39 @@ def for_inductor(module: GraphModule) -> InductorGraph:
         return outputs if emitter.token is None else [*outputs, emitter.token]
 
     traced = compiling.retrace(function, inputs, mode)
+    outputs = iter(traced.graph.output_node().args[0])  # type: ignore[arg-type]
+    found = [laid_out[i] if i in laid_out else _strides(next(outputs)) for i in range(len(results))]
     read = _without_unread(traced, _names(placeholders))
     realize_in_place(traced)
-    return InductorGraph(
-        traced, [inputs[i] for i in read], mode, aliases, emitter.token is not None, read, len(inputs)
-    )
+    draws = emitter.token is not None
+    return InductorGraph(traced, [inputs[i] for i in read], mode, aliases, draws, read, len(inputs), found)
+
+
+def _without_data(values: Sequence[Any], mode: Any, strides: Sequence[Strides | None]) -> list[Any]:
+    """Tensors of a fake mode like others, the first with other strides perhaps; other values as they are."""
+    made = []
+    for i, value in enumerate(values):
+        other = strides[i] if i < len(strides) else None
+        if not isinstance(value, torch.Tensor):
+            made.append(value)
+        elif other is None or other == value.stride():
+            made.append(fake.same_shape_in(mode, value))
+        else:
+            with mode:
+                made.append(torch.empty_strided(value.shape, other, dtype=value.dtype, device=value.device))
+    return made
+
+
+def _strides(node: Any) -> Strides | None:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value.stride() if isinstance(value, torch.Tensor) else None
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _names(placeholders: Sequence[Node]) -> list[str]:
@@ -131,7 +165,8 @@ def _refuse(module: GraphModule) -> None:
         again = node.target is rng.run_from_state
         reserves = node.target is rnn_reserve.with_reserve
         target: Any = node.args[3] if again else node.args[0] if reserves else node.target
-        writes = isinstance(target, OnCopy) or (operators.may_draw(target) and operators.writes(target))
+        written = operators.writes(target) or operator_in_place(node) is not None
+        writes = isinstance(target, OnCopy) or (operators.may_draw(target) and written)
         if reserves or writes:
             raise CaptureError(
                 f"backend='inductor' cannot run {target}: it keeps a state, or draws in place; plan with "
@@ -173,6 +208,8 @@ class _ForInductor(Interpreter):
             layout = memory_format(rest[-1])
             pooled = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
             return GIVEN_TENSORS[target](gradient, pooled, *rest)
+        if target in _VIEWS:  # of what lies otherwise than it was traced, perhaps
+            return torch.ops.aten.reshape.default(*args, **kwargs)
         if operators.may_draw(target):
             *results, self.token = random_operators.in_order(target)(self._token(), *args, **kwargs)
             return results[0] if operators.returns_one(target) else tuple(results)
@@ -200,6 +237,39 @@ def as_given(function: BoxedFunction, graph: InductorGraph) -> BoxedFunction:
     return run
 
 
+def results_apart(function: BoxedFunction, results: Sequence[Any]) -> BoxedFunction:
+    """Wrap a forward, so that it returns a tensor of its own for each result.
+
+    Inductor makes no views such as ``detach``, and returns one tensor in the place of several results.
+    AOTAutograd says of a tensor that it is not differentiable, and would say it of all of these.
+
+    Args:
+        function: What Inductor compiled, with all outputs of the graph.
+        results: The outputs in the graph; those that are one there stay one.
+    """
+    first = {node: i for i, node in reversed(list(enumerate(results))) if isinstance(node, Node)}
+    known: list[int] | None = None
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        nonlocal known
+        outputs = list(function(args))
+        if known is None:  # a program returns the same at each call
+            owners: dict[int, Any] = {}
+            for i, node in enumerate(results):
+                if isinstance(outputs[i], torch.Tensor):
+                    owners.setdefault(id(outputs[i]), node)
+            known = [
+                i
+                for i, node in enumerate(results)
+                if isinstance(outputs[i], torch.Tensor) and owners[id(outputs[i])] is not node
+            ]
+        for i in known:
+            outputs[i] = alias(outputs[i]) if first[results[i]] == i else outputs[first[results[i]]]
+        return outputs
+
+    return run
+
+
 class InductorLowering:
     """A :class:`planner.lowering.lowerings.Lowering` by Inductor.
 
@@ -213,12 +283,15 @@ class InductorLowering:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
         self.digests: dict[Role, str] = {}
+        self._results: Sequence[Strides | None] = ()  # of the forward that was lowered last
 
     def __call__(self, module: GraphModule, role: Role) -> BoxedFunction:
-        graph = for_inductor(module)
+        results: Sequence[Any] = module.graph.output_node().args[0]  # type: ignore[assignment]
+        graph = self._graph(module, role)
         function, digest = compiling.compiled(*self._arguments(graph), **self._keywords(role))
         self.digests.setdefault(role, digest)
-        return as_given(function, graph)
+        given = as_given(function, graph)
+        return given if role == "backward" else results_apart(given, results)
 
     def emitted(self, module: GraphModule, role: Role) -> tuple[compiling.Emitted, BoxedFunction, list[Any]]:
         """The program that Inductor emits for a graph, without compiling it.
@@ -226,12 +299,41 @@ class InductorLowering:
         Returns:
             The program; the function that runs it without data, with the arguments and results of the
             compiled one; and arguments for that function.
+
+        Raises:
+            CaptureError: Inductor cannot lower it.
         """
-        graph = for_inductor(module)
-        program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
+        try:
+            graph = self._graph(module, role)
+            program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
+        except PlannerError:
+            raise
+        except Exception as error:  # whatever Inductor raises
+            raise CaptureError(
+                f"Inductor cannot lower the {role} of this step ({type(error).__name__}: {_line(error)}); "
+                "plan with backend='eager'"
+            ) from error
         values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-        inputs = [fake.same_shape_in(graph.mode, x) if isinstance(x, torch.Tensor) else x for x in values]
+        inputs = _without_data(values, graph.mode, self._saved(module, role))
         return program, as_given(program.run, graph), inputs
+
+    def _graph(self, module: GraphModule, role: Role) -> InductorGraph:
+        graph = for_inductor(module, self._saved(module, role))
+        if role == "forward":
+            self._results = graph.strides
+        return graph
+
+    def _saved(self, module: GraphModule, role: Role) -> Sequence[Strides | None]:
+        """How what the forward saves lies, where this is its backward.
+
+        Eager writes in place into parts of larger tensors, and what it saves of them has their strides.
+        Inductor computes these as tensors of their own.
+        """
+        if role == "forward":
+            return ()
+        inputs = module.graph.find_nodes(op="placeholder")
+        saved = sum(not node.name.startswith("tangents_") for node in inputs)
+        return self._results[len(self._results) - saved :] if saved <= len(self._results) else ()
 
     def _arguments(self, graph: InductorGraph) -> tuple[GraphModule, Sequence[Any], Any]:
         return graph.module, graph.inputs, graph.mode

@@ -10,7 +10,9 @@ arguments. Seen to work with torch 2.13.
 """
 
 import functools
+import re
 from collections.abc import Callable
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -116,6 +118,8 @@ def _define(
     schema = str(operator._schema)
     name, _, rest = schema.partition("(")
     arguments, _, _ = rest.rpartition(") -> ")
+    # torch.fx knows no signature where the name of an argument is a word of Python's, as `from` of `uniform`.
+    arguments = re.sub(r"(?<= )\w+(?=[=,]|$)", lambda n: f"{n[0]}_" * iskeyword(n[0]) or n[0], arguments)
     returns = [str(r.type) for r in operator._schema.returns] + ["Tensor"] * returns_token
     result = returns[0] if len(returns) == 1 else f"({', '.join(returns)})"
     plain = name.replace("::", "_").replace(".", "_")

@@ -8,6 +8,7 @@ graph goes on. Sizes that it depends on are guarded, symbolic ones by their numb
 
 import dis
 import functools
+import inspect
 import operator
 import types
 import weakref
@@ -24,6 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch.fake import is_size, storage_key, without_modes
+from planner._torch.operators import is_foreign
 
 _JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF")
 """Beginnings of the names of Python's conditional jumps."""
@@ -136,7 +138,8 @@ def _made_of(node: Node) -> list[Node] | None:
         if is_size(value):
             continue  # known by itself, whatever it is the size of
         discrete = isinstance(value, torch.Tensor) and _is_discrete(value)
-        if not discrete or each.op not in ("call_function", "call_method") or len(found) > _MOST_NODES:
+        computed = each.op == "call_method" or (each.op == "call_function" and _is_known(each.target))
+        if not discrete or not computed or len(found) > _MOST_NODES:
             return None
         ahead += each.all_input_nodes
     return sorted(found)
@@ -181,13 +184,31 @@ def _only_reads(node: Node) -> bool:
     if node.op == "call_method":
         return not str(node.target).endswith("_")
     target: Any = node.target
-    if node.op != "call_function" or target in _WRITES:
+    if node.op != "call_function" or target in _WRITES or not _is_known(target):
         return False
     if isinstance(target, torch._ops.OpOverload):
         return not target._schema.is_mutable
+    return not target.__name__.endswith("_") and not _told_to_write(node)
+
+
+def _is_known(target: Any) -> bool:
+    """Whether a function is PyTorch's or Python's: what those of users do, and remember, nobody knows."""
+    if isinstance(target, torch._ops.OpOverload):
+        return not is_foreign(target)
     module = str(getattr(target, "__module__", None) or "torch")  # what C++ defines has none
     ours = module.partition(".")[0] in ("torch", "_operator", "math", "builtins")
-    return ours and isinstance(target, _FUNCTIONS) and not target.__name__.endswith("_")
+    return ours and isinstance(target, _FUNCTIONS)
+
+
+def _told_to_write(node: Node) -> bool:
+    """Whether an argument says that a function is to write in place, as ``relu(x, inplace=True)``."""
+    if not isinstance(node.target, types.FunctionType):
+        return False
+    try:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):
+        return True
+    return given.get("inplace", False) is not False
 
 
 def _computed(nodes: list[Node], sizes: dict[Node, int]) -> torch.Tensor | None:
