@@ -198,7 +198,7 @@ class JointGraph:
                 self.storage_of[node] = self._storage(value)
                 if node in mutated_nodes:
                     mutated_storages.add(self.storage_of[node])
-        backward = False
+        in_backward = aot_metadata.backward_calls(self.graph)
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 value = node.meta.get("val", getattr(self.module, node.target, None))
@@ -207,7 +207,6 @@ class JointGraph:
                 continue
             if node.op != "call_function" or self.is_size(node):
                 continue
-            backward = backward or node.meta.get("partitioner_tag") == "is_backward"
             if node.target is operator.getitem:
                 value = node.meta.get("val")
                 if isinstance(value, torch.Tensor):
@@ -238,7 +237,7 @@ class JointGraph:
             op = JointOp(
                 index=len(self.ops),
                 node=node,
-                backward=backward,
+                backward=node in in_backward,
                 reads=reads,
                 allocates=tuple(allocates),
                 rule=rule,
@@ -246,7 +245,7 @@ class JointGraph:
                 written=written,
             )
             maker.update(dict.fromkeys(allocates, op))
-            if written is not None and not backward:
+            if written is not None and not op.backward:
                 maker[written].writers.append(op)
             self.op_of[node] = op.index
             self.ops.append(op)

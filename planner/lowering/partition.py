@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner._torch import fake
+from planner._torch.joint import aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.tensors import strided_copy
 from planner.errors import CaptureError
@@ -342,12 +343,4 @@ def _sizes_after(
 
 def _backward_nodes(joint: JointGraph) -> set[Node]:
     """Nodes that belong to the backward: its operations, and views taken in it or of its results."""
-    backward: set[Node] = set(joint.tangents)
-    started = False
-    for node in joint.graph.nodes:
-        if node.op != "call_function":
-            continue
-        started = started or node.meta.get("partitioner_tag") == "is_backward"
-        if started:
-            backward.add(node)
-    return backward
+    return {*joint.tangents, *aot_metadata.backward_calls(joint.graph)}
