@@ -21,6 +21,21 @@ class Exponential(torch.autograd.Function):
         return gradient * ctx.kept  # type: ignore[no-any-return]
 
 
+class Kept(Layers):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + Exponential.apply(0.1 * layer(x))
+        return x
+
+
+def test_what_ctx_keeps_is_freed_at_its_last_use() -> None:
+    model, args, _ = layers(Kept)
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
 class EndsInOne(Layers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = Exponential.apply(0.1 * self.run(x))
