@@ -57,6 +57,14 @@ def _begins_backward(call: torch.fx.Node) -> bool:
     )
 
 
+def places_among_tensors(joint: torch.fx.GraphModule) -> dict[int, int]:
+    """Which of the gradients that hooks of a compiled graph's autograd node are handed belongs to each of the
+    forward's inputs, by position: they are those of tensors alone, without symbolic sizes."""
+    inputs = [n for n in forward_inputs(joint) if isinstance(n.meta.get("val"), torch.Tensor)]
+    found = [input_position(n) for n in inputs]
+    return {position: place for place, position in enumerate(found) if position is not None}
+
+
 def gradient_places(joint: torch.fx.GraphModule) -> dict[int, int]:
     """Which outputs of a joint graph are the gradients of the forward's plain inputs, by their position."""
     found = {}
