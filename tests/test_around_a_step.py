@@ -86,3 +86,17 @@ def test_hooks_of_pytorchs_own_hand_back_what_they_were_given() -> None:
             loss = model(x)
         loss.backward()
     assert runs.backward == 1
+
+
+class Outputs(Without):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+def test_several_gradients_at_once_are_an_error_that_says_what_to_do() -> None:
+    model, (x,), _ = layers(Outputs)
+    plan_of(model, (x,), loss=torch.sum).apply(model)
+    y = model(x)
+    gradients = torch.randn(3, *y.shape)
+    with pytest.raises(planner.PlanMismatch, match=r"is_grads_batched.*planner\.remove"):
+        torch.autograd.grad(y, list(model.parameters()), gradients, is_grads_batched=True)
