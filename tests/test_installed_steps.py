@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import planner
 from planner import PlanWarning
 from tests.installed import assert_equal, gpt, plan_for
+from tests.side_by_side import assert_same, layers, left_by, peak_of, plan_of, steps
 
 
 @pytest.mark.heavy
@@ -107,6 +108,19 @@ def test_a_plan_that_was_tampered_with_cannot_change_results() -> None:
     with pytest.warns(PlanWarning, match="without recomputation"):
         report = planner.verify(model, args, plan=tampered, repeats=0)
     assert report.ok, report.problems
+
+
+def test_what_another_graph_has_at_the_same_place_says_nothing_of_the_plan() -> None:
+    model, args, _ = layers()
+    plan = plan_of(model, args)
+    plan.apply(model)
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer[2].p = 0.0
+    twin = planner.remove(copy.deepcopy(model))
+    with pytest.warns(PlanWarning, match="that the plan re-runs it re-runs the"):
+        ours = left_by(model, steps(args))
+    assert_same(ours, left_by(twin, steps(args)))
+    assert peak_of(model, args) <= plan.predicted.dynamic_peak_bytes
 
 
 @pytest.mark.heavy

@@ -102,6 +102,12 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for several, as inside of ``torch.func.vmap`` and of vectorised gradients."""
+    of = torch._C._functorch
+    return of.is_batchedtensor(tensor) or of.is_legacy_batchedtensor(tensor)
+
+
 def exclusively_owned(tensor: torch.Tensor) -> bool:
     """Whether, seen from a dispatch mode, only the caller in C++ holds this tensor and its storage.
 

@@ -36,7 +36,7 @@ from planner.capture.external_accumulation import (
     reordered_views,
     sums_between_graphs,
 )
-from planner.capture.graph_runner import GraphRunner, collector, notes_on
+from planner.capture.graph_runner import GraphRunner, collector, let_go, notes_on
 from planner.capture.module_calls import Bound, Marked
 from planner.capture.on_a_copy import NotWithoutDataError, RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import RecurrentCalls, recurrent_calls
@@ -186,6 +186,13 @@ class _Capture:
 
     def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
+        runners: list[GraphRunner] = []
+        try:
+            return self._run(runners, regions, decided)
+        finally:
+            let_go(runners)
+
+    def _run(self, runners: list[GraphRunner], regions: Sequence[str], decided: bool) -> CapturedStep:
         module, report = self.copied.module, self.report
         if (hindrance := hindering_mode()) is not None:
             raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
@@ -199,7 +206,6 @@ class _Capture:
 
             self._eager_runs = True
             report("capturing the forward", 0.2)
-            runners: list[GraphRunner] = []
             counted = graph_breaks.counted_breaks()
             backend = collector(
                 runners, module, chosen_lowering(), cuda=self._cuda is not None, data=self.copied.data

@@ -7,7 +7,7 @@ step that runs with data, what the graph computes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -292,6 +292,16 @@ class GraphRunner:
         released = frozenset(i for i in taken if i >= 0 and recording.storages[i].died_after is not None)
         call = GraphCall(self.index, instance, backward, tuple(taken), tuple(produced), released)
         recording.events[-1] = replace(recording.events[-1], graph=call)
+
+
+def let_go(runners: Iterable[GraphRunner]) -> None:
+    """Empty runners that no step will call any more.
+
+    Dynamo keeps what it compiled for as long as the process lives, and with them it would keep the model that
+    was planned, its copy, and the example inputs.
+    """
+    for runner in runners:
+        vars(runner).clear()
 
 
 def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:

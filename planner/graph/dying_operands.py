@@ -142,7 +142,7 @@ class _Storages:
         self._reads: dict[int, set[int]] = {}  # by storage: what its maker, and all that write into it, read
         self._readers: dict[int, list[Node]] = {}
         self._viewed: set[Node] = set()  # results that are written into a view
-        self._backward: set[Node] = set()
+        self._backward = aot_metadata.backward_calls(module.graph)
         self._known_strides = with_known_strides(module)
         self._place = {node: place for place, node in enumerate(module.graph.nodes)}
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -153,12 +153,7 @@ class _Storages:
             if i in mutated
             for tensor in _strided(n.meta.get("val"))
         }
-        backward = False
         for node in module.graph.nodes:
-            if node.op == "call_function":
-                backward = backward or node.meta.get("partitioner_tag") == "is_backward"
-                if backward:
-                    self._backward.add(node)
             self._add(node)
 
     def _add(self, node: Node) -> None:

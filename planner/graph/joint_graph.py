@@ -210,7 +210,7 @@ class JointGraph:
                 self.storage_of[node] = self._storage(value)
                 if node in mutated_nodes:
                     mutated_storages.add(self.storage_of[node])
-        backward = False
+        in_backward = aot_metadata.backward_calls(self.graph)
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 value = node.meta.get("val", getattr(self.module, node.target, None))
@@ -221,7 +221,6 @@ class JointGraph:
                 continue
             if fake.held_object(node.meta.get("val")) is not None:
                 continue  # a part of a mesh: traced only where nothing asked for it before in this process
-            backward = backward or node.meta.get("partitioner_tag") == "is_backward"
             if node.target is operator.getitem:
                 value = node.meta.get("val")
                 if isinstance(value, torch.Tensor):
@@ -252,7 +251,7 @@ class JointGraph:
             op = JointOp(
                 index=len(self.ops),
                 node=node,
-                backward=backward,
+                backward=node in in_backward,
                 reads=reads,
                 allocates=tuple(allocates),
                 rule=rule,
@@ -260,7 +259,7 @@ class JointGraph:
                 written=written,
             )
             maker.update(dict.fromkeys(allocates, op))
-            if written is not None and not backward:
+            if written is not None and not op.backward:
                 maker[written].writers.append(op)
             self.op_of[node] = op.index
             self.ops.append(op)

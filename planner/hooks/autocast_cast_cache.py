@@ -48,7 +48,7 @@ class AutocastCastCache(GraphHook):
     def __init__(self, warn: Callable[[str], None] | None = None) -> None:
         self.again = False
         self._warn = warn
-        self._alone: dict[int, torch.dtype] = {}
+        self._alone: dict[int, torch.dtype] = {}  # by place among the gradients of tensors
         self._others: list[int] = []
         self._taken: Callable[[Any], tuple[Any, ...]] = tuple
 
@@ -59,7 +59,7 @@ class AutocastCastCache(GraphHook):
         gradients = {i: flat[places[i]] for i in kept if i in places and flat[places[i]] is not None}
         inputs = [aot_metadata.input_position(n) for n in aot_metadata.forward_inputs(joint)]
         in_order = inputs == list(range(len(inputs)))
-        self._alone = {
+        alone = {
             i: kept[i]
             for i, gradient in gradients.items()
             if in_order
@@ -67,8 +67,10 @@ class AutocastCastCache(GraphHook):
             and gradient.args[0].meta["val"].dtype is kept[i]
             and not is_sum(gradient.args[0])
         }
-        self._others = [i for i in gradients if i not in self._alone]
-        positions = [*self._alone, *self._others]
+        among_tensors = aot_metadata.places_among_tensors(joint)
+        self._alone = {among_tensors[i]: kind for i, kind in alone.items()}
+        self._others = [i for i in gradients if i not in alone]
+        positions = [*alone, *self._others]
         self.watches = bool(positions)
         if positions:  # the first twice, as itemgetter returns a tuple only for several
             self._taken = operator.itemgetter(*positions, positions[0])
@@ -123,7 +125,7 @@ class _Call:
 
     Args:
         node: Its autograd node.
-        alone: What it casts parameters to, by position, where their gradients come from that cast alone.
+        alone: What it casts parameters to, by place of their gradients, where they come from that cast alone.
         parameters: These parameters, others that it casts, and the first again.
     """
 
@@ -134,9 +136,9 @@ class _Call:
         self.watched = False
 
     def casts(self) -> Iterator[tuple[int, torch.dtype, int]]:
-        """Of each parameter whose gradient comes from a cast alone: position, type and identity."""
-        for (position, kind), parameter in zip(self.alone.items(), self.parameters, strict=False):
-            yield position, kind, id(parameter)
+        """Of each parameter whose gradient comes from a cast alone: the gradient's place, type, identity."""
+        for (place, kind), parameter in zip(self.alone.items(), self.parameters, strict=False):
+            yield place, kind, id(parameter)
 
 
 class _Region:
@@ -195,8 +197,8 @@ class _Region:
             self._backward = backward
             self._sums.clear()
         gradients = list(found)
-        for position, kind, key in call.casts():
-            gradient = gradients[position]
+        for place, kind, key in call.casts():
+            gradient = gradients[place]
             if gradient is None:
                 continue
             later = self._sums.pop(key, None)
@@ -204,7 +206,7 @@ class _Region:
             if later is not None:
                 total = later + total
                 difference = total.to(gradient.dtype) - later
-                gradients[position] = torch.where(later.isfinite(), difference, gradient)
+                gradients[place] = torch.where(later.isfinite(), difference, gradient)
             if key not in call.first:
                 self._sums[key] = total
         return tuple(gradients)

@@ -1,6 +1,7 @@
 """Calls whose backward has not run yet: no prediction counts what two of them hold at once."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from planner._torch import autograd
 from planner.compiled.calls import Call, Calls, Token
 from planner.compiled.graph_hook import GraphHook, HookContext
+from planner.errors import PlanMismatch
 
 
 class Awaiting(GraphHook):
@@ -27,9 +29,15 @@ class Awaiting(GraphHook):
         call, token = self._calls.last, Token()
         call.tokens.append(weakref.ref(token))
         # The node holds the hook, which holds the token.
-        node.register_prehook(lambda _gradients, _token=token: self._before(call))
+        node.register_prehook(lambda gradients, _token=token: self._before(call, gradients))
 
-    def _before(self, call: Call) -> None:
+    def _before(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
+        if any(g is not None and autograd.is_batched(g) for g in gradients):
+            raise PlanMismatch(
+                "the backward of a planned module runs for one gradient of an output, and is asked for "
+                "several at once (is_grads_batched=True, vectorize=True). Ask for one after another, or use "
+                "planner.remove(model) for such steps"
+            )
         if not autograd.graph_is_kept():
             call.done = True
         elif not torch.is_grad_enabled():  # double_backward.py warns of create_graph=True

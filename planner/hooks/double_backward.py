@@ -36,11 +36,13 @@ class DoubleBackward(GraphHook):
         self._graph, self._obstacle, self._warn = graph, obstacle, warn
         self._warned = False
         self._outputs: dict[int, int] = {}
+        self._places: dict[int, int] = {}
 
     def on_traced(self, traced: TracedGraph) -> None:
         joint = traced.reading
         inputs = [aot_metadata.input_position(primal) for primal in joint.primals]
         self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
+        self._places = aot_metadata.places_among_tensors(traced.joint)
         if any(may_draw(op.node.target) for op in joint.ops):
             self._obstacle = "it draws random numbers, or an operation from outside PyTorch may"
         elif joint.mutated:
@@ -99,7 +101,7 @@ class DoubleBackward(GraphHook):
             create_graph=True,
             allow_unused=True,
         )
-        replaced = dict(zip(wanted, gradients, strict=True))
+        replaced = {self._places[i]: g for i, g in zip(wanted, gradients, strict=True)}
         return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(found))
 
 

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner._torch import fake
+from planner._torch.joint import aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.tensors import strided_copy
 from planner.errors import CaptureError
@@ -29,6 +30,7 @@ from planner.graph.replay_rule import ReplayRule
 from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
 
 _USER_OUTPUTS = "user_outputs"
+_UNCHECKED = "saved_tensor_with_no_vc_check"
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,8 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     for primal in joint.primals:
         env[primal] = graph.node_copy(primal)
     outputs, _ = joint.outputs
-    saved = sorted(body.saved, key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
+    unchecked = _unchecked(joint, body.saved)
+    saved = sorted(body.saved, key=lambda n: n in unchecked)
     state_of: dict[JointOp, Node] = {}
 
     def node(original: Node) -> Node:
@@ -286,6 +289,8 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
             node(size)
     wanted = [*outputs, *saved, *body.sizes]
     results = map_arg(wanted, node)
+    for original in {*saved, *body.sizes} - unchecked:
+        env[original].meta.pop(_UNCHECKED, None)
     states = [state_of[op] for op in body.states]
     taken = [taken_as[key] for key in body.taken]
     graph.output([*results[: len(outputs)], *states, *taken, *results[len(outputs) :]])
@@ -294,6 +299,23 @@ def _forward(joint: JointGraph, body: _Backward) -> tuple[GraphModule, tuple[Nod
     tensors = [*body.states.values(), *body.taken.values(), *(body.saved[n] for n in saved)]
     _order_placeholders(body, [*body.sizes.values(), *tensors])
     return graph_module(joint.module, graph), tuple(saved)
+
+
+def _unchecked(joint: JointGraph, saved: Iterable[Node]) -> set[Node]:
+    """What is saved and may be changed in place until the backward, as autograd functions of the user's allow
+    it for what they keep as attributes of ``ctx``.
+
+    PyTorch holds it beyond the backward. Nobody but the graph can change what neither goes in nor comes out:
+    it is saved as all else is, and freed at its last use.
+    """
+    around = (n for n in (*joint.primals, *joint.outputs[0]) if isinstance(n, Node))
+    reached = {s for n in around for s in joint.storages_of(n)}
+
+    def within(node: Node) -> bool:
+        storages = joint.storages_of(node)
+        return bool(storages) and reached.isdisjoint(storages)
+
+    return {n for n in saved if n.meta.get(_UNCHECKED) and not within(n)}
 
 
 def _taken(graph: FxGraph, source: Node, function: Callable[..., Any]) -> Node:
@@ -342,12 +364,4 @@ def _sizes_after(
 
 def _backward_nodes(joint: JointGraph) -> set[Node]:
     """Nodes that belong to the backward: its operations, and views taken in it or of its results."""
-    backward: set[Node] = set(joint.tangents)
-    started = False
-    for node in joint.graph.nodes:
-        if node.op != "call_function":
-            continue
-        started = started or node.meta.get("partitioner_tag") == "is_backward"
-        if started:
-            backward.add(node)
-    return backward
+    return {*joint.tangents, *aot_metadata.backward_calls(joint.graph)}

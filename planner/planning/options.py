@@ -258,8 +258,9 @@ def shows_options(keywords: type[Keywords]) -> Callable[[_F], _F]:
         shown = signature.replace(parameters=[*own, *more])
         function.__signature__ = shown  # type: ignore[attr-defined]
         if function.__doc__:
-            function.__doc__ = function.__doc__.replace(
-                "        **options: See :class:`planner.planning.options.PlanOptions`.\n", _described(names)
+            # From Python 3.13 on the compiler takes the indentation away.
+            function.__doc__ = inspect.cleandoc(function.__doc__).replace(
+                "    **options: See :class:`planner.planning.options.PlanOptions`.\n", _described(names)
             )
         return function
 
@@ -290,7 +291,7 @@ def _described(names: Sequence[str]) -> str:
         if not line.startswith(" " * 8):
             wanted = line.strip().partition(":")[0] in names
         if wanted:
-            lines.append(f"    {line}\n")
+            lines.append(f"{line}\n")
     return "".join(lines)
 
 

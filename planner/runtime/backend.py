@@ -37,7 +37,14 @@ from planner.runtime.forward_only import warns_if_differentiated
 from planner.runtime.own_errors import unplanned
 from planner.runtime.per_shape import MOST_SHAPES, StaticShapes
 from planner.runtime.read_again import ReadAgain
-from planner.runtime.remap import among_sizes, matches, planned_bytes, remap_schedule, total_bytes
+from planner.runtime.remap import (
+    among_sizes,
+    matches,
+    planned_bytes,
+    remap_schedule,
+    same_operations,
+    total_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +282,9 @@ class PlanBackend:
             return remapped.backward, remapped.packed
         self._path.follow(record)
         if not matches(record, joint):
-            if not all(joint.ops[i].recomputable for i in record.recomputed if i < joint.forward_length):
+            if same_operations(record, joint) and not all(
+                joint.ops[i].recomputable for i in record.recomputed
+            ):
                 warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
                 return no_recomputation(joint), ()
             remapped = remap_schedule(record, joint)

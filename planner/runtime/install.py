@@ -31,6 +31,7 @@ from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import RankCheck, warn_of_other_ranks
+from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
@@ -182,7 +183,9 @@ class PlannedCall(InstalledCall):
         self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
         self.when_accumulating: Callable[..., Callable[..., Any] | None] | None = None
-        self._without_gradient: torch.nn.Parameter | None = None  # where it has one, others have too
+        self._earlier: EarlierGradients | None = None  # where the plan is for none, until there are some
+        if plan.resident.gradient_bytes == 0:
+            self._earlier = EarlierGradients(model.parameters)
 
     def install_in(self, copied: torch.nn.Module) -> None:
         _install(copied, self.plan, None, self.on_new_shape, self.loss)
@@ -211,8 +214,8 @@ class PlannedCall(InstalledCall):
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
-        if self._without_gradient is not None and self._without_gradient.grad is not None:
-            self._without_gradient = None
+        if self._earlier is not None and self._earlier.are_there():
+            self._earlier = None
             instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating
             if (planned := instead(args, kwargs)) is not None:
                 return planned(*args, **kwargs)
@@ -228,8 +231,6 @@ class PlannedCall(InstalledCall):
                 return modules.module_call(model, *args, **kwargs)
             self._hooks = hooks
             self.unplanned.planned_call()
-            if self.plan.resident.gradient_bytes == 0:
-                self._without_gradient = next((p for p in model.parameters() if p.requires_grad), None)
             warn_of_other_ranks(self.plan, model)
             if holds_dtensors(model):
                 RankCheck(self.plan, self.on_new_shape).among_shards(model)

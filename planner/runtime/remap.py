@@ -195,14 +195,18 @@ def _positions(values: Sequence[Any]) -> Callable[[int], int]:
     return lambda index: places[index] if index < len(places) else len(values) + index
 
 
+def same_operations(record: GraphRecord, joint: JointGraph) -> bool:
+    """Whether a plan's operations are those of a graph."""
+    return len(joint.ops) == len(record.ops) and all(
+        op.name == known.name and op.backward == (known.phase == "backward")
+        for op, known in zip(joint.ops, record.ops, strict=True)
+    )
+
+
 def matches(record: GraphRecord, joint: JointGraph) -> bool:
     """Whether a plan's operations are those of a graph, and all that it re-runs may be re-run."""
     return (
-        len(joint.ops) == len(record.ops)
-        and all(
-            op.name == known.name and op.backward == (known.phase == "backward")
-            for op, known in zip(joint.ops, record.ops, strict=True)
-        )
+        same_operations(record, joint)
         and all(joint.ops[index].recomputable for index in record.recomputed)
         and all(
             is_mask(joint.ops[index].node) or relu_before(joint, joint.ops[index]) is not None

@@ -8,6 +8,7 @@ plan's schedule simulated there. Then the user gets a warning with the peak, ano
 import inspect
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -213,7 +214,13 @@ class NewShapes:
         return prepare(self._model, Step(args, kwargs, options.loss, options.outputs), options)
 
     def _program(self, plan: PlanRecord, shapes: Shapes) -> Program:
-        planned, others = self._compile(plan, lambda: self._others)
+        me = weakref.ref(self)  # what is compiled may outlive the model
+
+        def warned_of_shapes() -> bool:
+            policy = me()
+            return policy is not None and policy._others
+
+        planned, others = self._compile(plan, warned_of_shapes)
         return Program(plan, shapes, planned, others, [shapes])
 
     def _replanned(self, prepared: Prepared) -> PlanRecord:

@@ -39,6 +39,32 @@ def forward_inputs(joint: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [n for n in nodes if not isinstance(n.meta.get("desc"), TangentAOTInput)]
 
 
+def backward_calls(joint: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The calls of a joint graph that are its backward: from the first that is marked or reads a gradient on.
+
+    Calls in a backward of the user's own (``torch.autograd.Function``) are not marked.
+    """
+    found: set[torch.fx.Node] = set()
+    for node in joint.nodes:
+        if node.op == "call_function" and (found or _begins_backward(node)):
+            found.add(node)
+    return found
+
+
+def _begins_backward(call: torch.fx.Node) -> bool:
+    return call.meta.get("partitioner_tag") == "is_backward" or any(
+        isinstance(n.meta.get("desc"), TangentAOTInput) for n in call.all_input_nodes
+    )
+
+
+def places_among_tensors(joint: torch.fx.GraphModule) -> dict[int, int]:
+    """Which of the gradients that hooks of a compiled graph's autograd node are handed belongs to each of the
+    forward's inputs, by position: they are those of tensors alone, without symbolic sizes."""
+    inputs = [n for n in forward_inputs(joint) if isinstance(n.meta.get("val"), torch.Tensor)]
+    found = [input_position(n) for n in inputs]
+    return {position: place for place, position in enumerate(found) if position is not None}
+
+
 def gradient_places(joint: torch.fx.GraphModule) -> dict[int, int]:
     """Which outputs of a joint graph are the gradients of the forward's plain inputs, by their position."""
     found = {}

@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
+from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -106,8 +107,19 @@ def no_other_thread_traces() -> Iterator[None]:
 
 
 def hindering_mode() -> str | None:
-    """What is said of a dispatch mode of the user's that is on, as ``FlopCounterMode``, if one is: under it,
-    Dynamo leaves all frames alone."""
+    """What is said of a mode of the user's that is on and under which no step runs by a plan, if one is.
+
+    Under dispatch modes, as ``FlopCounterMode``, Dynamo leaves all frames alone. Transforms of functions and
+    forward-mode differentiation go through operations one by one. Hooks on saved tensors, but for those of
+    PyTorch, which hand back what they were given, are made for what the step saves without a plan.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return f"{_transform()} is on, and plans do not go through transforms of functions"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation (dual_level) is on, and plans have backwards alone"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and not _is_of_torch(hooks[0]):
+        return "saved_tensors_hooks are on, and plans save other tensors than the step does without"
     if not torch._C._len_torch_dispatch_stack():
         return None
     for mode in reversed(_get_current_dispatch_mode_stack()):
@@ -117,3 +129,13 @@ def hindering_mode() -> str | None:
         ):
             return f"{kind.__qualname__} is on, and under a dispatch mode PyTorch captures nothing"
     return None
+
+
+def _transform() -> str:
+    key = torch._C._functorch.peek_interpreter_stack().key()
+    return f"torch.func.{key.name.lower()}"
+
+
+def _is_of_torch(hook: Any) -> bool:
+    module: str = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.partition(".")[0] == "torch"
