@@ -15,7 +15,7 @@ from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.training_step.inputs import read_step
-from planner.training_step.step import differentiable_outputs, find_loss, tensors_in
+from planner.training_step.step import differentiable_outputs, differentiates, find_loss
 
 LOSS_OUTSIDE = (
     "; the loss is computed outside the module and its memory is not counted: pass loss= to count it"
@@ -44,8 +44,8 @@ class PlannedAtFirstCall(InstalledCall):
             output = self.run_original(*args, **kwargs)
             self.unplanned.called_in_other_mode(output)
             return output
-        if not any(t.requires_grad for t in [*model.parameters(), *tensors_in((args, kwargs))]):
-            return self.run_original(*args, **kwargs)  # nothing to differentiate
+        if not differentiates(model, args, kwargs):
+            return self.run_original(*args, **kwargs)
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)

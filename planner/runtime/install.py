@@ -36,7 +36,7 @@ from planner.runtime.own_errors import unplanned
 from planner.runtime.shape_policy import NewShapes, OnNewShape, checked, shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.regions import RunningRegions
-from planner.training_step.step import Loss
+from planner.training_step.step import Loss, differentiates
 from planner.training_step.wrappers import refuse_wrappers
 
 
@@ -210,7 +210,8 @@ class PlannedCall(InstalledCall):
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
-        if self._without_gradient is not None and self._without_gradient.grad is not None:
+        watched = self._without_gradient
+        if watched is not None and watched.grad is not None and differentiates(model, args, kwargs):
             self._without_gradient = None
             instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating
             if (planned := instead(args, kwargs)) is not None:
@@ -263,6 +264,8 @@ class PlannedCall(InstalledCall):
             key = shape_key(args, kwargs)
             program = self._programs.get(key)
             if program is None:
+                if not differentiates(self._model, args, kwargs):
+                    return run_forward(self._model, args, kwargs)  # which takes no more than it frees
                 program = self._programs[key] = self._shapes.program(args, kwargs)
         except Exception as error:
             unplanned("a step with inputs that have not been seen before", error)
