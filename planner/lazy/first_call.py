@@ -10,6 +10,7 @@ from planner._torch.tracing import torchscript
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.environment import plans_are_off, tell
+from planner.errors import SkippedStep
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.runtime.install import PlannedCall, check_fits, put_in
@@ -49,7 +50,10 @@ class PlannedAtFirstCall(InstalledCall):
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
-        made, planned = self._plan(args, kwargs)
+        try:
+            made, planned = self._plan(args, kwargs)
+        except SkippedStep:
+            return self.run_original(*args, **kwargs)  # the next one is planned
         planned.when_accumulating = self._plan_again
         outside = ""
         try:
@@ -64,7 +68,10 @@ class PlannedAtFirstCall(InstalledCall):
         """Plan for gradients that are there already, unless ``accumulate=`` was given."""
         if self.wanted.options.accumulate is not None:
             return None
-        made, planned = self._plan(args, kwargs)
+        try:
+            made, planned = self._plan(args, kwargs)
+        except SkippedStep:
+            return None
         _tell(made, "; planned again, as gradients are there already when a step begins")
         return planned
 
