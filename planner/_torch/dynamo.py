@@ -1,13 +1,15 @@
 """Dynamo: its settings, and compiling a function with a backend of ours."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 import torch._dynamo as dynamo
-from torch._C._dynamo.eval_frame import _FrameAction
+from torch._C._dynamo.eval_frame import _FrameAction, reset_code
+from torch._dynamo import eval_frame
 
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.breaks.break_patches import marks_allowed
@@ -187,10 +189,20 @@ def _optimized(
     call_ours_in_any_stance()
     with switched_on():
         context: Any = dynamo.optimize(backend, **options)
+    # There Dynamo would keep it, and with it the plan's optimizer, for as long as the process runs.
+    eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
     context.callback = _WithSettings(context.callback, symbolic, given_up, parts, function.__code__)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)
     return guarded(context(function))
+
+
+def forget(compiled: Callable[..., Any]) -> None:
+    """Let go of what was captured of a function that :func:`dynamo_compile` returned, to be called no more.
+
+    What Dynamo compiles it puts among global variables, and takes it out when the code that names it goes.
+    """
+    reset_code(inspect.unwrap(compiled).__code__)
 
 
 def _fresh(function: FunctionType | Callable[..., Any]) -> FunctionType:

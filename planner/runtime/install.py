@@ -284,6 +284,8 @@ def _compiled(
     plan: PlanRecord,
     warned_of_shapes: Callable[[], bool],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    plan = plan.model_copy().remember(None)  # PyTorch holds what is compiled: no optimizer, no loss with it
+
     def compile_(once_more: bool) -> list[CapturedAgain]:
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]
         backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
