@@ -22,6 +22,10 @@ class CaptureError(PlannerError):
     """The module's training step could not be turned into a graph."""
 
 
+class SkippedStep(CaptureError):
+    """A training step returned no loss, as one does that skips its batch: there is nothing to plan in it."""
+
+
 class CompilerError(PlannerError):
     """What Inductor compiles with is not there."""
 

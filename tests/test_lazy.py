@@ -322,6 +322,21 @@ def test_gradients_that_are_there_already_are_planned_for(capsys: pytest.Capture
 
 
 @pytest.mark.heavy
+def test_a_frozen_call_with_gradients_there_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a generator does while a discriminator trains, whose batches may be larger."""
+    model = planner.auto_checkpoint(_model(), **BY)
+    with no_plan_warnings():
+        model(_batch()).backward()
+        model.requires_grad_(False)
+        for size in (64, 96):
+            assert not model(_batch(size)).requires_grad
+        model.requires_grad_(True)
+        model.zero_grad()
+        model(_batch()).backward()
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.heavy
 def test_gradients_that_an_applied_plan_is_not_for_are_reported() -> None:
     for accumulate in (False, True):
         model = _model()

@@ -67,11 +67,17 @@ class _Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def _train(folder: Path, options: dict[str, Any], callbacks: list[Any], resume: bool = False) -> _Module:
+def _train(
+    folder: Path,
+    options: dict[str, Any],
+    callbacks: list[Any],
+    resume: bool = False,
+    kind: type[_Module] = _Module,
+) -> _Module:
     generator = torch.Generator().manual_seed(1)
     sizes = (64, 64, 48, 64)
     batches = [torch.randn(size, 32, generator=generator) for size in sizes]
-    module = _Module()
+    module = kind()
     module.callback = callbacks[0] if callbacks else None
     torch.manual_seed(2)
     trainer = lightning.Trainer(
@@ -111,6 +117,28 @@ def test_it_trains_to_the_same_weights(precision: str, tmp_path: Path) -> None:
     theirs = _train(tmp_path / "unplanned", options, [], resume=True)
     for name, value in theirs.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
+
+
+class _Skips(_Module):
+    """Skips every other batch, the first among them, and reads the trainer."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
+        assert self.model is not None
+        if index % 2 == 0:
+            return None
+        weight = 1.0 if self.trainer.num_training_batches == 4 else 2.0
+        loss: torch.Tensor = weight * self.model(batch)
+        if self.current_epoch:  # as a run is that goes on from there
+            loss = loss + self.model(batch.flip(0))
+        return loss
+
+
+@pytest.mark.heavy
+def test_a_step_that_skips_batches_and_reads_the_trainer(tmp_path: Path) -> None:
+    ours = _train(tmp_path, {}, [PlannerCallback(budget="min", solver="sqrt_n")])
+    theirs = _train(tmp_path / "unplanned", {}, [])
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
 
 
 def test_what_cannot_be_planned_is_named() -> None:

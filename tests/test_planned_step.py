@@ -152,3 +152,31 @@ def test_what_returns_no_loss_is_refused() -> None:
     planned = planner.step(lambda net, x: net(x), **BY)
     with pytest.raises(StepError, match=r"returned a tensor of shape \(4, 8\), expected a scalar loss"):
         planned(model, torch.randn(4, 16))
+
+
+@pytest.mark.heavy
+def test_a_batch_that_is_skipped_runs_as_it_is_and_the_next_is_planned() -> None:
+    def skips(model: nn.Module, x: torch.Tensor, skip: bool) -> torch.Tensor | None:
+        return None if skip else model(x).square().mean()
+
+    models, twins = ([_net()], [_net()])
+    twins[0].load_state_dict(models[0].state_dict())
+    planned = planner.step(skips, **BY)
+
+    def loop(step: Callable[..., Any]) -> Callable[[Any], Any]:
+        def run(models: Any) -> list[float]:
+            losses = []
+            for i in range(5):
+                losses.append(step(models[0], _pairs(32, i)["a"], i % 2 == 0))
+                if losses[-1] is not None:
+                    models[0].zero_grad()
+                    losses[-1].backward()
+            assert losses[0] is losses[2] is losses[4] is None
+            return [float(loss or 0.0) for loss in losses]
+
+        return run
+
+    with no_plan_warnings():
+        ours = left_by(models, loop(planned))
+    assert planned.plan is not None
+    assert_same(ours, left_by(twins, loop(skips)))

@@ -1,13 +1,15 @@
 """Dynamo: its settings, and compiling a function with a backend of ours."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 import torch._dynamo as dynamo
-from torch._C._dynamo.eval_frame import _FrameAction
+from torch._C._dynamo.eval_frame import _FrameAction, reset_code
+from torch._dynamo import eval_frame
 
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.breaks.break_patches import marks_allowed
@@ -92,15 +94,21 @@ class _WithSettings(Callback):
     """
 
     def __init__(
-        self, callback: Any, symbolic: bool, given_up: Callable[[], None] | None, parts: int
+        self, callback: Any, symbolic: bool, given_up: Callable[[], None] | None, parts: int, whole: CodeType
     ) -> None:
         super().__init__(callback)
-        self._symbolic, self._given_up, self._parts = symbolic, given_up, parts
+        self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
         if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
             trace_methods_of(module)
-        with no_other_thread_traces(), dynamo_settings(symbolic=self._symbolic, parts=self._parts):
+        # One call without an operation, of a step that skips a batch, and it would never be looked at again.
+        empty = frame.f_code is self._whole or dynamo.config.allow_empty_graphs
+        with (
+            no_other_thread_traces(),
+            dynamo_settings(symbolic=self._symbolic, parts=self._parts),
+            dynamo.config.patch(allow_empty_graphs=empty),
+        ):
             result = self._torchdynamo_orig_backend(frame, *rest)
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
@@ -181,10 +189,20 @@ def _optimized(
     call_ours_in_any_stance()
     with switched_on():
         context: Any = dynamo.optimize(backend, **options)
-    context.callback = _WithSettings(context.callback, symbolic, given_up, parts)
+    # There Dynamo would keep it, and with it the plan's optimizer, for as long as the process runs.
+    eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
+    context.callback = _WithSettings(context.callback, symbolic, given_up, parts, function.__code__)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)
     return guarded(context(function))
+
+
+def forget(compiled: Callable[..., Any]) -> None:
+    """Let go of what was captured of a function that :func:`dynamo_compile` returned, to be called no more.
+
+    What Dynamo compiles it puts among global variables, and takes it out when the code that names it goes.
+    """
+    reset_code(inspect.unwrap(compiled).__code__)
 
 
 def _fresh(function: FunctionType | Callable[..., Any]) -> FunctionType:

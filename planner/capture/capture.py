@@ -216,11 +216,15 @@ class _Capture:
             compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=parts, decided=decided)
             whole, region = compile_(), compile_()
             target = Bound(running.during(whole, region), module)
-            with self._pass("capturing the forward"):
-                self.copied.step.run(target)
-            if not runners:
-                raise nothing_captured(counted)
-            recording, forward_events = self._compiled_pass(target, runners)
+            try:
+                with self._pass("capturing the forward"):
+                    self.copied.step.run(target)
+                if not runners:
+                    raise nothing_captured(counted)
+                recording, forward_events = self._compiled_pass(target, runners)
+            finally:
+                for compiled in (whole, region):
+                    dynamo.forget(compiled)
         self._warn_of_other_order(recording, runners)
         if self._cuda is not None:
             self._warn_of_cpu_kernels(recording, runners, recurrent)

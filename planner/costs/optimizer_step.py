@@ -109,6 +109,7 @@ def optimizer_step(
         raise OptimizerError(
             f"{kind.__name__} cannot take a step on tensors without data ({type(error).__name__}: {error})"
             + ("" if instance else "; pass an instance that is set up as you train with it")
+            + ". With optimizer=None, to a trainer's callback too, there is a plan that does not count it"
         ) from error
     finally:
         for copy in fakes.values():

@@ -8,7 +8,7 @@ trainer.fit(module, data)
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import torch
@@ -30,9 +30,11 @@ class PlannerCallback(Callback):  # type: ignore[misc]
     keeps. Gradients that stay from the batch before count where ``accumulate_grad_batches`` is more than 1.
     After training the plan is removed.
 
-    A ``training_step`` that calls ``manual_backward``, or that reads the trainer, is not planned itself: name
-    the submodule that it calls, as in ``model="net"``. A loss that is computed outside of that is not counted
-    unless ``loss=`` says how it is computed.
+    A ``training_step`` that returns None, which skips a batch, runs as it is.
+
+    One that calls ``manual_backward`` is not planned itself: name the submodule that it calls, as in
+    ``model="net"``. A loss that is computed outside of that is not counted unless ``loss=`` says how it is
+    computed.
     """
 
     @shows_options(PlanKeywords)
@@ -77,7 +79,7 @@ class PlannerCallback(Callback):  # type: ignore[misc]
                 'that is to be planned, as in PlannerCallback(model="net")'
             )
         own = pl_module.training_step
-        self.step = step(functools.update_wrapper(_Step(type(pl_module)), own), **given)
+        self.step = step(functools.update_wrapper(_Step(pl_module), own), **given)
         pl_module.log, pl_module.log_dict = _Later(pl_module.log), _Later(pl_module.log_dict)
         pl_module.training_step = functools.update_wrapper(_Call(self.step, trainer, pl_module), own)
 
@@ -101,13 +103,21 @@ class PlannerCallback(Callback):  # type: ignore[misc]
 class _Step:
     """``training_step`` as a function of the module, which also returns what was to be logged."""
 
-    def __init__(self, kind: type[LightningModule]) -> None:
-        self._kind = kind
+    def __init__(self, module: LightningModule) -> None:
+        self._module, self._kind = module, type(module)
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         module.log.waiting, module.log_dict.waiting = [], []
         output = self._kind.training_step(module, *args, **kwargs)
-        return {"loss": output if isinstance(output, torch.Tensor) else output["loss"], "output": output}
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        return {"loss": loss, "output": output}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Step":
+        """The same: a copy of the module leaves the trainer out, and planning runs on one."""
+        copied = memo.get(id(self._module))
+        if copied is not None:
+            copied.trainer = self._module.trainer
+        return self
 
 
 class _Later:

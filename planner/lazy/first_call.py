@@ -10,12 +10,13 @@ from planner._torch.tracing import torchscript
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.environment import plans_are_off, tell
+from planner.errors import SkippedStep
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.training_step.inputs import read_step
-from planner.training_step.step import differentiable_outputs, find_loss, tensors_in
+from planner.training_step.step import differentiable_outputs, differentiates, find_loss
 
 LOSS_OUTSIDE = (
     "; the loss is computed outside the module and its memory is not counted: pass loss= to count it"
@@ -44,12 +45,15 @@ class PlannedAtFirstCall(InstalledCall):
             output = self.run_original(*args, **kwargs)
             self.unplanned.called_in_other_mode(output)
             return output
-        if not any(t.requires_grad for t in [*model.parameters(), *tensors_in((args, kwargs))]):
-            return self.run_original(*args, **kwargs)  # nothing to differentiate
+        if not differentiates(model, args, kwargs):
+            return self.run_original(*args, **kwargs)
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
-        made, planned = self._plan(args, kwargs)
+        try:
+            made, planned = self._plan(args, kwargs)
+        except SkippedStep:
+            return self.run_original(*args, **kwargs)  # the next one is planned
         planned.when_accumulating = self._plan_again
         outside = ""
         try:
@@ -64,7 +68,10 @@ class PlannedAtFirstCall(InstalledCall):
         """Plan for gradients that are there already, unless ``accumulate=`` was given."""
         if self.wanted.options.accumulate is not None:
             return None
-        made, planned = self._plan(args, kwargs)
+        try:
+            made, planned = self._plan(args, kwargs)
+        except SkippedStep:
+            return None
         _tell(made, "; planned again, as gradients are there already when a step begins")
         return planned
 

@@ -11,7 +11,7 @@ import torch
 
 from planner._torch import pytree
 from planner.blocks.replay import from_around, inner_function
-from planner.errors import CaptureError
+from planner.errors import CaptureError, SkippedStep
 from planner.lazy.auto_checkpoint import auto_checkpoint
 from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
@@ -218,6 +218,8 @@ def _loss_of(function: TrainStep) -> Callable[[Any], torch.Tensor]:
     def loss(output: Any) -> torch.Tensor:
         found = find_loss(output)
         if found is None:
+            if output is None or (isinstance(output, Mapping) and output.get("loss", output) is None):
+                raise SkippedStep(f"{name} returned no loss: this batch is skipped, and has no plan")
             raise StepError(
                 f"{name} returned {_described(output)}, expected a scalar loss that requires a gradient: "
                 'return it, or an object or mapping with it as .loss or ["loss"]'

@@ -38,7 +38,7 @@ from planner.runtime.own_errors import unplanned
 from planner.runtime.shape_policy import NewShapes, OnNewShape, checked, shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.regions import RunningRegions
-from planner.training_step.step import Loss
+from planner.training_step.step import Loss, differentiates
 from planner.training_step.wrappers import refuse_wrappers
 
 
@@ -214,7 +214,7 @@ class PlannedCall(InstalledCall):
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
-        if self._earlier is not None and self._earlier.are_there():
+        if self._earlier is not None and self._earlier.are_there() and differentiates(model, args, kwargs):
             self._earlier = None
             instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating
             if (planned := instead(args, kwargs)) is not None:
@@ -265,6 +265,8 @@ class PlannedCall(InstalledCall):
             key = shape_key(args, kwargs)
             program = self._programs.get(key)
             if program is None:
+                if not differentiates(self._model, args, kwargs):
+                    return run_forward(self._model, args, kwargs)  # which takes no more than it frees
                 program = self._programs[key] = self._shapes.program(args, kwargs)
         except Exception as error:
             unplanned("a step with inputs that have not been seen before", error)
@@ -283,6 +285,8 @@ def _compiled(
     plan: PlanRecord,
     warned_of_shapes: Callable[[], bool],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    plan = plan.model_copy().remember(None)  # PyTorch holds what is compiled: no optimizer, no loss with it
+
     def compile_(once_more: bool) -> list[CapturedAgain]:
         paths = [Path(plan, captured_again=once_more) for _ in range(2)]
         backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]

@@ -8,7 +8,6 @@ plan's schedule simulated there. Then the user gets a warning with the peak, ano
 import inspect
 import logging
 import operator
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -101,6 +100,18 @@ class Program:
         return self.run_planned if shapes == self.planned else self.run_others
 
 
+class _Others:
+    """Whether other shapes have come than those that were planned.
+
+    What was compiled asks it, and PyTorch holds that as long as the module: it must not refer to it.
+    """
+
+    came = False
+
+    def __call__(self) -> bool:
+        return self.came
+
+
 class NewShapes:
     """Decides which program runs a shape that has not been seen before, and tells the user.
 
@@ -128,7 +139,7 @@ class NewShapes:
         self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
         self._planned_strides = self._strides(plan.model.inputs)
         self._warned_of_strides = False
-        self._others = False
+        self._others = _Others()
         self._programs = [self._program(plan, self._planned)]
         self._predictions = 0
 
@@ -147,7 +158,7 @@ class NewShapes:
                 f"{self._differences(shapes)}; the plan was applied with on_new_shape='error'. Plan for this "
                 "shape, or apply with 'reapply' or 'replan'"
             )
-        self._others = self._others or shapes != self._planned
+        self._others.came = self._others.came or shapes != self._planned
         # What Inductor emits for smaller shapes may take more: its programs are looked at one by one.
         covers = _covers if self._programs[0].plan.target.backend == "eager" else operator.eq
         for program in self._programs:
@@ -214,13 +225,7 @@ class NewShapes:
         return prepare(self._model, Step(args, kwargs, options.loss, options.outputs), options)
 
     def _program(self, plan: PlanRecord, shapes: Shapes) -> Program:
-        me = weakref.ref(self)  # what is compiled may outlive the model
-
-        def warned_of_shapes() -> bool:
-            policy = me()
-            return policy is not None and policy._others
-
-        planned, others = self._compile(plan, warned_of_shapes)
+        planned, others = self._compile(plan, self._others)
         return Program(plan, shapes, planned, others, [shapes])
 
     def _replanned(self, prepared: Prepared) -> PlanRecord:

@@ -129,6 +129,13 @@ def differentiable_outputs(output: Any) -> list[torch.Tensor]:
     return [t for t in tensors_in(output) if t.requires_grad]
 
 
+def differentiates(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a module has anything to differentiate by, its parameters or its arguments."""
+    return any(t.requires_grad for t in module.parameters()) or any(
+        t.requires_grad for t in tensors_in((args, dict(kwargs)))
+    )
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Tensors anywhere in nested containers, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
