@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner.heap import nothing_set_aside
 from tests.side_by_side import Layers, layers, plan_of
 from tests.small import Broken
 
@@ -55,24 +56,41 @@ def _plans_a_step(model: nn.Module, x: torch.Tensor) -> None:
     step(model, x).backward()
 
 
-USES = [_plans, _does_not_fit, _applies, _first_call, _removes, _verifies, _in_regions, _plans_a_step]
+def _for_an_optimizer(model: nn.Module, x: torch.Tensor) -> None:
+    """Which knows the model, as the loss does."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output / len(list(model.parameters()))
+
+    planner.auto_checkpoint(model, optimizer=optimizer, loss=loss, **BY)
+    for batch in (x, x[:48], torch.cat([x, x])):
+        loss(model(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+USES = [_plans, _does_not_fit, _applies, _first_call, _removes, _verifies, _plans_a_step, _for_an_optimizer]
 
 
 @pytest.mark.filterwarnings("ignore::planner.PlanWarning")
-@pytest.mark.parametrize("build", [Layers, pytest.param(Broken, marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("use", "build"),
+    [
+        *((use, Layers) for use in USES),
+        *(pytest.param(use, Broken, marks=pytest.mark.heavy) for use in [*USES, _in_regions]),
+    ],
+)
 def test_models_and_inputs(use: Callable[[nn.Module, torch.Tensor], None], build: type[nn.Module]) -> None:
-    if use is _in_regions and build is Layers:
-        return
     model, (x,), _ = layers(build)
     x = x.clone()
     use(model, x)
     batch, planned, weight = weakref.ref(x), weakref.ref(model), weakref.ref(next(model.parameters()))
-    gc.unfreeze()  # what the fixture that keeps the heap small has set aside
-    del x
-    gc.collect()
-    assert batch() is None
-    del model
-    gc.collect()
+    with nothing_set_aside():  # planning sets aside what is there before it, for as long as these tests run
+        del x
+        gc.collect()
+        assert batch() is None
+        del model
+        gc.collect()
     assert planned() is None
     assert weight() is None

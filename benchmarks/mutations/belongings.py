@@ -138,4 +138,18 @@ BELONGINGS = [
         ),
         ("tests/test_left_behind.py::test_a_file_that_the_forward_imports_first_has_data[after a break]",),
     ),
+    Mutation(
+        "let-go",
+        "What was planned is freed once the user lets go of it.",
+        "What was captured for planning stays, with the model and its inputs.",
+        (
+            Change(
+                "planner/_torch/dynamo.py",
+                "    reset_code(inspect.unwrap(compiled).__code__)\n",
+                "    pass\n",
+            ),
+            Change("planner/capture/capture.py", "            let_go(runners)\n", "            pass\n"),
+        ),
+        ("tests/test_let_go.py::test_models_and_inputs[_plans-Layers]",),
+    ),
 ]

@@ -372,4 +372,33 @@ EXACTNESS = [
         ),
         ("tests/test_forms.py::test_forms_are_enough",),
     ),
+    Mutation(
+        "gradient-of-a-view",
+        "Under Inductor a view gets its gradient, where its base is returned and nothing reads it.",
+        "One tensor is returned for both.",
+        (
+            Change(
+                "planner/lowering/inductor.py",
+                'return given if role == "backward" else results_apart(given, results)',
+                "return given",
+            ),
+        ),
+        ("tests/test_inductor.py::test_the_gradient_of_a_view_is_there_beside_an_output_that_nothing_reads",),
+    ),
+    Mutation(
+        "hooks-on-saved-tensors",
+        "Hooks on saved tensors see what the step saves without a plan.",
+        "They see what the plan saves.",
+        (
+            Change(
+                "planner/_torch/tracing/hindrances.py",
+                "if hooks is not None and not _is_of_torch(hooks[0]):",
+                "if False:",
+            ),
+        ),
+        (
+            "tests/test_around_a_step.py::test_the_step_runs_as_it_is_and_that_is_said"
+            "[_rounded-saved_tensors_hooks are on-False]",
+        ),
+    ),
 ]

@@ -127,4 +127,20 @@ RANKS = [
         ),
         ("tests/test_pipeline.py::test_more_in_flight_than_planned_are_warned_of",),
     ),
+    Mutation(
+        "sharded-tensor-parallel",
+        "fully_shard around a model that parallelize_module distributed takes what is predicted.",
+        "The shards are predicted of whole parameters.",
+        (
+            Change(
+                "planner/parallel/shards.py",
+                "    shape = local_tensor(tensor).shape\n",
+                "    shape = tensor.shape\n",
+            ),
+        ),
+        (
+            "tests/test_sharded_tensor_parallel.py::"
+            "test_four_ranks_measure_what_was_predicted_and_get_what_they_get_without[in single precision]",
+        ),
+    ),
 ]
