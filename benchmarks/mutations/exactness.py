@@ -373,19 +373,6 @@ EXACTNESS = [
         ("tests/test_forms.py::test_forms_are_enough",),
     ),
     Mutation(
-        "gradient-of-a-view",
-        "Under Inductor a view gets its gradient, where its base is returned and nothing reads it.",
-        "One tensor is returned for both.",
-        (
-            Change(
-                "planner/lowering/inductor.py",
-                'return given if role == "backward" else results_apart(given, results)',
-                "return given",
-            ),
-        ),
-        ("tests/test_inductor.py::test_the_gradient_of_a_view_is_there_beside_an_output_that_nothing_reads",),
-    ),
-    Mutation(
         "hooks-on-saved-tensors",
         "Hooks on saved tensors see what the step saves without a plan.",
         "They see what the plan saves.",
