@@ -17,6 +17,7 @@ from torch._prims_common import (
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from planner._torch import compat
 from planner._torch.fake import strides_of_view
 from planner._torch.tracing.dynamo_patches import replace
 from planner._torch.tracing.elementwise_strides import ELEMENTWISE, Form, strides_of_elementwise
@@ -52,6 +53,19 @@ def _suggested_by(position: int) -> Layout:
         if result.dim() == args[position].dim()
         else result
     )
+
+
+def _made_contiguous(position: int) -> Layout:
+    """As this argument, where it is contiguous or channels-last, whatever the strides of single elements."""
+
+    def laid_out(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+        source = args[position]
+        memory_format = suggest_memory_format(source)
+        if source.is_contiguous(memory_format=memory_format):
+            return _strided(result, source.stride())
+        return _new(result, memory_format)
+
+    return laid_out
 
 
 def _normalised_as(*positions: int) -> Layout:
@@ -142,7 +156,11 @@ _LAYOUTS: dict[Any, Layout] = {
         ),
         (
             _suggested_by(1),
-            ("native_group_norm_backward", "reflection_pad2d_backward", "replication_pad2d_backward"),
+            ("reflection_pad2d_backward", "replication_pad2d_backward"),
+        ),
+        (
+            _made_contiguous(1) if compat.version() >= (2, 14) else _suggested_by(1),
+            ("native_group_norm_backward",),
         ),
         (
             _contiguous,
