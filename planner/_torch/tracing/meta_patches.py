@@ -60,6 +60,8 @@ def _made_contiguous(position: int) -> Layout:
 
     def laid_out(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
         source = args[position]
+        if result.shape != source.shape:
+            return result
         memory_format = suggest_memory_format(source)
         if source.is_contiguous(memory_format=memory_format):
             return _strided(result, source.stride())
