@@ -234,6 +234,9 @@ class JointGraph:
                 written = self.storage_of[node.args[0]]
                 if operators.reads_until_waited_for(node.args[0].target):
                     reads = tuple(dict.fromkeys((*reads, *self.ops[self.op_of[node.args[0]]].reads)))
+            if node.target is torch.ops.aten._unsafe_view.default and node.args[0] in self.storage_of:
+                # A view, though what PyTorch remembers of calls without data may be a tensor of its own.
+                self._keys[fake.storage_key(node.meta["val"])] = self.storage_of[node.args[0]]
             if written is not None:
                 self._keys[fake.storage_key(node.meta["val"])] = written
             allocates: list[int] = []
