@@ -15,7 +15,7 @@ from planner.planning.options import Encodings
 from planner.runtime.install import PlannedCall, installed_plan
 from planner.verification.measure import measure_peak
 from tests.installed import apply_plan, assert_equal, gpt, gradients_of, plan_for
-from tests.side_by_side import layers
+from tests.side_by_side import counting_runs, layers, no_plan_warnings
 from tests.small import (
     both_loss,
     classifier,
@@ -127,13 +127,55 @@ def test_copies_and_pickles_train_by_the_plan() -> None:
     assert_equal(gradients_of(model, args), expected)
 
 
+@pytest.mark.parametrize("lazily", [False, True])
+def test_shallow_copies_train_by_the_plan(lazily: bool) -> None:
+    model, args, _ = layers()
+    expected = gradients_of(model, args)
+    if lazily:
+        planner.auto_checkpoint(model, budget="min", solver="sqrt_n")
+    else:
+        plan_for(layers).apply(model)
+    other = copy.copy(model)
+    with counting_runs() as runs, no_plan_warnings():
+        for each in (other, model, copy.copy(other), copy.deepcopy(other)):
+            assert_equal(gradients_of(each, args), expected)
+            assert installed_plan(each) is not None
+    assert runs.backward == 4
+    planner.remove(model)
+    assert installed_plan(other) is not None
+
+
+def _clone(model: nn.Module) -> nn.Module:
+    """A copy of ``__dict__`` with parameters of its own, as ``DataParallel`` and other libraries make it."""
+    clone: nn.Module = model._replicate_for_data_parallel()  # type: ignore[operator]
+    clone._parameters = {
+        n: None if p is None else nn.Parameter(p.detach() + 1) for n, p in model._parameters.items()
+    }
+    clone._modules = {n: None if m is None else _clone(m) for n, m in model._modules.items()}
+    return clone
+
+
+@pytest.mark.parametrize("regions", [None, "auto"])
+@pytest.mark.parametrize("ran", [False, True])
+def test_clones_run_their_own_weights(ran: bool, regions: str | None) -> None:
+    model, args, _ = layers()
+    expected = gradients_of(_clone(copy.deepcopy(model)), args)
+    planner.plan(model, args, budget="min", solver="sqrt_n", regions=regions).apply(model)
+    if ran:
+        gradients_of(model, args)
+    clone = _clone(model)
+    with pytest.warns(PlanWarning, match=r"runs as it is, without the plan.*DistributedDataParallel"):
+        found = gradients_of(clone, args)
+    assert_equal(found, expected)
+    with no_plan_warnings():
+        model(*args).backward()
+
+
 @pytest.mark.heavy
 def test_copies_of_what_is_not_planned_are_not_either() -> None:
     model, args, plan = apply_plan(layers)
-    shallow = copy.copy(model)
-    assert installed_plan(shallow) is None
-    assert installed_plan(copy.deepcopy(shallow)) is None
     planner.remove(model)
+    assert installed_plan(copy.copy(model)) is None
     assert planner.verify(model, args, plan=plan, repeats=0).ok
     assert installed_plan(copy.deepcopy(model)) is None
     assert installed_plan(pickle.loads(pickle.dumps(model))) is None

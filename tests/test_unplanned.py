@@ -349,3 +349,30 @@ def test_sharded_parameters_are_warned_of(plan: Plan) -> None:
     for act in (lambda: plan_of(model, args), lambda: plan.apply(model)):
         with pytest.raises(PlanMismatch, match="before it is sharded"):
             act()
+
+
+# ---- several plans -----------------------------------------------------------------------------------
+
+
+def test_a_part_that_is_planned_later_runs_by_the_plan_of_the_whole(plan: Plan) -> None:
+    model, args = _built()
+    part = model.get_submodule("layers.0")
+    of_part = plan_of(part, args, loss=torch.sum)
+    plan.apply(model)
+    of_part.apply(part)
+    with counting_runs() as runs, no_plan_warnings():
+        model(*args).backward()
+        model(*args).backward()
+        part(*args).sum().backward()
+    assert runs.backward == 3
+
+
+def test_a_weight_that_two_plans_share_says_nothing_of_the_one_that_has_not_run(plan: Plan) -> None:
+    (model, args), (other, _) = _built(), _built()
+    other.get_submodule("layers.0.0").weight = model.get_submodule("layers.0.0").weight
+    for each in (model, other):
+        plan.apply(each)
+    with no_plan_warnings():
+        model(*args).backward()
+    with pytest.warns(PlanWarning, match="its plan has not run"):
+        other.forward(*args).backward()

@@ -1,5 +1,8 @@
 """How an nn.Module is called, and what is installed in place of its call."""
 
+import copy
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -69,3 +72,40 @@ def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> No
     """Put ``call`` in place of the module's own; None takes it out. Pickle and deepcopy drop it."""
     module._compiled_call_impl = call
     leave_out_of_scripts(module, call is not None)
+
+
+_FRAMES_TO_A_CALL = 8
+"""What is installed is called by ``_wrapped_call_impl``, with a few wrappers in between."""
+
+
+def called_instead_of(module: torch.nn.Module, installed: object) -> torch.nn.Module | None:
+    """The module whose call runs, if it is not ``module`` but has what is installed there all the same.
+
+    A module whose ``__dict__`` was copied is one, as replicas of ``DataParallel`` are. What is installed is
+    called without the module, so this is found in the frame of the call.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_TO_A_CALL):
+        if frame.f_code is torch.nn.Module._wrapped_call_impl.__code__:
+            called: torch.nn.Module = frame.f_locals["self"]
+            same = called is module or vars(called).get("_compiled_call_impl") is not installed
+            return None if same else called
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def after_shallow_copies(copied: Callable[[torch.nn.Module, torch.nn.Module], None]) -> None:
+    """Have ``copied(module, copy)`` called after ``copy.copy(module)``, which drops what is installed.
+
+    It is for the process; classes that say themselves how they are copied are left alone.
+    """
+
+    def shallow(self: torch.nn.Module) -> torch.nn.Module:
+        made: torch.nn.Module = copy._reconstruct(self, None, *self.__reduce_ex__(4))  # type: ignore[attr-defined]
+        copied(self, made)
+        return made
+
+    torch.nn.Module.__copy__ = shallow  # type: ignore[attr-defined]

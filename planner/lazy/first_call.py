@@ -38,6 +38,8 @@ class PlannedAtFirstCall(InstalledCall):
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (clone := self.clone()) is not None:
+            return self.run_clone(clone, args, kwargs)
         model = self._model
         if torchscript.is_traced() or not torch.is_grad_enabled():
             return self.run_original(*args, **kwargs)

@@ -199,6 +199,8 @@ class PlannedCall(InstalledCall):
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (clone := self.clone()) is not None:
+            return self.run_clone(clone, args, kwargs)
         model = self._model
         if torchscript.is_traced():  # what is recorded is the module, not the plan
             return modules.module_call(model, *args, **kwargs)

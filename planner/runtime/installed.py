@@ -12,6 +12,7 @@ import torch
 from planner._torch import modules
 from planner._torch.tracing.dynamo_patches import end_graphs_at_plans
 from planner._torch.tracing.inside_compile import RUNS_A_PLAN
+from planner.errors import warn
 from planner.runtime.unplanned import Unplanned, displaced
 
 
@@ -29,6 +30,7 @@ class InstalledCall:
     """
 
     _retired = False
+    _warned_of_clone = False
 
     def __init__(self, model: torch.nn.Module, previous: Callable[..., Any] | None, training: bool) -> None:
         self.previous = previous
@@ -45,6 +47,22 @@ class InstalledCall:
         if self.previous is None:
             return modules.module_call(self._model, *args, **kwargs)
         return self.previous(*args, **kwargs)
+
+    def clone(self) -> torch.nn.Module | None:
+        """The module that is called, if it is not the one that was planned but has its ``__dict__``."""
+        return modules.called_instead_of(self._model, self)
+
+    def run_clone(self, clone: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of :meth:`clone`, which has parameters of its own: without the plan, and that is said."""
+        if torch.is_grad_enabled() and not self._warned_of_clone:
+            self._warned_of_clone = True
+            warn(
+                f"a {type(clone).__name__} is called that has the attributes of a planned one, as "
+                "replicas of nn.DataParallel and other copies of its __dict__ have: it runs as it is, "
+                "without the plan. For several GPUs use DistributedDataParallel; apply the plan to a copy, "
+                "or make it by copy.deepcopy"
+            )
+        return modules.module_call(clone, *args, **kwargs)
 
     def install_in(self, copied: torch.nn.Module) -> None:
         """Install the like in a copy of the module."""
@@ -72,9 +90,16 @@ class InstalledCall:
 
 def install(model: torch.nn.Module, call: InstalledCall) -> None:
     """Put ``call`` in place of the module's own, and of its copies' and pickles'."""
+    modules.after_shallow_copies(_install_in_copy)
     end_graphs_at_plans()  # nothing may have been captured in this process yet: a plan can come from a file
     modules.install_call(model, call)
     vars(model)[Companion.NAME] = Companion(model)
+
+
+def _install_in_copy(model: torch.nn.Module, copied: torch.nn.Module) -> None:
+    call = modules.installed_call(model)
+    if isinstance(call, InstalledCall):
+        call.install_in(copied)
 
 
 def take_out(model: torch.nn.Module) -> Callable[..., Any] | None:
@@ -104,9 +129,8 @@ class Companion:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Companion":
         copied = memo.get(id(self._model))
-        call = None if self._model is None else modules.installed_call(self._model)
-        if isinstance(copied, torch.nn.Module) and isinstance(call, InstalledCall):
-            call.install_in(copied)
+        if self._model is not None and isinstance(copied, torch.nn.Module):
+            _install_in_copy(self._model, copied)
         return Companion(copied)
 
     def __reduce__(self) -> tuple[Any, ...]:

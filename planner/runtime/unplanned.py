@@ -23,6 +23,9 @@ COMPILED_BEFORE = (
 MODES = {True: "training", False: "evaluation"}
 
 
+_watching: "weakref.WeakSet[Unplanned]" = weakref.WeakSet()
+
+
 class Unplanned:
     """Notices gradients that come of something else than the plan of one module.
 
@@ -36,6 +39,7 @@ class Unplanned:
         self._kind, self._training = type(model).__name__, training
         self._warned_of_mode = False
         self._handles: list[Any] = []
+        _watching.add(self)
 
     def wait(self) -> None:
         """Say so if parameters get gradients before :meth:`planned_call`."""
@@ -44,9 +48,9 @@ class Unplanned:
             return
         me = weakref.ref(self)
 
-        def arrived(_parameter: torch.Tensor) -> None:
+        def arrived(parameter: torch.Tensor) -> None:
             found = me()
-            if found is not None:
+            if found is not None and not found._is_of_another_plan(parameter):
                 found._never_called()
 
         self._handles = [
@@ -70,6 +74,29 @@ class Unplanned:
         """A call runs without the plan; say so and why."""
         self.planned_call()
         warn(f"{hindrance}: the step runs as it is, without the plan")
+
+    def _is_of_another_plan(self, parameter: torch.Tensor) -> bool:
+        """Whether a plan that has run is for the parameter too: the gradient says nothing of this one."""
+        mine = self._model()
+        for other in list(_watching):
+            model = other._model()
+            if (
+                other is self
+                or other.waiting
+                or model is None
+                or model is mine
+                or not other._is_installed(model)
+            ):
+                continue
+            if any(module is mine for module in model.modules()):
+                self.planned_call()  # part of the other, it runs by the other's plan
+                return True
+            if any(p is parameter for p in model.parameters()):
+                return True
+        return False
+
+    def _is_installed(self, model: torch.nn.Module) -> bool:
+        return getattr(modules.installed_call(model), "unplanned", None) is self
 
     def _never_called(self) -> None:
         self.planned_call()

@@ -108,6 +108,8 @@ class Boundary:
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (clone := modules.called_instead_of(self._module, self)) is not None:
+            return modules.module_call(clone, *args, **kwargs)
         forward = self._forward()
         if forward is not None:
             run = partial(_run, forward, self._module)
