@@ -1,6 +1,7 @@
 """A planned module is freed when nothing of the user's refers to it, as where models are tried one by one."""
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,23 @@ def _trained(model: nn.Module, **options: Any) -> weakref.ref[nn.Module]:
     return weakref.ref(model)
 
 
+def _step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch)
+    return loss
+
+
+_STEP = planner.step(_step, budget="min", solver="sqrt_n")
+
+
+def _stepped(model: nn.Module) -> weakref.ref[nn.Module]:
+    """Trained by a planned function that goes on to be used for others."""
+    for size in (16, 8, 32):
+        _STEP(model, torch.ones(size, 32)).backward()
+    assert _STEP.plan is not None
+    assert pickle.loads(pickle.dumps(model))._planner_steps == {}
+    return weakref.ref(model)
+
+
 def _planned(model: nn.Module) -> weakref.ref[nn.Module]:
     planner.plan(model, torch.ones(16, 32), budget="min", solver="sqrt_n")
     return weakref.ref(model)
@@ -50,8 +68,9 @@ def _planned(model: nn.Module) -> weakref.ref[nn.Module]:
         lambda: _trained(Layers(2)),
         lambda: _trained(Layers(3), regions=["layers.*"]),
         lambda: _trained(_Breaks(2)),
+        lambda: _stepped(Layers(2)),
     ],
-    ids=["planned", "trained", "by regions", "in several graphs"],
+    ids=["planned", "trained", "by regions", "in several graphs", "by a planned step"],
 )
 def test_a_planned_model_is_freed(use: Callable[[], weakref.ref[nn.Module]]) -> None:
     model = use()
