@@ -133,3 +133,18 @@ def test_a_forward_that_always_goes_another_way_is_captured_anew_only_once() -> 
     texts = [str(w.message) for w in reported]
     assert sum("first forwards" in text for text in texts) == 1
     assert sum("may exceed the budget" in text for text in texts) == 3
+
+
+@pytest.mark.heavy
+def test_another_number_of_inputs_is_named_as_the_reason() -> None:
+    def step(model: nn.Module, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([model(part) for part in parts]).mean()
+
+    model, *_ = layers(lambda: Layers(1))
+    planned = planner.step(step, budget="min", solver="sqrt_n", costs="roofline")
+    parts = list(torch.ones(16, 32).split(4))
+    with no_plan_warnings():
+        planned(model, parts).backward()
+    model.zero_grad()
+    with pytest.warns(PlanWarning, match="as first forwards do .* more or fewer tensors"):
+        planned(model, parts[:3]).backward()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from transformers import Trainer, TrainingArguments
 
 from planner.integrations.huggingface import PlannerCallback
@@ -76,6 +77,57 @@ def test_it_trains_to_the_same_weights(
     for ours in (trainer.model.state_dict(), resumed.model.state_dict()):
         assert list(ours) == list(theirs)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class _Tuples(SmallLanguageModel):
+    """Returns the loss and the logits without names."""
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        output = super().forward(input_ids, attention_mask, labels, **kwargs)
+        return output.loss, output.logits
+
+
+class _OfLogits(_Measured):
+    """Weighs the words in a loss of its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = model(**inputs).logits
+        return functional.cross_entropy(
+            logits.flatten(0, 1), inputs["labels"].flatten(), torch.arange(64.0), ignore_index=-100
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained_by", "options", "outside"),
+    [
+        (_Tuples, _Measured, {}, 0.005),
+        (SmallLanguageModel, _OfLogits, {"loss": lambda output: output.logits.sum()}, 0.1),
+    ],
+    ids=["the first of a tuple", "of the logits"],
+)
+def test_the_loss_that_the_trainer_takes_is_planned(
+    kind: type[SmallLanguageModel],
+    trained_by: type[_Measured],
+    options: dict[str, Any],
+    outside: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = trained_by(
+        kind(small_language_model().config), arguments, train_dataset=sentences(), data_collator=padded,
+        callbacks=[PlannerCallback(budget="min", solver="sqrt_n", costs="roofline", **options)],
+    )  # fmt: skip
+    with no_plan_warnings():
+        trainer.train()
+    assert "computed outside" not in capsys.readouterr().err
+    assert trainer.plan is not None
+    assert trainer.peak == pytest.approx(trainer.plan.predicted.dynamic_peak_bytes, rel=outside)
 
 
 class _ForTokens(SmallLanguageModel):

@@ -202,7 +202,7 @@ def test_a_plan_is_kept_in_a_file_and_used_where_it_fits(
     assert path.read_bytes() == written
     assert "which was for another step: budget min, now 100%" in line(budget="100%", solver="none")
     path.write_text("{")
-    assert "not valid JSON" in line()
+    assert "which could not be read: not valid JSON" in line()
     assert json.loads(path.read_text())["created_with"]["options"] == "solver=sqrt_n"
 
 
@@ -291,6 +291,9 @@ def test_the_environment_sets_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
         plan = installed_plan(model)
         assert plan is not None
         assert plan.target.budget_text == "100%"
+    monkeypatch.setenv("PLANNER_BUDGET", "plenty")
+    with pytest.raises(planner.BudgetError, match=r"the environment variable PLANNER_BUDGET: .*'plenty'"):
+        planner.auto_checkpoint(_model(), budget="min")
 
 
 def test_no_other_variables_are_read() -> None:

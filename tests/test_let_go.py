@@ -70,7 +70,19 @@ def _for_an_optimizer(model: nn.Module, x: torch.Tensor) -> None:
         optimizer.zero_grad()
 
 
-USES = [_plans, _does_not_fit, _applies, _first_call, _removes, _verifies, _plans_a_step, _for_an_optimizer]
+_STEP = planner.step(lambda model, x: model(x), **BY)
+
+
+def _by_a_step_that_others_take_too(model: nn.Module, x: torch.Tensor) -> None:
+    for batch in (x, x[:48]):
+        _STEP(model, batch).backward()
+    assert _STEP.plan is not None
+
+
+USES = [
+    *(_plans, _does_not_fit, _applies, _first_call, _removes, _verifies, _plans_a_step),
+    *(_for_an_optimizer, _by_a_step_that_others_take_too),
+]
 
 
 @pytest.mark.filterwarnings("ignore::planner.PlanWarning")

@@ -87,6 +87,10 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         yield
 
 
+MANY_CAPTURES = 16
+"""How many captures of one function are more than a training loop has, whose modes and shapes vary."""
+
+
 class _WithSettings(Callback):
     """Dynamo's callback for a frame that it has no code for; runs under :func:`dynamo_settings`.
 
@@ -94,16 +98,24 @@ class _WithSettings(Callback):
     """
 
     def __init__(
-        self, callback: Any, symbolic: bool, given_up: Callable[[], None] | None, parts: int, whole: CodeType
+        self,
+        callback: Any,
+        symbolic: bool,
+        given_up: Callable[[], None] | None,
+        often: Callable[[int], None] | None,
+        parts: int,
+        whole: CodeType,
     ) -> None:
         super().__init__(callback)
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
+        self._often, self._captures = often, 0
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
         if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
             trace_methods_of(module)
         # One call without an operation, of a step that skips a batch, and it would never be looked at again.
-        empty = frame.f_code is self._whole or dynamo.config.allow_empty_graphs
+        whole = frame.f_code is self._whole
+        empty = whole or dynamo.config.allow_empty_graphs
         with (
             no_other_thread_traces(),
             dynamo_settings(symbolic=self._symbolic, parts=self._parts),
@@ -113,6 +125,9 @@ class _WithSettings(Callback):
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
             self._given_up()
+        self._captures += whole
+        if whole and self._captures == MANY_CAPTURES and self._often is not None:
+            self._often(MANY_CAPTURES)
         return result
 
 
@@ -143,6 +158,7 @@ def dynamo_compile_shapes(
     backends: Sequence[Callable[..., Any]],
     given_up: Callable[[], None],
     failed: Callable[[Exception], None],
+    often: Callable[[int], None],
     *,
     parts: int = 0,
     decided: bool = False,
@@ -158,11 +174,12 @@ def dynamo_compile_shapes(
             the others.
         given_up: Called when a function has been captured so often that it never will be again.
         failed: Called with what goes wrong when one is captured; then it runs as it is.
+        often: Called once with how often the function has been captured, if that is often and not decided.
         parts: As for :func:`dynamo_settings`.
         decided: As for :func:`dynamo_compile`.
     """
     options: dict[str, Any] = {"symbolic": True, "given_up": given_up, "failed": failed, "parts": parts}
-    options["decided"] = decided
+    options |= {"decided": decided, "often": None if decided else often}
     if takes_argument("_optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
@@ -177,6 +194,7 @@ def _optimized(
     symbolic: bool,
     given_up: Callable[[], None] | None = None,
     failed: Callable[[Exception], None] | None = None,
+    often: Callable[[int], None] | None = None,
     parts: int = 0,
     decided: bool = False,
     **options: Any,
@@ -191,7 +209,7 @@ def _optimized(
         context: Any = dynamo.optimize(backend, **options)
     # There Dynamo would keep it, and with it the plan's optimizer, for as long as the process runs.
     eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
-    context.callback = _WithSettings(context.callback, symbolic, given_up, parts, function.__code__)
+    context.callback = _WithSettings(context.callback, symbolic, given_up, often, parts, function.__code__)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)
     return guarded(context(function))

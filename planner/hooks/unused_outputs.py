@@ -39,7 +39,9 @@ class UnusedOutputs(GraphHook):
 def _refuse(_output: int) -> None:
     raise PlanMismatch(
         "a gradient arrives at an output of the model that the planned loss did not use. Plan again with "
-        "loss= a callable that computes the loss you train with, or planner.remove(model)"
+        "loss= a callable that uses the outputs that the loss you train with uses, as in loss=lambda output: "
+        "output.logits.sum(), or plan the function that computes it, with planner.step; or "
+        "planner.remove(model)"
     )
 
 

@@ -32,6 +32,10 @@ class PlannerCallback(TrainerCallback):
     its place. After training the plan is removed.
 
     In TRL's trainers the loss is computed of what their models return for each token; that is planned for.
+
+    A ``compute_loss`` of your own may differentiate something else of the output than its loss. Say what:
+    ``loss=lambda output: output.logits.sum()``. Or plan what it does itself, without this callback, with
+    :func:`planner.step` around a function ``(model, inputs)`` that ``compute_loss`` calls.
     """
 
     @shows_options(PlanKeywords)
@@ -72,6 +76,7 @@ class PlannerCallback(TrainerCallback):
         options.setdefault("optimizer", inner if isinstance(inner, torch.optim.Optimizer) else None)
         if any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__):
             options.setdefault("loss", _loss_of_tokens)
+        options.setdefault("loss", _loss_of_output)
         wanted = wanted_lazily(
             model, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
@@ -83,7 +88,12 @@ class PlannerCallback(TrainerCallback):
         remove(kwargs["model"])
 
 
+def _loss_of_output(output: Any) -> Any:
+    """The loss that the trainer finds in what a model returns: of a tuple it is the first."""
+    return find_loss(output[0] if isinstance(output, tuple | list) and output else output)
+
+
 def _loss_of_tokens(output: Any) -> Any:
     """The loss of TRL's trainers: their models return one as well, which they do not differentiate."""
     log_probs = getattr(output, "log_probs", None)
-    return find_loss(output) if log_probs is None else (-log_probs).sum()
+    return _loss_of_output(output) if log_probs is None else (-log_probs).sum()

@@ -11,6 +11,7 @@ from planner.environment import budget_of_environment, plans_are_off
 from planner.errors import BudgetError
 from planner.lazy.first_call import install_lazily
 from planner.lazy.make import Wanted, checked_wanted, planned_or_cached
+from planner.planfile.budget import parse_budget
 from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
 from planner.runtime.install import apply
@@ -108,7 +109,12 @@ def wanted_lazily(
 
     Arguments and errors are those of :func:`auto_checkpoint`.
     """
-    budget = budget_of_environment() or budget
+    if (named := budget_of_environment()) is not None:
+        try:
+            parse_budget(named, 2**60)
+        except BudgetError as error:
+            raise BudgetError(f"the environment variable PLANNER_BUDGET: {error}") from None
+    budget = named or budget
     if budget is None:
         raise BudgetError(f"{_NO_BUDGET}, or the environment variable PLANNER_BUDGET=8GiB")
     policy = checked(on_new_shape or "replan")

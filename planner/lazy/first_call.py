@@ -9,6 +9,7 @@ import torch
 from planner._torch.tracing import torchscript
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
+from planner.capture.captured_step import NO_LOSS
 from planner.environment import plans_are_off, tell
 from planner.errors import SkippedStep
 from planner.lazy.make import Made, Wanted, planned_or_cached
@@ -16,7 +17,7 @@ from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.training_step.inputs import read_step
-from planner.training_step.step import differentiable_outputs, differentiates, find_loss
+from planner.training_step.step import differentiates
 
 LOSS_OUTSIDE = (
     "; the loss is computed outside the module and its memory is not counted: pass loss= to count it"
@@ -57,14 +58,10 @@ class PlannedAtFirstCall(InstalledCall):
         except SkippedStep:
             return self.run_original(*args, **kwargs)  # the next one is planned
         planned.when_accumulating = self._plan_again
-        outside = ""
         try:
-            output = planned(*args, **kwargs)
-            if self.wanted.options.loss is None and find_loss(output) is None:
-                outside = LOSS_OUTSIDE if differentiable_outputs(output) else ""
-            return output
+            return planned(*args, **kwargs)
         finally:
-            _tell(made, outside)
+            _tell(made, LOSS_OUTSIDE if NO_LOSS in made.plan.notes else "")
 
     def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
         """Plan for gradients that are there already, unless ``accumulate=`` was given."""

@@ -108,11 +108,12 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
             plan = PlanRecord.load(cache)
             why = mismatch(plan, model, step, wanted.budget, wanted.given)
         except PlanFileError as error:
-            why = f"{error}".removeprefix(f"{os.fspath(cache)}: ")
+            why = f"could not be read: {f'{error}'.removeprefix(f'{os.fspath(cache)}: ')}"
         else:
             if not why:
                 how = f"{name} trains by {os.fspath(cache)} for {plan.target.budget_text}"
                 return Made(plan.remember(wanted.options), how)
+            why = f"was for another step: {why}"
     started = time.perf_counter()
     plan = api.plan(
         model, step.args, step.kwargs, budget=wanted.budget, progress=wanted.progress, **wanted.given
@@ -123,5 +124,5 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
         noted = {**plan.created_with, **made_of(model, wanted.given)}
         plan = plan.model_copy(update={"created_with": noted}).remember(wanted.options)
         plan.save(cache)
-        end = f"; {os.fspath(cache)}" + (f", which was for another step: {why}" if why else "")
+        end = f"; {os.fspath(cache)}" + (f", which {why}" if why else "")
     return Made(plan, f"{name} planned for {plan.target.budget_text} in {seconds:.0f} s", end)

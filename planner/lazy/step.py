@@ -93,7 +93,7 @@ class PlannedStep:
         functools.update_wrapper(self, inner_function(train_step), updated=())
         self.train_step = train_step
         self._options = options
-        self._runs: dict[tuple[Any, ...], _Step] = {}
+        self._runs: weakref.WeakValueDictionary[tuple[Any, ...], _Step] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Step] | None = None
 
     @property
@@ -117,6 +117,7 @@ class PlannedStep:
         if run is None:
             run = _made(function, held)
             auto_checkpoint(run, loss=_loss_of(function), **self._options)
+            _held_by(run.models[0]).setdefault(self, []).append(run)
             self._runs[key] = run
         self._last = weakref.ref(run)
         # Not train(): which of the models train is the loop's to say.
@@ -151,6 +152,25 @@ class _Step(torch.nn.Module):
             else:
                 named[place] = _with_models(value, self.models)
         return self._function(*args, **named)
+
+
+class _Held(weakref.WeakKeyDictionary[PlannedStep, list[_Step]]):
+    """The runs of one model, among its attributes: they live as long as the model and the planned step do."""
+
+    NAME = "_planner_steps"
+
+    def __deepcopy__(self, _memo: Any) -> "_Held":
+        return _Held()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ()  # a model that is only an argument can be loaded without this package
+
+
+def _held_by(model: torch.nn.Module) -> _Held:
+    held = vars(model).get(_Held.NAME)
+    if not isinstance(held, _Held):
+        held = vars(model)[_Held.NAME] = _Held()
+    return held
 
 
 def _made(function: TrainStep, held: Mapping[int | str, Any]) -> _Step:

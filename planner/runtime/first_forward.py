@@ -48,7 +48,8 @@ class Path:
             return (
                 "the forward took a path that the plan has not seen, as first forwards do that set something "
                 "up: this step may exceed the budget, the next is captured again. Call the model once under "
-                "torch.no_grad() before training to have the first step follow the plan too"
+                "torch.no_grad() before training to have the first step follow the plan too. If more or "
+                "fewer tensors are among the inputs than planned, that is the reason: pass as many each time"
             )
         return (
             "the forward took a path that the plan has not seen; of the operations that the plan re-runs it "

@@ -298,6 +298,7 @@ def _compiled(
                 backends,
                 _not_captured_any_more,
                 _not_captured,
+                _captured_often,
                 parts=len(plan.model.regions),
                 decided=plan.target.backend == "inductor",
             )
@@ -318,6 +319,14 @@ def _captured(model: torch.nn.Module) -> None:
 
 def _not_captured(error: Exception) -> None:
     unplanned("a part of the forward that cannot be captured", error)
+
+
+def _captured_often(times: int) -> None:
+    warn(
+        f"the forward has been captured {times} times, which takes seconds each time: something that it uses "
+        "changes with every call. Pass a number that changes, as a weight of the loss or a learning rate, as "
+        "a tensor (torch.tensor(beta)), or keep it in a buffer; shapes become symbols"
+    )
 
 
 def _not_captured_any_more() -> None:

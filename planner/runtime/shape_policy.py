@@ -3,10 +3,12 @@
 A planned module runs any shape by the plan's schedule. What it looks at here is memory: sizes that are
 nowhere larger than planned ones take no more, for others the step is captured again at their sizes and the
 plan's schedule simulated there. Then the user gets a warning with the peak, another plan, or an error.
+
+Inputs that grow step by step do not get a plan each: one that was made before runs them where it fits, and
+the last of a few plans is for the least memory.
 """
 
 import inspect
-import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ import torch
 
 from planner._torch import pytree
 from planner.capture.captured_step import CapturedStep
+from planner.environment import tell
 from planner.errors import PlanMismatch, warn
 from planner.graph.joint_graph import JointGraph
 from planner.planfile.budget import format_bytes
@@ -33,13 +36,18 @@ from solvers.model.arrays import Schedule
 from solvers.model.indices import BaseOp, RowId, numbered
 from solvers.model.schedule import simulate
 
-logger = logging.getLogger(__name__)
-
 OnNewShape = Literal["reapply", "replan", "error"]
 """What a planned module does with inputs that are larger than planned (for "error": that differ at all)."""
 
 MOST_PREDICTIONS = 8
 """How often a peak is predicted for one module; each takes about as long as planning without solving."""
+
+MOST_PLANS = 8
+"""How many plans one module has at a time, each with captures of its own."""
+
+MORE_THAN_LEAST = 1.1
+"""With a budget of "min" what takes no more than this times the least of an earlier plan is not planned
+again: the least of larger inputs is no lower."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of the tensors among the arguments, by the name of the argument and the path inside it."""
@@ -167,43 +175,60 @@ class NewShapes:
         return self._larger(args, kwargs, shapes).run(shapes)
 
     def _larger(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Program:
-        first = self._programs[0]
+        first, newest = self._programs[0], self._programs[-1]
+        budget = first.plan.target.budget_bytes
         others = "larger than" if first.plan.target.backend == "eager" else "other than"
         what = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
             warn(f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more")
             return first
+        if self._policy == "replan" and budget is None and len(self._programs) >= MOST_PLANS:
+            return newest
         self._predictions += 1
         try:
             prepared = self._prepare(args, kwargs)
-            packing, schedule = schedule_at(first.plan, prepared)
-            peak_bytes, whole = _taken(packing, schedule)
+            peak_bytes, total = self._taken_by(first, prepared)
         except Exception as error:
             if is_meant(error):
                 raise
             warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
             first.covered.append(shapes)
             return first
-        total = whole.total_bytes + self._unknown_optimizer_bytes()
-        budget = first.plan.target.budget_bytes
-        then = first.plan.predicted
-        within = peak_bytes <= then.dynamic_peak_bytes if budget is None else total <= budget
-        if self._policy == "replan" and not within:
-            self._programs.append(self._program(self._replanned(prepared), shapes))
+        if self._policy == "replan":
+            if (fitting := self._fitting(prepared)) is not None:
+                fitting.covered.append(shapes)
+                return fitting
+            self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, shapes), shapes)]
             return self._programs[-1]
         first.covered.append(shapes)
-        if self._policy == "reapply" and peak_bytes > then.dynamic_peak_bytes:
-            limit = (
-                ""
-                if budget is None
-                else f", {'within' if within else 'over'} the budget of {format_bytes(budget)}"
-            )
+        planned_bytes = first.plan.predicted.dynamic_peak_bytes
+        if self._policy == "reapply" and peak_bytes > planned_bytes:
+            within = "within" if budget is not None and total <= budget else "over"
+            limit = "" if budget is None else f", {within} the budget of {format_bytes(budget)}"
             warn(
                 f"{what}. By the same plan the step is predicted to peak at {format_bytes(total)}{limit}; "
-                f"{peak_bytes:,} bytes of that are its own, where {then.dynamic_peak_bytes:,} were planned. "
+                f"{peak_bytes:,} bytes of that are its own, where {planned_bytes:,} were planned. "
                 "Plan for the largest shape, or apply with on_new_shape='replan'"
             )
         return first
+
+    def _taken_by(self, program: Program, prepared: Prepared) -> tuple[int, int]:
+        """The dynamic peak of a program's schedule at the sizes of a step, and its whole step's bytes."""
+        peak, whole = _taken(*schedule_at(program.plan, prepared))
+        return peak, whole.total_bytes + self._unknown_optimizer_bytes()
+
+    def _fitting(self, prepared: Prepared) -> Program | None:
+        """The earliest program whose schedule fits the budget at the sizes of a step."""
+        budget = self._programs[0].plan.target.budget_bytes
+        for program in self._programs:
+            try:
+                peak_bytes, total = self._taken_by(program, prepared)
+            except PlanMismatch:
+                continue
+            enough = MORE_THAN_LEAST * program.plan.predicted.dynamic_peak_bytes
+            if peak_bytes <= enough if budget is None else total <= budget:
+                return program
+        return None
 
     def _look_at_strides(self, records: Sequence[TensorRecord]) -> None:
         known, found = self._planned_strides, self._strides(records)
@@ -228,14 +253,24 @@ class NewShapes:
         planned, others = self._compile(plan, self._others)
         return Program(plan, shapes, planned, others, [shapes])
 
-    def _replanned(self, prepared: Prepared) -> PlanRecord:
+    def _replanned(self, prepared: Prepared, shapes: Shapes) -> PlanRecord:
         from planner.planning.solve import plan_prepared
 
-        plan = self._programs[0].plan
-        budget = plan.target.budget_bytes
-        left = plan.target.budget_text if budget is None else budget - self._unknown_optimizer_bytes()
-        made = plan_prepared(prepared, left)
-        logger.info("planned again, for a peak of %s", format_bytes(made.predicted.peak_bytes))
+        target = self._programs[0].plan.target
+        budget, unknown = target.budget_bytes, self._unknown_optimizer_bytes()
+        left = target.budget_text if budget is None else budget - unknown
+        last = len(self._programs) >= MOST_PLANS - 1
+        made = plan_prepared(prepared, "min" if last and budget is not None else left)
+        if budget is not None and _total(made) + unknown > budget:
+            made = plan_prepared(prepared, left)  # which says what the least is
+        end = (
+            f"; inputs grew so often that {MOST_PLANS} plans were made: this one, for the least memory, is "
+            "for larger ones too. Plan for the largest inputs at first"
+        )
+        tell(
+            f"{type(self._model).__name__} planned again for larger inputs ({self._differences(shapes)}): "
+            f"{format_bytes(_total(made))}, {100 * made.overhead:+.0f} % time{end if last else ''}"
+        )
         return made
 
     def _unknown_optimizer_bytes(self) -> int:
@@ -261,6 +296,10 @@ class NewShapes:
         ]
         texts += [f"{name} was planned and is not there" for name in self._planned if name not in shapes]
         return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _total(plan: PlanRecord) -> int:
+    return plan.predicted.peak_bytes if plan.whole_step is None else plan.whole_step.total_bytes
 
 
 def _taken(prepared: Prepared, schedule: Schedule) -> tuple[int, WholeStep]:

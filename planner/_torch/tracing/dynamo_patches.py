@@ -36,6 +36,7 @@ from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.long_loops import go_on_behind_what_was_taken, look_at_what_is_left_later
+from planner._torch.tracing.optimizers import read_optimizers_alone
 from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
 
@@ -72,6 +73,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     look_at_what_is_left_later(_is_ours)
     go_on_behind_what_was_taken(_is_ours)
     break_where_it_broke(_is_ours)
+    read_optimizers_alone(_is_ours)
 
 
 def end_graphs_at_plans() -> None:
