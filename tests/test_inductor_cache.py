@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.codegen.cpp import CppScheduling
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch import fake
 from planner._torch.inductor import compiling, order
+from planner.lowering.inductor import InductorLowering
 
 
 def test_a_thread_that_is_done_leaves_what_another_compiles_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +81,25 @@ def test_another_version_of_what_orders_programs_has_another_key(
         monkeypatch.undo()
         order._digest_of_sources.cache_clear()
     assert order.InPlace().uuid() == before
+
+
+@torch.library.custom_op("test_inductor_cache::half", mutates_args=())
+def half(x: torch.Tensor) -> torch.Tensor:
+    """Without a lowering: Inductor makes one when it first meets it."""
+    return x / 2
+
+
+half.register_fake(torch.empty_like)
+
+
+def test_what_inductor_meets_for_the_first_time_is_emitted_as_later() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x.abs() + 1
+        return [half(y) + y.tanh() * x]
+
+    mode = fake.fake_mode_with_sizes()
+    with mode:
+        inputs = [torch.empty(8, 8)]
+    graph = make_fx(function)(*inputs)
+    digests = {InductorLowering({}).emitted(graph, "forward")[0].digest for _ in range(2)}
+    assert len(digests) == 1

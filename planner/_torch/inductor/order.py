@@ -20,6 +20,8 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
+from planner._torch.operators import OpOverload
+
 aten: Any = torch.ops.aten
 
 KEPT, FREED = "arg_kept_", "arg_freed_"
@@ -126,7 +128,12 @@ def _goes_to_library(node: Node) -> bool:
 
 
 def _calls_library(node: Node) -> bool:
-    return node.op == "call_function" and (node.target in _CALLS or node.target in lowering.fallbacks)
+    target = node.target
+    # What has no lowering becomes a fallback when Inductor first meets it in a process.
+    called = target in lowering.fallbacks or (
+        isinstance(target, OpOverload) and target not in lowering.lowerings
+    )
+    return node.op == "call_function" and (target in _CALLS or called)
 
 
 @contextlib.contextmanager
