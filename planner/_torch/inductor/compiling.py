@@ -54,11 +54,11 @@ faster. A schedule counts the layouts that the model has.
 """
 
 
-def unusable_options(options: Mapping[str, Any]) -> str | None:
+def unusable_options(options: Mapping[Any, Any]) -> str | None:
     """What is wrong with options of Inductor, in one line; None if nothing is."""
     known = config.get_config_copy()
     for name, value in options.items():
-        if name.replace("-", "_") not in known:
+        if not isinstance(name, str) or name.replace("-", "_") not in known:
             return f"Inductor has no option {name!r}; torch._inductor.list_options() has them"
         if name in _OURS or name == "inductor_choices_class":
             return f"option {name!r} is set by the plan"
