@@ -72,6 +72,8 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
             captured by itself, and does not count as captured again.
     """
     keep_rules()
+    # Dynamo patches PyTorch when it is first used, so that distributions look at no values: before any step.
+    eval_frame.TorchPatcher.patch()
     ignored = dynamo.config.ignore_logging_functions | said_once()
     limit = _DYNAMO_CONFIG["recompile_limit"] + parts
     settings = {

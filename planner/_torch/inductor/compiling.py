@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -53,11 +54,11 @@ faster. A schedule counts the layouts that the model has.
 """
 
 
-def unusable_options(options: Mapping[str, Any]) -> str | None:
+def unusable_options(options: Mapping[Any, Any]) -> str | None:
     """What is wrong with options of Inductor, in one line; None if nothing is."""
     known = config.get_config_copy()
     for name, value in options.items():
-        if name.replace("-", "_") not in known:
+        if not isinstance(name, str) or name.replace("-", "_") not in known:
             return f"Inductor has no option {name!r}; torch._inductor.list_options() has them"
         if name in _OURS or name == "inductor_choices_class":
             return f"option {name!r} is set by the plan"
@@ -178,7 +179,7 @@ def emitted(
 
 def _dry_program(source: str, constants: Mapping[str, Any]) -> BoxedFunction:
     scope: dict[str, Any] = {"__name__": "planner_emitted"}
-    with mock.patch.object(async_compile, "AsyncCompile", _NoKernels):
+    with compile_lock, mock.patch.object(async_compile, "AsyncCompile", _NoKernels):
         exec(compile(source, "<emitted>", "exec"), scope)
     scope.update(
         constants,
@@ -216,6 +217,8 @@ class _NoKernels:
 @contextlib.contextmanager
 def _settings(options: Mapping[str, Any]) -> Iterator[None]:
     with (
+        # What is patched is seen by all threads, and Inductor keeps what is compiled meanwhile for others.
+        compile_lock,
         without_modes(),
         torch.no_grad(),
         _without_autocast(),

@@ -5,8 +5,11 @@ Seen to work with torch 2.13.
 
 import bisect
 import contextlib
+import functools
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,8 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
+
+from planner._torch.operators import OpOverload
 
 aten: Any = torch.ops.aten
 
@@ -123,7 +128,12 @@ def _goes_to_library(node: Node) -> bool:
 
 
 def _calls_library(node: Node) -> bool:
-    return node.op == "call_function" and (node.target in _CALLS or node.target in lowering.fallbacks)
+    target = node.target
+    # What has no lowering becomes a fallback when Inductor first meets it in a process.
+    called = target in lowering.fallbacks or (
+        isinstance(target, OpOverload) and target not in lowering.lowerings
+    )
+    return node.op == "call_function" and (target in _CALLS or called)
 
 
 @contextlib.contextmanager
@@ -211,6 +221,13 @@ def _bytes(buffer: Any) -> int:
         return 0
 
 
+@functools.cache
+def _digest_of_sources() -> str:
+    """Of the files that decide what a program looks like: this one, and those beside it."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
 class InPlace(InductorChoices):
     """Fuses only what no call of a library lies between.
 
@@ -220,8 +237,8 @@ class InPlace(InductorChoices):
     """
 
     def uuid(self) -> str:
-        """For the key of Inductor's cache."""
-        return "planner: nothing is fused across calls of libraries, and kernels end at a peak"
+        """For the key of Inductor's cache: a program of another version of this library is not taken."""
+        return f"planner: {_digest_of_sources()}"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
