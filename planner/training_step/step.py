@@ -79,7 +79,6 @@ class Step:
             The module's output where it is held, else what of it was differentiated; and the loss (None
             when the outputs themselves were differentiated, with gradients of ones).
         """
-        torch.clear_autocast_cache()  # a step begins without the casts of weights of another
         output = module(*self.args, **self.kwargs)
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
