@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -91,3 +92,19 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be compiled runs as it was traced for Inductor, without a compiler."""
+    from planner._torch.inductor import compiling
+
+    def boxed(module: Any, *_: Any, **__: Any) -> tuple[Any, str]:
+        def run(args: list[Any]) -> Any:
+            taken = list(args)
+            args.clear()
+            return module(*taken)
+
+        return run, ""
+
+    monkeypatch.setattr(compiling, "compiled", boxed)

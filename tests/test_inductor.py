@@ -1,6 +1,7 @@
 """A plan that Inductor runs: what is drawn, what is computed, and what it takes."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +60,6 @@ def left(model: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.T
     return [p.grad.clone() for p in model.parameters() if p.grad is not None], torch.get_rng_state()
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to be compiled runs as it was traced for Inductor, without a compiler."""
-
-    def boxed(module: Any, *_: Any, **__: Any) -> tuple[Any, str]:
-        def run(args: list[Any]) -> Any:
-            taken = list(args)
-            args.clear()
-            return module(*taken)
-
-        return run, ""
-
-    monkeypatch.setattr(compiling, "compiled", boxed)
-
-
 @pytest.fixture(scope="module")
 def again() -> tuple[Net, torch.Tensor, planner.Plan]:
     """A plan that draws masks again."""
@@ -103,6 +89,18 @@ def test_other_programs_than_planned_are_told(again: tuple[Net, torch.Tensor, pl
     assert all(len(g.emitted) == 2 for g in plan.graphs)
     with pytest.warns(PlanWarning, match="Inductor emits other programs"):
         left(plan.apply(model), x)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_of_other_operations_than_planned_that_is_told_alone(
+    again: tuple[Net, torch.Tensor, planner.Plan],
+) -> None:
+    model, x, plan = copy.deepcopy(again[0]), again[1], again[2]
+    with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlanWarning)
+        plan.apply(model)(x).backward()
+    (told,) = [str(w.message) for w in caught if issubclass(w.category, PlanWarning)]
+    assert "autocast off then, cpu:bfloat16 now" in told
 
 
 def test_draws_are_measured_as_others_are(again: tuple[Net, torch.Tensor, planner.Plan]) -> None:

@@ -193,17 +193,18 @@ class PlanBackend:
     ) -> tuple[CompiledGraph, GraphRecord | None]:
         """A graph that runs one program, and the plan's graph that it turned out to be."""
         warn_once = warn if warn_of_it else _say_nothing
-        followed = record
+        followed, exact = record, False
         lower = chosen_lowering(self._plan.target.backend, self._plan.target.backend_options)
 
         def partition(traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
-            nonlocal followed
+            nonlocal followed, exact
             if exactly and record is not None and not matches(record, traced.reading):
                 raise CaptureError("traced into other operations than planned")
             for hook in hooks:
                 hook.on_traced(traced)
             if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
                 followed = next((g for g in self._plan.graphs if matches(g, traced.reading)), None)
+            exact = followed is not None and matches(followed, traced.reading)
             halves = again.emitted(traced.reading, *self._sequence(followed, traced.reading, warn_once))
             return halves.forward, halves.backward
 
@@ -229,7 +230,8 @@ class PlanBackend:
             compile_backward=compile_backward,
             autocast=AutocastContext.here(),
         )
-        self._look_at_programs(followed, lower, warn_once)
+        if exact:  # of other operations the programs are others, and the operations were warned of
+            self._look_at_programs(followed, lower, warn_once)
         if compiled.followed != spec:
             summed = spec.per_use_inputs - compiled.followed.per_use_inputs
             relaid = spec.tangent_layouts.keys() - compiled.followed.tangent_layouts.keys()

@@ -97,9 +97,10 @@ class CapturedAgain:
         result = self._compiled(*args)
         if self._path.is_empty and differentiable_outputs(result):
             self._warn(
-                "nothing of the planned forward could be captured: the step runs without the plan. PyTorch "
-                "leaves alone what FullyShardedDataParallel wraps, unless it has use_orig_params=True, and "
-                "modules whose parts fully_shard shards: plan and apply to those parts"
+                "nothing of the planned forward could be captured: the step runs without the plan. Dynamo "
+                "tells why (TORCH_LOGS=graph_breaks). It leaves alone what FullyShardedDataParallel wraps, "
+                "unless it has use_orig_params=True, and modules whose parts fully_shard shards: plan and "
+                "apply to those parts"
             )
         self._run = self._compiled if self._path.is_the_plans else self._again()[self._place]
         return result
