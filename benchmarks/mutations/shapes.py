@@ -43,8 +43,8 @@ SHAPES = [
         (
             Change(
                 "planner/runtime/shape_policy.py",
-                'if self._policy == "reapply" and peak_bytes > then.dynamic_peak_bytes:',
-                'if self._policy == "replan" and peak_bytes > then.dynamic_peak_bytes:',
+                'if self._policy == "reapply" and peak_bytes > planned_bytes:',
+                'if self._policy == "replan" and peak_bytes > planned_bytes:',
             ),
         ),
         ("tests/test_shapes.py::test_a_peak_is_announced_where_the_loss_is_outside",),
@@ -69,8 +69,8 @@ SHAPES = [
         (
             Change(
                 "planner/runtime/shape_policy.py",
-                'if self._policy == "replan" and not within:',
-                'if self._policy == "replan" and budget is None and not within:',
+                "if peak_bytes <= enough if budget is None else total <= budget:",
+                "if peak_bytes <= enough or budget is not None:",
             ),
         ),
         ("tests/test_shapes.py::test_replan_keeps_the_budget_or_says_that_it_cannot",),
