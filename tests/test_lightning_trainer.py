@@ -128,17 +128,27 @@ class _Skips(_Module):
             return None
         weight = 1.0 if self.trainer.num_training_batches == 4 else 2.0
         loss: torch.Tensor = weight * self.model(batch)
-        if self.current_epoch:  # as a run is that goes on from there
-            loss = loss + self.model(batch.flip(0))
         return loss
 
 
+class _GoesOn(_Skips):
+    """Computes something else from the second epoch on."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor | None:
+        assert self.model is not None
+        loss = super().training_step(batch, index)
+        return loss + self.model(batch.flip(0)) if loss is not None and self.current_epoch else loss
+
+
 @pytest.mark.heavy
-def test_a_step_that_skips_batches_and_reads_the_trainer(tmp_path: Path) -> None:
-    ours = _train(tmp_path, {}, [PlannerCallback(budget="min", solver="sqrt_n")])
-    theirs = _train(tmp_path / "unplanned", {}, [])
-    for name, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value), name
+@pytest.mark.parametrize("then", [_Skips, _GoesOn])
+def test_a_step_that_skips_batches_and_reads_the_trainer(then: type[_Module], tmp_path: Path) -> None:
+    for kind, resume in ((_Skips, False), (then, True)):  # which begins with the second epoch
+        ours = _train(tmp_path, {}, [PlannerCallback(budget="min", solver="sqrt_n")], resume, kind)
+        theirs = _train(tmp_path / "unplanned", {}, [], resume, kind)
+        assert isinstance(ours.plans[-1], Plan)
+        for name, value in theirs.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], value), name
 
 
 def test_what_cannot_be_planned_is_named() -> None:
