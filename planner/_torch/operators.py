@@ -9,6 +9,9 @@ import torch
 OpOverload = torch._ops.OpOverload
 """The type of ATen-style operator overloads."""
 
+SHAPE_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""The same memory in another shape; autograd does not take the second for a view."""
+
 
 def is_operator(target: object) -> bool:
     """Whether a graph node's target is an ATen-style operator overload."""

@@ -15,8 +15,6 @@ from planner.graph.passes.in_place_accumulation import is_sum_in_place
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-
 _WHATEVER_OPERANDS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
     aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
@@ -48,7 +46,7 @@ def _is_known(node: Node, known: set[Node]) -> bool:
     if not known.issuperset(node.all_input_nodes):
         return False
     result, operands = _tensors(node), [_tensors(operand) for operand in node.all_input_nodes]
-    if node.target in _VIEWS:
+    if node.target in operators.SHAPE_VIEWS:
         viewed = operands[0][0]
         return fake.strides_of_view(_sizes(viewed), _strides(viewed), _sizes(result[0])) == _strides(
             result[0]

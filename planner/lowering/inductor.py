@@ -122,9 +122,6 @@ def _strides(node: Any) -> Strides | None:
     return value.stride() if isinstance(value, torch.Tensor) else None
 
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
-
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
@@ -208,7 +205,7 @@ class _ForInductor(Interpreter):
             layout = memory_format(rest[-1])
             pooled = torch.empty(sizes, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
             return GIVEN_TENSORS[target](gradient, pooled, *rest)
-        if target in _VIEWS:  # of what lies otherwise than it was traced, perhaps
+        if target in operators.SHAPE_VIEWS:  # of what lies otherwise than it was traced, perhaps
             return torch.ops.aten.reshape.default(*args, **kwargs)
         if operators.may_draw(target):
             *results, self.token = random_operators.in_order(target)(self._token(), *args, **kwargs)

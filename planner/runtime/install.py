@@ -231,11 +231,11 @@ class PlannedCall(InstalledCall):
                     "step: it runs as it is, without the plan. Apply the plan again to have them captured"
                 )
                 return modules.module_call(model, *args, **kwargs)
-            self._hooks = hooks
             self.unplanned.planned_call()
             warn_of_other_ranks(self.plan, model)
             if holds_dtensors(model):
                 RankCheck(self.plan, self.on_new_shape).among_shards(model)
+            self._hooks = hooks  # only now: what these refuse they refuse at every call
         if self._definitions is None:
             self._regions.put_in(model)
             self._definitions = Definitions(model)

@@ -187,7 +187,7 @@ class NewShapes:
         self._predictions += 1
         try:
             prepared = self._prepare(args, kwargs)
-            peak_bytes, total = self._taken_by(first, prepared)
+            peak_bytes, total = taken = self._taken_by(first, prepared)
         except Exception as error:
             if is_meant(error):
                 raise
@@ -195,7 +195,7 @@ class NewShapes:
             first.covered.append(shapes)
             return first
         if self._policy == "replan":
-            if (fitting := self._fitting(prepared)) is not None:
+            if (fitting := self._fitting(prepared, taken)) is not None:
                 fitting.covered.append(shapes)
                 return fitting
             self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, shapes), shapes)]
@@ -217,12 +217,13 @@ class NewShapes:
         peak, whole = _taken(*schedule_at(program.plan, prepared))
         return peak, whole.total_bytes + self._unknown_optimizer_bytes()
 
-    def _fitting(self, prepared: Prepared) -> Program | None:
+    def _fitting(self, prepared: Prepared, by_first: tuple[int, int]) -> Program | None:
         """The earliest program whose schedule fits the budget at the sizes of a step."""
         budget = self._programs[0].plan.target.budget_bytes
         for program in self._programs:
             try:
-                peak_bytes, total = self._taken_by(program, prepared)
+                first = program is self._programs[0]
+                peak_bytes, total = by_first if first else self._taken_by(program, prepared)
             except PlanMismatch:
                 continue
             enough = MORE_THAN_LEAST * program.plan.predicted.dynamic_peak_bytes

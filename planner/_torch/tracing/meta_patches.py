@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner._torch import compat
 from planner._torch.fake import strides_of_view
+from planner._torch.operators import SHAPE_VIEWS
 from planner._torch.tracing.dynamo_patches import replace
 from planner._torch.tracing.elementwise_strides import ELEMENTWISE, Form, strides_of_elementwise
 
@@ -187,8 +188,6 @@ _LAYOUTS |= dict.fromkeys((torch.ops.aten.masked_fill.Scalar, torch.ops.aten.mas
 _LAYOUTS |= {operator: _element_by_element(operator) for operator in ELEMENTWISE}
 
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
 
@@ -207,7 +206,7 @@ def layouts_of_kernels() -> Iterator[None]:
     known = {
         operator: decomposition_table[operator] for operator in _LAYOUTS.keys() & decomposition_table.keys()
     }
-    views = {operator: op_implementations_dict[operator] for operator in _VIEWS}
+    views = {operator: op_implementations_dict[operator] for operator in SHAPE_VIEWS}
     before = {operator: op_implementations_dict.get(operator) for operator in _LAYOUTS}
     decomposition_table.update({op: _decomposed(op, shapes, _LAYOUTS[op]) for op, shapes in known.items()})
     op_implementations_dict.update({op: _as_viewed(shapes) for op, shapes in views.items()})

@@ -28,8 +28,4 @@ def read_optimizers_alone(ours: Callable[[Any], bool]) -> None:
             return UserDefinedObjectVariable.var_getattr(self, tx, name)
         return read(self, tx, name)
 
-    _replace(OptimizerVariable, "var_getattr", read_alone)
-
-
-def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    setattr(owner, name, function)
+    setattr(OptimizerVariable, "var_getattr", read_alone)  # noqa: B010
