@@ -54,6 +54,12 @@ TABLE = (
         (2, 13),
         "an assignment to an attribute is followed by BuiltinVariable, as all builtins are",
     ),
+    Private(
+        "torch._dynamo.variables.base",
+        "GetSet",
+        (2, 14),
+        "what Dynamo does where an optimizer's settings are read stands in OptimizerVariable.var_getattr",
+    ),
 )
 
 

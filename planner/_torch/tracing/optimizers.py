@@ -1,6 +1,6 @@
 """Private PyTorch APIs: optimizers that a step looks into, for a learning rate say.
 
-Tested with torch 2.13.
+Tested with torch 2.13 and 2.15.
 """
 
 import functools
@@ -9,6 +9,8 @@ from typing import Any
 
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from planner._torch.compat import private
 
 
 @functools.cache
@@ -21,11 +23,17 @@ def read_optimizers_alone(ours: Callable[[Any], bool]) -> None:
     Args:
         ours: Whether a translator of Dynamo's works for a backend of ours.
     """
-    read = OptimizerVariable.var_getattr
+    optimizer: Any = OptimizerVariable
+    if private("GetSet") is not None:
+        attribute = optimizer.tp_getset["param_groups"]
+        prepare = attribute.getter  # which returns None: it is then read as any other is
+        attribute.getter = lambda self, tx: None if ours(tx) else prepare(self, tx)
+        return
+    read = optimizer.var_getattr
 
     def read_alone(self: Any, tx: Any, name: str) -> Any:
         if name == "param_groups" and ours(tx):
             return UserDefinedObjectVariable.var_getattr(self, tx, name)
         return read(self, tx, name)
 
-    setattr(OptimizerVariable, "var_getattr", read_alone)  # noqa: B010
+    optimizer.var_getattr = read_alone
