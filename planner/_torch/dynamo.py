@@ -55,6 +55,8 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     "allow_unspec_int_on_nn_module": True,
     # Symbolic floats become tensors, which round differently.
     "specialize_float": True,
+    # addcdiv_ and the like are otherwise taken apart, and round differently.
+    "enable_dynamo_decompositions": False,
     **NUMPY_SETTINGS,
     # What other processes found to vary says nothing about this one.
     "automatic_dynamic_local_pgo": False,

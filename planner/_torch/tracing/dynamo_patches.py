@@ -65,6 +65,7 @@ def answer_like_eager(backend: Callable[..., Any]) -> None:
     _break_inside_loops()
     _break_at_indices_that_are_data()
     _break_at_masks_that_are_written_through()
+    _round_like_eager()
     numbers_of_numpy(_is_ours)
     end_graphs_at_plans()
     pass_over_marks(_is_ours)
@@ -117,6 +118,25 @@ def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
 def _keeps_books(tx: Any) -> bool:
     caller = tx.parent if tx.parent is not None and tx.f_globals.get("__name__") in NOT_FAKE else tx
     return caller.f_globals.get("__name__") in _BOOKKEEPING
+
+
+@functools.cache
+def _round_like_eager() -> None:
+    """Leave operators whole that Dynamo takes apart, into operations that round otherwise.
+
+    It has settings for those that it takes apart as methods, see ``enable_dynamo_decompositions``.
+    """
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for whole in (torch.addcdiv, torch._foreach_lerp_):
+        if whole in handlers:
+            handlers[whole] = _whole(handlers[whole])
+
+
+def _whole(taken_apart: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if _is_ours(tx) else taken_apart(variable, tx, *args, **kwargs)
+
+    return handler
 
 
 def _not_captured(_variable: Any, tx: Any) -> Any:
