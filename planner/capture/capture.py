@@ -313,9 +313,9 @@ class _Capture:
         relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)
         if sums or relaid:
             self._warn(
-                "gradients between graphs, or of views of one result, are added up in another order, or have "
-                f"other strides, than without a plan ({sums + relaid} of them): they may differ in the last "
-                "bits. planner.verify() tells"
+                "gradients between graphs, of views, or of weights in use_reentrant=True checkpoints, "
+                "are added up in another order, or have other strides, than without a plan "
+                f"({sums + relaid}): they may differ in the last bits. planner.verify() tells"
             )
         if any(r.casts.again for r in runners):
             self._warn(SHARED_WEIGHT_WARNING)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner._torch import dynamo, fake
+from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
+from planner._torch.execution.checkpoints import as_written, checkpoint_calls
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.module_paths import name_modules
@@ -101,7 +102,8 @@ class GraphRunner:
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
         self._compiled: Callable[..., Any] | None = None
-        self._alike = AlikeExecutions(graph)
+        self._probed = as_written(graph)
+        self._alike = AlikeExecutions(self._probed)
         self._without: tuple[int, ...] = ()
         self._instances: dict[int, int] = {}
         self._executions = 0
@@ -125,7 +127,7 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         if self._compiled is not None:
             return self._compiled(*args)
-        outputs = list(self.graph(*args)) if self._data else self._alike(args)
+        outputs = list(self._probed(*args)) if self._data else self._alike(args)
         self._known.append(fake_values.known_values(outputs))
         given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
         handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
@@ -307,7 +309,7 @@ def let_go(runners: Iterable[GraphRunner]) -> None:
 def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
     """What the user should know of the captured graphs; ``regions``: whether some are regions."""
     notes = []
-    if calls := sum(dynamo.checkpoint_calls(runner.graph) for runner in runners):
+    if calls := sum(checkpoint_calls(runner.graph) for runner in runners):
         notes.append(
             f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
             "what is recomputed is decided by the plan"
