@@ -160,9 +160,8 @@ class _Capture:
         self._generators = GeneratorStates.now(PythonState([copied.module]).generators)
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
-        self._no_loss = False
+        self._no_loss = self._eager_runs = False
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
-        self._eager_runs = False
         if rank is not None:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self.parameters = list(copied.module.parameters())
@@ -266,6 +265,7 @@ class _Capture:
                 *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],
             uncompiled=list(self._uncompiled),
+            overwritten=[name for r in runners for name in r.written_inputs()],
         )
 
     def _as_on_its_device(self, stack: contextlib.ExitStack) -> Any:

@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 NEWEST = (9, 0)
 """Compute capability of devices that do not tell theirs."""
 
+WRITTEN = (
+    "the forward changes in place what a plan might read again in the backward ({}): re-runs read copies, as "
+    "with inputs='overwritten', and the plan counts these"
+)
 IN_EVALUATION = (
     "the model is in evaluation mode, as from_pretrained() returns it, and is planned for training mode: "
     "call model.train() before training, or plan with training=False to train it as it is"
@@ -176,6 +180,9 @@ def prepare(
         decided=options.backend == "inductor",
     )
     captured.notes.extend(notes)
+    if captured.overwritten and options.inputs == "unchanged":
+        options = replace(options, inputs="overwritten")
+        captured.notes.append(WRITTEN.format(", ".join(dict.fromkeys(captured.overwritten))))
     compiled = [*compiled_modules(model), *captured.uncompiled]
     if compiled and options.backend == "eager":
         captured.notes.append(uncompiled(compiled))
