@@ -145,6 +145,12 @@ def test_shallow_copies_train_by_the_plan(lazily: bool) -> None:
     assert installed_plan(other) is not None
 
 
+def test_shallow_copies_of_graphs_train_by_the_plan() -> None:
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)))
+    planner.plan(model, args=(torch.ones(4, 8),), budget="150%", loss=torch.sum).apply(model)
+    assert installed_plan(copy.copy(model)) is not None
+
+
 def _clone(model: nn.Module) -> nn.Module:
     """A copy of ``__dict__`` with parameters of its own, as ``DataParallel`` and other libraries make it."""
     clone: nn.Module = model._replicate_for_data_parallel()  # type: ignore[operator]

@@ -237,10 +237,3 @@ def _fresh(function: FunctionType | Callable[..., Any]) -> FunctionType:
         function.__defaults__,
         function.__closure__,
     )
-
-
-def checkpoint_calls(graph: torch.fx.GraphModule) -> int:
-    """How many calls of ``torch.utils.checkpoint`` a graph that Dynamo made covers."""
-    target = torch.ops.higher_order.tag_activation_checkpoint
-    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-    return sum(node.target is target for part in parts for node in part.graph.nodes)

@@ -100,12 +100,19 @@ def called_instead_of(module: torch.nn.Module, installed: object) -> torch.nn.Mo
 def after_shallow_copies(copied: Callable[[torch.nn.Module, torch.nn.Module], None]) -> None:
     """Have ``copied(module, copy)`` called after ``copy.copy(module)``, which drops what is installed.
 
-    It is for the process; classes that say themselves how they are copied are left alone.
+    It is for the process; classes of users that say themselves how they are copied are left alone.
     """
+    of_graphs = torch.fx.GraphModule.__copy__
 
     def shallow(self: torch.nn.Module) -> torch.nn.Module:
         made: torch.nn.Module = copy._reconstruct(self, None, *self.__reduce_ex__(4))  # type: ignore[attr-defined]
         copied(self, made)
         return made
 
+    def shallow_graph(self: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        made = of_graphs(self)
+        copied(self, made)
+        return made
+
     torch.nn.Module.__copy__ = shallow  # type: ignore[attr-defined]
+    torch.fx.GraphModule.__copy__ = shallow_graph  # type: ignore[method-assign]

@@ -160,9 +160,8 @@ class _Capture:
         self._generators = GeneratorStates.now(PythonState([copied.module]).generators)
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
-        self._no_loss = False
+        self._no_loss = self._eager_runs = False
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
-        self._eager_runs = False
         if rank is not None:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self.parameters = list(copied.module.parameters())
@@ -266,6 +265,7 @@ class _Capture:
                 *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],
             uncompiled=list(self._uncompiled),
+            overwritten=[name for r in runners for name in r.written_inputs()],
         )
 
     def _as_on_its_device(self, stack: contextlib.ExitStack) -> Any:
@@ -313,9 +313,9 @@ class _Capture:
         relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)
         if sums or relaid:
             self._warn(
-                "gradients between graphs, or of views of one result, are added up in another order, or have "
-                f"other strides, than without a plan ({sums + relaid} of them): they may differ in the last "
-                "bits. planner.verify() tells"
+                "gradients between graphs, of views, or of weights in use_reentrant=True checkpoints, "
+                "are added up in another order, or have other strides, than without a plan "
+                f"({sums + relaid}): they may differ in the last bits. planner.verify() tells"
             )
         if any(r.casts.again for r in runners):
             self._warn(SHARED_WEIGHT_WARNING)

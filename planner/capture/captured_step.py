@@ -56,6 +56,7 @@ class CapturedStep:
         autocast: The regions of autocast around the step, as in ``cuda:bfloat16``.
         notes: Things that the user should know.
         uncompiled: Names of functions that the user compiles and that ran as written.
+        overwritten: Inputs of graphs that the step changes in place before their backward.
     """
 
     graphs: list[CapturedGraph]
@@ -72,6 +73,7 @@ class CapturedStep:
     autocast: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     uncompiled: list[str] = field(default_factory=list)
+    overwritten: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from planner._torch import fake
+from planner._torch.execution.checkpoints import weights_summed_apart
 from planner._torch.joint import aot_metadata
 from planner.capture.graph_runner import GraphRunner
 from planner.graph.accumulation import is_sum
@@ -52,8 +53,9 @@ def ask_for_per_use_gradients(recording: Recording, runners: Sequence[GraphRunne
 def reordered_views(runners: Sequence[GraphRunner]) -> int:
     """How many results of graphs get gradients in another order than without a plan: where several outputs
     are views of one, their gradients come before those of its uses inside, whichever came last in the
-    forward."""
-    return sum(_reordered(runner) for runner in runners if runner.joint is not None)
+    forward. Weights of reentrant checkpoints count as well, see :func:`weights_summed_apart`."""
+    captured = [runner for runner in runners if runner.joint is not None]
+    return sum(_reordered(runner) + weights_summed_apart(runner.graph) for runner in captured)
 
 
 def _reordered(runner: GraphRunner) -> int:

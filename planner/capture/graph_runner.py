@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner._torch import dynamo, fake
+from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
+from planner._torch.execution.checkpoints import as_written, checkpoint_calls
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.graph_modules import graph_module
-from planner._torch.module_paths import name_modules
+from planner._torch.module_paths import name_modules, source_name
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
 from planner.capture.alike_executions import AlikeExecutions
@@ -35,6 +36,7 @@ from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.unused_outputs import UnusedOutputs
+from planner.hooks.written_inputs import WrittenInputs
 from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
@@ -101,7 +103,8 @@ class GraphRunner:
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
         self._compiled: Callable[..., Any] | None = None
-        self._alike = AlikeExecutions(graph)
+        self._probed = as_written(graph)
+        self._alike = AlikeExecutions(self._probed)
         self._without: tuple[int, ...] = ()
         self._instances: dict[int, int] = {}
         self._executions = 0
@@ -110,7 +113,7 @@ class GraphRunner:
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._around, self._autocast = AutocastContext.here(), autocast_state()
-        self.casts = AutocastCastCache()
+        self.casts, self._written = AutocastCastCache(), WrittenInputs()
 
     @property
     def outdated(self) -> bool:
@@ -125,7 +128,7 @@ class GraphRunner:
     def __call__(self, *args: Any) -> Any:
         if self._compiled is not None:
             return self._compiled(*args)
-        outputs = list(self.graph(*args)) if self._data else self._alike(args)
+        outputs = list(self._probed(*args)) if self._data else self._alike(args)
         self._known.append(fake_values.known_values(outputs))
         given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
         handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
@@ -153,6 +156,16 @@ class GraphRunner:
     def _hands_out_sum(self, position: int) -> bool:
         return position < len(self.example_inputs) and position not in self.spec.per_use_inputs
 
+    def written_inputs(self) -> list[str]:
+        """What the step changes in place before the backward, of what a re-run might read again."""
+        if self.joint is None:
+            return []
+        inputs = self.graph.graph.find_nodes(op="placeholder")
+        positions = {aot_metadata.input_position(primal) for primal in self.joint.to_copy}
+        written = [inputs[i] for i in sorted(self._written.positions) if i in positions]
+        shapes = ["x".join(map(str, n.meta["example_value"].shape)) or "a scalar" for n in written]
+        return [source_name(n) or f"a tensor of {s}" for n, s in zip(written, shapes, strict=True)]
+
     def record_to(self, recorder: StepRecorder) -> None:
         """Record the executions of the step that now begins."""
         self.recorder, self._executions = recorder, 0
@@ -177,7 +190,8 @@ class GraphRunner:
         self._alike.forget()
         self._without = self.unused_outputs
         unused = UnusedOutputs(self._without, self.gradients.received.add)
-        self._compiled, self.spec = CompiledGraph(compiled.call, [self.casts, unused]), compiled.followed
+        hooks = [self.casts, unused, self._written]
+        self._compiled, self.spec = CompiledGraph(compiled.call, hooks), compiled.followed
         self.gradients.layouts = dict(self.spec.tangent_layouts)
 
     def _inputs_as_captured(self) -> list[Any]:
@@ -307,7 +321,7 @@ def let_go(runners: Iterable[GraphRunner]) -> None:
 def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
     """What the user should know of the captured graphs; ``regions``: whether some are regions."""
     notes = []
-    if calls := sum(dynamo.checkpoint_calls(runner.graph) for runner in runners):
+    if calls := sum(checkpoint_calls(runner.graph) for runner in runners):
         notes.append(
             f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
             "what is recomputed is decided by the plan"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from planner._torch.execution.checkpoints import name_apart
 from planner._torch.joint import aot, aot_metadata
 from planner.graph.accumulation import arrivals
 from planner.graph.dynamo_graph import detach_outputs
@@ -80,6 +81,7 @@ def trace_joint(
         autocast: What the forward is called in.
         cuda: It will run on CUDA, wherever its tensors without data are.
     """
+    name_apart(graph)
     differentiated = detach_outputs(graph, spec.unused_outputs)
     uses, uncountable = uses_of(differentiated, example_inputs, spec.per_use_inputs)
     context = TraceContext(graph, example_inputs, autocast, cuda, uses)

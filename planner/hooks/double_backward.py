@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner._torch import autograd
+from planner._torch.execution.checkpoints import as_written
 from planner._torch.joint import aot_metadata
 from planner._torch.operators import may_draw
 from planner._torch.tensors import writes
@@ -87,7 +88,7 @@ class DoubleBackward(GraphHook):
                 "plan, and the step may exceed the budget"
             )
         (args,) = kept
-        outputs = self._graph(*args)
+        outputs = as_written(self._graph)(*args)
         pairs = [
             (outputs[self._outputs[i]], g)
             for i, g in enumerate(given)

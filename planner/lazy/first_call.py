@@ -14,6 +14,7 @@ from planner.environment import plans_are_off, tell
 from planner.errors import SkippedStep
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
+from planner.lazy.thawed import Thawed
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.training_step.inputs import read_step
@@ -58,6 +59,7 @@ class PlannedAtFirstCall(InstalledCall):
         except SkippedStep:
             return self.run_original(*args, **kwargs)  # the next one is planned
         planned.when_accumulating = self._plan_again
+        self._watch(planned)
         try:
             return planned(*args, **kwargs)
         finally:
@@ -72,7 +74,29 @@ class PlannedAtFirstCall(InstalledCall):
         except SkippedStep:
             return None
         _tell(made, "; planned again, as gradients are there already when a step begins")
+        self._watch(planned)
         return planned
+
+    def _watch(self, planned: PlannedCall) -> None:
+        """Have the module planned again when parameters train that are frozen now."""
+        if self.wanted.on_new_shape != "replan":
+            return
+        thawed = Thawed(self._model)
+
+        def plan_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
+            count = thawed.count()
+            if not count:
+                return None
+            try:
+                made, again = self._plan(args, kwargs)
+            except SkippedStep:
+                return None
+            again.when_accumulating = self._plan_again
+            self._watch(again)
+            _tell(made, f"; planned again, as {count} parameters train that were frozen")
+            return again
+
+        planned.when_changed = plan_again
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Made, PlannedCall]:
         model, wanted = self._model, self.wanted

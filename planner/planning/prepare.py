@@ -13,6 +13,7 @@ from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
+from planner.capture.decided_by_data import PRODUCTS, has_products
 from planner.costs.cudnn_workspace import cudnn_workspaces
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.kernel_timer import MeasuredCosts
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
 NEWEST = (9, 0)
 """Compute capability of devices that do not tell theirs."""
 
+WRITTEN = (
+    "the forward changes in place what a plan might read again in the backward ({}): re-runs read copies, as "
+    "with inputs='overwritten', and the plan counts these"
+)
 IN_EVALUATION = (
     "the model is in evaluation mode, as from_pretrained() returns it, and is planned for training mode: "
     "call model.train() before training, or plan with training=False to train it as it is"
@@ -176,6 +181,13 @@ def prepare(
         decided=options.backend == "inductor",
     )
     captured.notes.extend(notes)
+    joints = [g.joint for g in captured.graphs if g.joint is not None]
+    if options.backend == "eager" and has_products(joints):
+        captured.notes.append(PRODUCTS)
+        warn(PRODUCTS)
+    if captured.overwritten and options.inputs == "unchanged":
+        options = replace(options, inputs="overwritten")
+        captured.notes.append(WRITTEN.format(", ".join(dict.fromkeys(captured.overwritten))))
     compiled = [*compiled_modules(model), *captured.uncompiled]
     if compiled and options.backend == "eager":
         captured.notes.append(uncompiled(compiled))

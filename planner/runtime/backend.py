@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from planner._torch import fake
 from planner._torch.autocast_state import autocast_regions
+from planner._torch.execution.checkpoints import as_written
 from planner._torch.joint import aot
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
@@ -98,9 +99,9 @@ class PlanBackend:
         record = self._record_of(structure)
         if record is None:
             if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
-                return graph.forward
+                return as_written(graph).forward
             if structure in self._plan.forward_only:
-                return warns_if_differentiated(graph.forward, warn)
+                return warns_if_differentiated(as_written(graph).forward, warn)
         spec = GraphSpec()
         if record is not None:
             spec = among_sizes(GraphSpec.of(record), graph, example_inputs)
@@ -114,7 +115,7 @@ class PlanBackend:
                 f"the plan says that the loss leaves output {absent[0]} unused, and the model has no such "
                 "output: another model? It runs as it is, without the plan"
             )
-            return graph.forward
+            return as_written(graph).forward
         if not any(map(fake.is_size, example_inputs)):
             try:
                 return self._compile(graph, example_inputs, record, spec)
@@ -125,7 +126,7 @@ class PlanBackend:
                 warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
             except Exception as error:
                 unplanned("a part of the forward", error)
-            return graph.forward
+            return as_written(graph).forward
         try:
             return self._compile(graph, example_inputs, record, spec, exactly=True)
         except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes

@@ -160,6 +160,7 @@ class PlannedCall(InstalledCall):
         on_new_shape, loss: As they were given to :func:`apply`.
         when_accumulating: Called with a step's arguments where gradients are there already when it begins,
             and the plan is for none; returns what runs the step instead, or None.
+        when_changed: The same, called before every step, where what trains may have changed.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class PlannedCall(InstalledCall):
         self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
         self.when_accumulating: Callable[..., Callable[..., Any] | None] | None = None
+        self.when_changed: Callable[..., Callable[..., Any] | None] | None = None
         self._earlier: EarlierGradients | None = None  # where the plan is for none, until there are some
         if plan.resident.gradient_bytes == 0:
             self._earlier = EarlierGradients(model.parameters)
@@ -216,6 +218,8 @@ class PlannedCall(InstalledCall):
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
+        if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
+            return planned(*args, **kwargs)
         if self._earlier is not None and self._earlier.are_there() and differentiates(model, args, kwargs):
             self._earlier = None
             instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating

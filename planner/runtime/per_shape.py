@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from planner._torch.execution.checkpoints import as_written
+
 MOST_SHAPES = 8
 """For how many shapes one graph is compiled."""
 
@@ -40,4 +42,4 @@ class StaticShapes:
         if key not in self._warned:
             self._warned.add(key)
             self._beyond(", ".join(map(str, key)))
-        return self._graph(*args)
+        return as_written(self._graph)(*args)

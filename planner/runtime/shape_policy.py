@@ -8,7 +8,6 @@ Inputs that grow step by step do not get a plan each: one that was made before r
 the last of a few plans is for the least memory.
 """
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from planner.problem.build import Problem
 from planner.problem.encodings import packed_as
 from planner.runtime.own_errors import is_meant
 from planner.runtime.remap import remap_schedule
+from planner.training_step.inputs import names_of_parameters
 from planner.training_step.step import Loss, Step
 from solvers.model.arrays import Schedule
 from solvers.model.indices import BaseOp, RowId, numbered
@@ -143,7 +143,7 @@ class NewShapes:
         self._model, self._policy, self._compile = model, policy, compile_
         options = options_of(plan)
         self._options = options if loss is None else replace(options, loss=loss)
-        self._parameters = _names(model.forward)
+        self._parameters = names_of_parameters(model.forward)
         self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
         self._planned_strides = self._strides(plan.model.inputs)
         self._warned_of_strides = False
@@ -169,7 +169,7 @@ class NewShapes:
         self._others.came = self._others.came or shapes != self._planned
         # What Inductor emits for smaller shapes may take more: its programs are looked at one by one.
         covers = _covers if self._programs[0].plan.target.backend == "eager" else operator.eq
-        for program in self._programs:
+        for program in self._of(shapes):
             if any(covers(known, shapes) for known in program.covered):
                 return program.run(shapes)
         return self._larger(args, kwargs, shapes).run(shapes)
@@ -187,7 +187,10 @@ class NewShapes:
         self._predictions += 1
         try:
             prepared = self._prepare(args, kwargs)
-            peak_bytes, total = taken = self._taken_by(first, prepared)
+            if self._policy == "replan":
+                fitting = self._fitting(prepared, self._of(shapes))
+            else:
+                peak_bytes, total = self._taken_by(first, prepared)
         except Exception as error:
             if is_meant(error):
                 raise
@@ -195,7 +198,7 @@ class NewShapes:
             first.covered.append(shapes)
             return first
         if self._policy == "replan":
-            if (fitting := self._fitting(prepared, taken)) is not None:
+            if fitting is not None:
                 fitting.covered.append(shapes)
                 return fitting
             self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, shapes), shapes)]
@@ -217,13 +220,17 @@ class NewShapes:
         peak, whole = _taken(*schedule_at(program.plan, prepared))
         return peak, whole.total_bytes + self._unknown_optimizer_bytes()
 
-    def _fitting(self, prepared: Prepared, by_first: tuple[int, int]) -> Program | None:
-        """The earliest program whose schedule fits the budget at the sizes of a step."""
+    def _of(self, shapes: Shapes) -> list[Program]:
+        """The programs that may run some shapes: if others can be planned, those for the same tensors."""
+        any_of_them = self._policy != "replan" or len(self._programs) >= MOST_PLANS
+        return [p for p in self._programs if any_of_them or p.planned.keys() == shapes.keys()]
+
+    def _fitting(self, prepared: Prepared, programs: Sequence[Program]) -> Program | None:
+        """The earliest of some programs whose schedule fits the budget at the sizes of a step."""
         budget = self._programs[0].plan.target.budget_bytes
-        for program in self._programs:
+        for program in programs:
             try:
-                first = program is self._programs[0]
-                peak_bytes, total = by_first if first else self._taken_by(program, prepared)
+                peak_bytes, total = self._taken_by(program, prepared)
             except PlanMismatch:
                 continue
             enough = MORE_THAN_LEAST * program.plan.predicted.dynamic_peak_bytes
@@ -268,8 +275,9 @@ class NewShapes:
             f"; inputs grew so often that {MOST_PLANS} plans were made: this one, for the least memory, is "
             "for larger ones too. Plan for the largest inputs at first"
         )
+        kind = "larger" if self._planned.keys() <= shapes.keys() else "other"
         tell(
-            f"{type(self._model).__name__} planned again for larger inputs ({self._differences(shapes)}): "
+            f"{type(self._model).__name__} planned again for {kind} inputs ({self._differences(shapes)}): "
             f"{format_bytes(_total(made))}, {100 * made.overhead:+.0f} % time{end if last else ''}"
         )
         return made
@@ -378,15 +386,6 @@ def _sequence(record: GraphRecord, joint: JointGraph) -> tuple[Sequence[int], Se
         return record.backward, record.packed
     remapped = remap_schedule(record, joint)
     return remapped.backward, remapped.packed
-
-
-def _names(function: Callable[..., Any]) -> list[str]:
-    """The parameters that may be given by position or by name."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def _covers(known: Mapping[str, tuple[int, ...]], shapes: Shapes) -> bool:

@@ -234,3 +234,12 @@ def _parameters(function: Callable[..., Any]) -> str:
 
 def _kind(value: object) -> str:
     return "function" if inspect.isroutine(value) else type(value).__name__
+
+
+def names_of_parameters(function: Callable[..., Any]) -> list[str]:
+    """The parameters that may be given by position or by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]

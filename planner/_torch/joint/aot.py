@@ -92,6 +92,8 @@ def compile_joint(
         enable_autograd_cache=False,
         # Users leave the region of autocast before they call backward.
         backward_pass_autocast="off",
+        # A pass for backwards inside of a graph. It refuses checkpoints where nothing is differentiated.
+        remat_using_tags_for_fwd_loss_bwd_graph=False,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)

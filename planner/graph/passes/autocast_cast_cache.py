@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from planner._torch import fake
+from planner._torch.execution.checkpoints import checkpointed_part, is_reentrant
 from planner._torch.joint import aot_metadata
 from planner._torch.tensors import ENTER_AUTOCAST, EXIT_AUTOCAST, is_view
 from planner.graph.joint_pass import AutocastContext, TraceContext
@@ -50,19 +51,31 @@ def share_casts(joint: GraphModule, context: TraceContext) -> None:
 
 def _regions(graph: GraphModule, around: AutocastContext) -> dict[str, int]:
     """The outermost region of autocast that keeps the casts of each node of a forward, by name."""
-    found, region = {}, _CALLER_REGION
-    depth, keeps = int(around.inside), [around.keeps]
-    for node in graph.graph.nodes:
-        if node.target is ENTER_AUTOCAST:
-            region += depth == 0
-            depth += 1
-            _, _, _, wanted = node.args
-            keeps.append(keeps[-1] if wanted is None else bool(wanted))
-        elif node.target is EXIT_AUTOCAST:
-            depth -= 1
-            keeps.pop()
-        elif depth and keeps[-1]:
-            found[node.name] = region
+    found: dict[str, int] = {}
+    numbers = itertools.count(_CALLER_REGION)
+    region, depth, keeps = next(numbers), int(around.inside), [around.keeps]
+
+    def walk(graph: GraphModule) -> None:
+        nonlocal region, depth
+        for node in graph.graph.nodes:
+            if (part := checkpointed_part(graph, node)) is not None:
+                outside = region
+                if is_reentrant(node):  # its gradients are of casts that the backward makes, for it alone
+                    region = next(numbers)
+                walk(part)
+                region = outside
+            elif node.target is ENTER_AUTOCAST:
+                region = next(numbers) if depth == 0 else region
+                depth += 1
+                _, _, _, wanted = node.args
+                keeps.append(keeps[-1] if wanted is None else bool(wanted))
+            elif node.target is EXIT_AUTOCAST:
+                depth -= 1
+                keeps.pop()
+            elif depth and keeps[-1]:
+                found[node.name] = region
+
+    walk(graph)
     return found
 
 

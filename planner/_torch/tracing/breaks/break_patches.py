@@ -15,6 +15,7 @@ from torch._dynamo import decorators
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -61,7 +62,7 @@ def marks_allowed() -> Iterator[None]:
             setattr(mark, _FORBIDDEN, True)
 
 
-# ---- checkpoints of the user's that change tensors ------------------------------------------------------
+# ---- checkpoints of the user's that do more than run again ----------------------------------------------
 
 _NORMALISE = {
     F.batch_norm: "training",
@@ -72,12 +73,14 @@ _NORMALISE = {
 
 @functools.cache
 def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
-    """End a graph at a call of ``torch.utils.checkpoint`` inside which buffers change.
+    """End a graph at a call of ``torch.utils.checkpoint`` inside which buffers change, or gradients end.
 
-    Without a plan these change once more when the backward runs the part again. So it does if it is left
-    to run as it is written.
+    Without a plan buffers change once more when the backward runs the part again. So they do if it is left
+    to run as it is written. With ``use_reentrant=True`` the part's parameters have gradients only where a
+    tensor among the arguments has one.
     """
     create = CheckpointHigherOrderVariable.create_wrapped_node
+    call = CheckpointHigherOrderVariable._call_function
 
     def unless_changed(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         result = create(self, tx, *args, **kwargs)
@@ -91,7 +94,27 @@ def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
             )
         return result
 
+    def unless_gradients_end(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if is_ours(tx) and torch.is_grad_enabled() and _is_reentrant(kwargs) and _gradients_end(args[1:]):
+            unimplemented(
+                gb_type="a checkpoint that gradients end at",
+                context=str(args[0]),
+                explanation="With use_reentrant=True gradients end here if no tensor given has one.",
+                hints=[],
+            )
+        return call(self, tx, args, kwargs)
+
     CheckpointHigherOrderVariable.create_wrapped_node = unless_changed  # type: ignore[method-assign]
+    CheckpointHigherOrderVariable._call_function = unless_gradients_end  # type: ignore[method-assign]
+
+
+def _is_reentrant(options: dict[str, Any]) -> bool:
+    chosen = options.get("use_reentrant")
+    return chosen is None or chosen.as_python_constant() is not False
+
+
+def _gradients_end(args: list[Any]) -> bool:
+    return not any(arg.requires_grad for arg in args if isinstance(arg, TensorVariable))
 
 
 def _changes_inputs(body: torch.fx.GraphModule) -> bool:

@@ -1,0 +1,57 @@
+"""Parameters that are thawed while a module trains under auto_checkpoint."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.runtime.install import installed_plan
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(32, 1))
+
+
+def _train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def _same(ours: list[torch.Tensor | None], eager: list[torch.Tensor | None]) -> bool:
+    return all(
+        a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(ours, eager, strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+def test_gradual_unfreezing_is_planned_again(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = _layers(), torch.randn(64, 32)
+    for layer in (0, 1):
+        model[layer].requires_grad_(False)
+    eager = copy.deepcopy(model)
+    planner.auto_checkpoint(model, budget="90%", costs="roofline")
+    plans = []
+    for layer in (None, 1, 0):
+        for module in (model, eager):
+            if layer is not None:
+                module[layer].requires_grad_(True)
+        for _ in range(2):
+            assert _same(_train(model, x), _train(eager, x))
+        plans.append(installed_plan(model))
+    assert plans[0] is not plans[1] is not plans[2]
+    assert capsys.readouterr().err.count("2 parameters train that were frozen") == 2
+
+
+def test_what_is_frozen_by_turns_is_not_planned_without_end(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = _layers(), torch.randn(64, 32)
+    planner.auto_checkpoint(model, budget="150%", costs="roofline")
+    for turn in range(6):
+        model[0].requires_grad_(turn % 2 == 0)
+        model[3].requires_grad_(turn % 2 == 1)
+        _train(model, x)
+    assert "were frozen" not in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""Inputs and buffers that the forward itself changes in place, outside of the graph that reads them."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import planner
+
+
+class Queue(nn.Module):
+    """Contrast with a queue of earlier keys, as MoCo has it; the keys are put in behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(32, 16)
+        self.queue: Tensor
+        self.register_buffer("queue", torch.randn(16, 64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+        found = nn.functional.normalize(self.encoder(x), dim=1) @ self.queue.clone().detach()
+        loss = nn.functional.cross_entropy(found / 0.07, torch.zeros(len(x), dtype=torch.long))
+        with torch.no_grad():
+            self.put(keys)
+        return loss
+
+    def put(self, keys: Tensor) -> None:
+        place = int(self.place)
+        self.queue[:, place : place + len(keys)] = keys.T
+        self.place[0] = (place + len(keys)) % self.queue.shape[1]
+
+
+def test_a_buffer_that_is_written_behind_a_graph_break_is_read_from_a_copy() -> None:
+    torch.manual_seed(0)
+    model = Queue()
+    inputs = (torch.randn(16, 32), torch.randn(16, 16))
+    eager = copy.deepcopy(model)
+    plan = planner.plan(model, args=inputs, budget="min")
+    assert plan.target.inputs == "overwritten"
+    assert any("changes in place" in note for note in plan.notes)
+    report = planner.verify(model, args=inputs, plan=plan)
+    assert report.ok, report.problems
+    plan.apply(model)
+    for _ in range(3):
+        for module in (model, eager):
+            module.zero_grad()
+            module(*inputs).backward()
+        assert torch.equal(model.encoder.weight.grad, eager.encoder.weight.grad)
+        assert torch.equal(model.queue, eager.queue)
+
+
+def test_inputs_that_are_left_alone_are_not_copied() -> None:
+    torch.manual_seed(0)
+    plan = planner.plan(nn.Linear(8, 1), args=(torch.randn(4, 8),), budget="150%", loss=torch.sum)
+    assert plan.target.inputs == "unchanged"
