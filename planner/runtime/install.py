@@ -194,6 +194,11 @@ class PlannedCall(InstalledCall):
         super().retire()
         self._regions.take_out(self._model)
 
+    def put_back_in(self) -> None:
+        """Install it again, and its regions, where a snapshot has put back what was there before."""
+        modules.install_call(self._model, self)
+        self._regions.put_in(self._model)
+
     def pickled(self) -> tuple[Any, ...]:
         return unpickled, self.plan.dumps(), self.on_new_shape
 
