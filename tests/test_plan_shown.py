@@ -105,7 +105,8 @@ def test_a_vector_figure_has_colours_for_dark_pages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_two_plans_side_by_side_have_whole_labels(width: int) -> None:
-    plan = layered_plan()
+    made_with = {"planner": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}
+    plan = layered_plan().model_copy(update={"created_with": made_with})
     console = Console(width=width, record=True, file=StringIO())
     console.print(render_difference(plan, plan, ("one.json", "two.json"), width=width))
     lines = console.export_text().splitlines()
