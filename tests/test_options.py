@@ -12,6 +12,7 @@ import torch.nn as nn
 import planner
 from planner.cli.options import StepOptions
 from planner.costs.devices import DeviceError
+from planner.costs.optimizer_step import OptimizerError
 from planner.planning.options import PlanKeywords, PlanOptions, StepKeywords
 from planner.training_step.inputs import InputError
 
@@ -100,3 +101,15 @@ def test_a_warning_names_the_users_line() -> None:
         planner.plan(_model().eval(), X, budget="min", loss=_loss, solver="sqrt_n")
     ours = [warning for warning in caught if issubclass(warning.category, planner.PlanWarning)]
     assert [warning.filename for warning in ours] == [__file__]
+
+
+@pytest.mark.parametrize("optimizer", ["adamwx", 3, torch.nn.Linear])
+def test_an_optimizer_that_there_is_not_is_refused_before_the_long_work(optimizer: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(OptimizerError, match=r"optimizer"):
+        planner.auto_checkpoint(model, budget="8GiB", optimizer=optimizer)
+
+
+def test_a_file_without_a_name_is_refused() -> None:
+    with pytest.raises(planner.PlanFileError, match="name of the file to write is empty"):
+        planner.auto_checkpoint(torch.nn.Linear(2, 2), budget="8GiB", cache="")

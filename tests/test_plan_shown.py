@@ -1,13 +1,16 @@
 """A plan in a console and in a notebook."""
 
 import re
+from io import StringIO
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 import planner
 from planner.planning.make_plan import failed
+from planner.report.difference import render_difference
 from planner.report.figure import save
 from planner.report.modules import folded_holders
 from tests.planned import planned_gpt
@@ -98,3 +101,15 @@ def test_a_vector_figure_has_colours_for_dark_pages(tmp_path: Path) -> None:
     assert "fill: #1b1f24" in drawn
     assert "fill: #ffffff" in drawn
     ElementTree.fromstring(text)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_two_plans_side_by_side_have_whole_labels(width: int) -> None:
+    made_with = {"planner": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}
+    plan = layered_plan().model_copy(update={"created_with": made_with})
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(render_difference(plan, plan, ("one.json", "two.json"), width=width))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    for label in ("unplanned peak", "re-run operations", "made with"):
+        assert any(line.startswith(label) for line in lines)

@@ -3,12 +3,14 @@
 import copy
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import planner
@@ -24,6 +26,7 @@ from tests.side_by_side import (
     left_by,
     no_plan_warnings,
     plan_of,
+    step_of,
     steps,
 )
 
@@ -127,7 +130,7 @@ def test_a_checkpoint_that_changes_nothing_is_seen_through() -> None:
     assert plan_of(model, args).coverage == "one-graph"
 
 
-# ---- TorchScript --------------------------------------------------------------------------------------
+# ---- TorchScript, export ------------------------------------------------------------------------------
 
 
 def _loss(output: torch.Tensor) -> torch.Tensor:
@@ -159,6 +162,48 @@ def test_a_planned_module_is_traced_and_scripted(used: bool) -> None:
     for each in (model, copied):
         # TorchScript itself leaves the second.
         assert set(vars(planner.remove(each))) - before <= {"_compiled_call_impl", "__overloads__"}
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("regions", [None, "auto"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        partial(torch.export.export, strict=False),
+        partial(torch.export.export, strict=True),
+        lambda model, args: make_fx(lambda *args: model(*args))(*args),
+    ],
+    ids=["export", "strict_export", "make_fx"],
+)
+def test_a_planned_module_is_exported_and_goes_on_by_its_plan(
+    record: Any, regions: Any, lazily: bool
+) -> None:
+    model, args, _ = layers(Layers)
+    twin = copy.deepcopy(model)
+    if lazily:
+        planner.auto_checkpoint(model, budget="min", solver="sqrt_n", regions=regions)
+    else:
+        plan_of(model, args, regions=regions).apply(model)
+    with no_plan_warnings():
+        recorded, expected = record(model, args), record(twin, args)
+    graphs = [_operations(made) for made in (recorded, expected)]
+    assert graphs[0] == graphs[1]
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(model, partial(_recorded_between_steps, record, args))
+    assert runs.backward == 2 * (1 if regions is None else 9)
+    assert_same(ours, left_by(twin, partial(_recorded_between_steps, record, args)))
+
+
+def _recorded_between_steps(record: Any, args: Any, model: nn.Module) -> list[torch.Tensor]:
+    losses = [step_of(model, args)]
+    record(model, args)
+    model.zero_grad()
+    return [*losses, step_of(model, args)]
+
+
+def _operations(recorded: Any) -> list[str]:
+    graph = recorded.graph_module if hasattr(recorded, "graph_module") else recorded
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
 def test_what_a_user_leaves_out_of_scripts_stays_so() -> None:

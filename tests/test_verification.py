@@ -227,3 +227,39 @@ def test_a_buffer_that_gets_its_size_in_the_forward_is_put_back() -> None:
     report = planner.verify(model, args, plan=plan_of(model, args), repeats=0)
     assert report.ok, report.problems
     assert model.get_buffer("seen").shape == (0,)
+
+
+class Attends(torch.nn.Module):
+    """Its blocks are of PyTorch's own class, whose code PyTorch captures only where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x.square().mean()
+
+
+def test_regions_run_by_their_plan_in_each_of_its_steps() -> None:
+    model, args, _ = layers(Attends)
+    plan = plan_of(model, (args[0].view(4, 16, 32),), regions="auto", recompute=["aten.*"])
+    report = planner.verify(model, (args[0].view(4, 16, 32),), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_plan_for_gradients_that_are_there_is_measured_with_them(there: bool) -> None:
+    model, args, _ = layers(Layers)
+    if there:
+        model(*args).backward()
+    plan = plan_of(model, args, regions="auto", accumulate=None if there else True)
+    assert plan.resident.gradient_bytes > 0
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes

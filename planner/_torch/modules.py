@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from planner._torch.tracing.torchscript import leave_out_of_scripts
+from planner._torch.tracing.recording import leave_out_of_scripts
 
 
 def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:

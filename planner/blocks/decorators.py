@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from planner._torch.tracing import torchscript
+from planner._torch.tracing import recording
 from planner._torch.tracing.block_marks import marked
 from planner.blocks.replay import Overwritten, RecomputeError, inner_function, run_recomputed
 from planner.blocks.running import constant, next_number, run_by_a_plan, switched, switched_off
@@ -117,7 +117,7 @@ def _decorated(block: Any, kind: str, name: str | None) -> Any:
 
 @constant
 def _runs_as_it_is() -> bool:
-    return torchscript.is_traced() or plans_are_off()
+    return recording.is_recorded() or plans_are_off()
 
 
 def _wrapped(function: Callable[..., Any], kind: str, name: str | None, named: str, title: str) -> Any:

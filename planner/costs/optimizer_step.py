@@ -92,7 +92,7 @@ def optimizer_step(
         return fakes[id(parameter)]
 
     instance = isinstance(optimizer, torch.optim.Optimizer)
-    kind = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else _optimizer_class(optimizer)
+    kind = optimizer_class(optimizer)
     try:
         if isinstance(optimizer, torch.optim.Optimizer):
             fresh = _like(optimizer, fake)
@@ -179,7 +179,14 @@ def _state_on(optimizer: torch.optim.Optimizer, kind: str, known: set[int]) -> l
     return [t for t in state if t.device.type == kind and fake_.storage_key(t) not in known]
 
 
-def _optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
+def optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
+    """The class of an optimizer, of which there is an instance, the class or the name.
+
+    Raises:
+        OptimizerError: It is none of these.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer)
     if isinstance(optimizer, str):
         found = next((v for k, v in vars(torch.optim).items() if k.lower() == optimizer.lower()), None)
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):

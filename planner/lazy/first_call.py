@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner._torch.tracing import torchscript
+from planner._torch.tracing import recording
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.capture.captured_step import NO_LOSS
@@ -43,7 +43,7 @@ class PlannedAtFirstCall(InstalledCall):
         if (clone := self.clone()) is not None:
             return self.run_clone(clone, args, kwargs)
         model = self._model
-        if torchscript.is_traced() or not torch.is_grad_enabled():
+        if recording.is_recorded() or not torch.is_grad_enabled():
             return self.run_original(*args, **kwargs)
         if model.training is not self._training:
             output = self.run_original(*args, **kwargs)

@@ -77,6 +77,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             that is not a file.
     """
     shown = os.fspath(path)
+    if not shown:
+        raise PlanFileError("the name of the file to write is empty")
     try:
         target = os.path.realpath(shown)
         directory = os.path.dirname(target)

@@ -16,7 +16,7 @@ import torch
 
 from planner._torch.cuda.attention import Attention
 from planner.costs.devices import Device
-from planner.costs.optimizer_step import Optimizer
+from planner.costs.optimizer_step import Optimizer, optimizer_class
 from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import Parallel, read_parallel
@@ -198,6 +198,7 @@ def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **oth
     Raises:
         OptionError: There is no such option, or it is of another kind.
         OutputsError, InputsError: ``outputs`` or ``inputs`` is neither of the two.
+        OptimizerError: ``optimizer`` is none.
     """
     for name in given:
         if name not in known.__annotations__:
@@ -209,6 +210,8 @@ def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **oth
     checked_inputs(options.inputs)
     checked_outputs(options.outputs)
     read_parallel(options.parallel)
+    if options.optimizer is not None:
+        optimizer_class(options.optimizer)
     return options
 
 

@@ -20,6 +20,7 @@ def fitted_table(
     *,
     width: int,
     least: Sequence[str] = (),
+    folded: bool = False,
 ) -> Table:
     """Lay out rows whose first cell is a label, within a number of characters.
 
@@ -28,6 +29,7 @@ def fitted_table(
         rows: a cell for each column; rows may be shorter.
         width: characters that a line may take.
         least: columns that can be done without, the first to go first; after them labels are folded.
+        folded: whether other cells are folded, rather than labels: they are texts, not figures.
     """
     widths = [
         max([cell_len(name), *(_length(row[i]) for row in rows if i < len(row))])
@@ -39,10 +41,16 @@ def fitted_table(
             break
         shown = [i for i in shown if headers[i] != name]
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    if folded:
+        most = (width - min(widths[0], _LABEL)) // max(len(shown) - 1, 1) - GAP
+        widths[1:] = [min(each, max(most, 8)) for each in widths[1:]]
     room = width - sum(GAP + widths[i] for i in shown[1:])
     table.add_column(headers[0], overflow="fold", max_width=max(room, 8))
     for i in shown[1:]:
-        table.add_column(headers[i], justify="right", no_wrap=True)
+        if folded:
+            table.add_column(headers[i], justify="right", overflow="fold", max_width=widths[i])
+        else:
+            table.add_column(headers[i], justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(row[i] for i in shown if i < len(row)))
     return table

@@ -70,7 +70,7 @@ def render_difference(
     rows: list[tuple[Cell, ...]] = []
     for label, a, b in _facts(first, second):
         rows.append((label, a, b) if a == b else (Text(label, style="bold"), a, b))
-    parts: list[RenderableType] = [fitted_table(("", *short), rows, width=width)]
+    parts: list[RenderableType] = [fitted_table(("", *short), rows, width=width, folded=True)]
     if first.model.state_digest != second.model.state_digest:
         parts.insert(0, Text("the plans are of different models", style="bold red"))
     different = different_modules(first, second)

@@ -15,7 +15,7 @@ import torch
 from planner._torch import dynamo, modules
 from planner._torch.compat import check_version
 from planner._torch.distributed import holds_dtensors
-from planner._torch.tracing import torchscript
+from planner._torch.tracing import recording
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.hindrances import hindering_mode
@@ -196,6 +196,11 @@ class PlannedCall(InstalledCall):
         super().retire()
         self._regions.take_out(self._model)
 
+    def put_back_in(self) -> None:
+        """Install it again, and its regions, where a snapshot has put back what was there before."""
+        modules.install_call(self._model, self)
+        self._regions.put_in(self._model)
+
     def pickled(self) -> tuple[Any, ...]:
         return unpickled, self.plan.dumps(), self.on_new_shape
 
@@ -204,7 +209,7 @@ class PlannedCall(InstalledCall):
         if (clone := self.clone()) is not None:
             return self.run_clone(clone, args, kwargs)
         model = self._model
-        if torchscript.is_traced():  # what is recorded is the module, not the plan
+        if recording.is_recorded():  # what is recorded is the module, not the plan
             return modules.module_call(model, *args, **kwargs)
         if model.training is not self._training or not torch.is_grad_enabled():
             if torch.is_grad_enabled() and not self._warned_of_casts:

@@ -54,7 +54,7 @@ class InstalledCall:
 
     def run_clone(self, clone: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of :meth:`clone`, which has parameters of its own: without the plan, and that is said."""
-        if torch.is_grad_enabled() and not self._warned_of_clone:
+        if clone.training is self._training and torch.is_grad_enabled() and not self._warned_of_clone:
             self._warned_of_clone = True
             warn(
                 f"a {type(clone).__name__} is called that has the attributes of a planned one, as "

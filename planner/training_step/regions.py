@@ -104,13 +104,13 @@ class Boundary:
         forward: Callable[[], Forward | None],
         previous: Callable[..., Any] | None = None,
     ) -> None:
-        self._module, self._forward, self.previous = module, forward, previous
+        self._module, self.forward, self.previous = module, forward, previous
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (clone := modules.called_instead_of(self._module, self)) is not None:
             return modules.module_call(clone, *args, **kwargs)
-        forward = self._forward()
+        forward = self.forward()
         if forward is not None:
             run = partial(_run, forward, self._module)
             return modules.call_with_forward(self._module, run, args, kwargs)
@@ -147,11 +147,15 @@ class RunningRegions:
         self._forward: Forward | None = None
 
     def put_in(self, model: torch.nn.Module) -> None:
-        """Install them in a module."""
+        """Install them in a module, where they are not there yet."""
         for name in self._names:
             module = model.get_submodule(name)
-            boundary = Boundary(module, lambda: self._forward, modules.installed_call(module))
-            modules.install_call(module, boundary)
+            there = modules.installed_call(module)
+            if not (isinstance(there, Boundary) and there.forward == self._running):
+                modules.install_call(module, Boundary(module, self._running, there))
+
+    def _running(self) -> Forward | None:
+        return self._forward
 
     def take_out(self, model: torch.nn.Module) -> None:
         """Undo that."""

@@ -126,6 +126,7 @@ def verify(
     installed = modules.installed_call(model)
     original = installed.previous if isinstance(installed, InstalledCall) else installed
     waiting = isinstance(installed, InstalledCall) and installed.unplanned.waiting
+    accumulated = _added_to(plan, model)
     as_written = contextlib.ExitStack()
     try:
         check_fits(plan, model)
@@ -149,6 +150,14 @@ def verify(
         def restore() -> None:
             state.restore()
             state.drop_gradients()
+            for parameter in accumulated:
+                parameter.grad = torch.zeros_like(parameter)
+
+        def put(call: Callable[..., Any] | None) -> None:
+            if call is planned:
+                planned.put_back_in()  # regions are parts' attributes, which are restored
+            else:
+                modules.install_call(model, call)
 
         def outcome(call: Callable[..., Any] | None) -> Outcome:
             nonlocal taken
@@ -156,7 +165,7 @@ def verify(
             side = "unplanned" if call is original else "planned"
             report(f"comparing: running the {side} step", taken / stages)
             restore()
-            modules.install_call(model, call)
+            put(call)
             return Outcome(model, step, state.python.generators)
 
         reference = outcome(original)
@@ -174,7 +183,7 @@ def verify(
 
         def runner(call: Callable[..., Any] | None) -> Callable[[], object]:
             def run() -> object:
-                modules.install_call(model, call)
+                put(call)
                 return step.run(model)
 
             return run
@@ -204,6 +213,17 @@ def verify(
     return _report(
         plan, reference, spread, second, peaks[1].peak_bytes, peaks[0].peak_bytes, times, yardstick
     )
+
+
+def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that have gradients when a step begins, which the plan counts and the step adds to.
+
+    Inductor's steps are compared with one in double precision, which begins without.
+    """
+    if not plan.resident.gradient_bytes or plan.target.backend == "inductor":
+        return []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [p for p in trained if p.grad is not None] or trained
 
 
 _NOT_TWICE = (

@@ -43,7 +43,8 @@ def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
     def unless_planned(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self.value._compiled_call_impl, ENDS_A_GRAPH) and is_ours(tx):
             unimplemented(gb_type="a region", context=type(self.value).__name__, explanation=REGION, hints=[])
-        if hasattr(self.value._compiled_call_impl, RUNS_A_PLAN) and not is_ours(tx):
+        plan = hasattr(self.value._compiled_call_impl, RUNS_A_PLAN)
+        if plan and not (is_ours(tx) or torch.compiler.is_exporting()):
             unimplemented(
                 gb_type="a planned module", context=type(self.value).__name__, explanation=REASON, hints=[]
             )

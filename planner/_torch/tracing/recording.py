@@ -1,17 +1,25 @@
-"""Private PyTorch APIs of TorchScript: a planned module is traced and scripted as the module that it is.
+"""Private PyTorch APIs of what records modules: a planned one is exported, traced and scripted as the module
+that it is.
 
 Tested with torch 2.13.
 """
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _IGNORED = "__jit_ignored_attributes__"
 _CALL = "_compiled_call_impl"
 
 
-def is_traced() -> bool:
-    """Whether ``torch.jit.trace`` records what runs here."""
-    return torch._C._get_tracing_state() is not None
+def is_recorded() -> bool:
+    """Whether what runs here is being recorded: by ``torch.jit.trace``, ``torch.export``, ``make_fx``, or by
+    AOTAutograd, which looks at what it records once before."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+        or get_proxy_mode() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+    )
 
 
 def leave_out_of_scripts(module: torch.nn.Module, installed: bool) -> None:
