@@ -168,7 +168,8 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def __enter__(self) -> "StepRecorder":
         # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees.
-        torch.get_rng_state = self._save_generator_state
+        # Not compiled: the user's forward may ask for one between two graphs.
+        torch.get_rng_state = torch.compiler.disable(self._save_generator_state)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
