@@ -5,6 +5,7 @@ Tested with torch 2.13.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,6 +87,57 @@ def _fully_sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
             state: Any = getattr(part, "_get_fsdp_state", lambda: None)()
             for group in () if state is None else state._fsdp_param_groups:
                 yield from group.fsdp_params
+
+
+@dataclass(frozen=True)
+class ShardedUnit:
+    """Parameters that ``fully_shard`` gathers together, and how.
+
+    Attributes:
+        names: Of the modules whose parameters these are; "" is the root.
+        reshard_after_forward: As ``fully_shard`` was given it.
+        dtypes: What the parameters are.
+        param_dtype, reduce_dtype: Of its policy.
+        reduces: Whether gradients are reduced after this backward.
+        prefetches: Whether it was said what to gather before it in the backward.
+    """
+
+    names: tuple[str, ...]
+    reshard_after_forward: bool | int | None
+    dtypes: frozenset[torch.dtype]
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    reduces: bool
+    prefetches: bool
+
+
+def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
+    """What ``fully_shard`` shards of a module, unit by unit; to be called before the first forward."""
+    names = {part: name for name, part in module.named_modules()}
+    found: dict[Any, None] = {}
+    for part in names:
+        state: Any = getattr(part, "_get_fsdp_state", lambda: None)()
+        if state is not None:
+            found[state] = None
+    units = []
+    for state in found:
+        for group in state._fsdp_param_groups:
+            own = tuple(names[part] for part in group.modules if part in names)
+            after = group.post_forward_mesh_info
+            size = None if after is None else _shards(after)
+            given = size is not None and (size == _shards(group.mesh_info) or size)
+            units.append(
+                ShardedUnit(
+                    own,
+                    None if state._auto_reshard_after_forward and own == ("",) else given,
+                    frozenset(one.sharded_param.dtype for one in group.fsdp_params),
+                    group.mp_policy.param_dtype,
+                    group.mp_policy.reduce_dtype,
+                    group.reduce_grads,
+                    bool(state._states_to_backward_prefetch),
+                )
+            )
+    return units
 
 
 def default_store() -> Any:

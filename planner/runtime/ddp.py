@@ -19,6 +19,7 @@ from planner._torch import distributed
 from planner._torch.distributed import is_fully_sharded
 from planner.errors import PlanMismatch, warn
 from planner.graph.spec import GraphSpec
+from planner.parallel.sharded_as_planned import warn_of_other_sharding
 from planner.planfile.plan import PlanRecord
 from planner.training_step.sharded import SHARDED
 
@@ -88,12 +89,16 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
     else:
         there, how = 0 if group is None else len(dist.get_process_group_ranks(group)), "DDP"
         found = f"there are {there}" if group is not None else "it runs outside of DistributedDataParallel"
+        if sharded:
+            found = "its parameters are sharded by fully_shard"
     if there != planned.world_size or (sharded and planned.kind == "ddp"):
         warn(
             f"the plan is for {planned.world_size} ranks, parallel=planner.{how}(world_size="
             f"{planned.world_size}), and {found}: the step takes other memory than predicted. Plan for the "
             "ranks that train"
         )
+    elif planned.kind == "fsdp2":
+        warn_of_other_sharding(plan, planned, model)
 
 
 class RankCheck:

@@ -1,0 +1,79 @@
+"""Whether a module is sharded by ``fully_shard`` as its plan says.
+
+Gradients are right in any case. What the step takes is not what was predicted, so it is said once.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from planner._torch.distributed import ShardedUnit, sharded_units
+from planner.errors import warn
+from planner.parallel.recorded import parallel_of
+from planner.parallel.strategies import FSDP2
+from planner.planfile.plan import PlanRecord
+from planner.planfile.schema import ParallelRecord
+
+_SHOWN = 3
+"""Differences that are named."""
+
+
+def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: torch.nn.Module) -> None:
+    """Say so where the units, or the options, of ``fully_shard`` are not those that were planned.
+
+    Args:
+        plan: A plan for FSDP2.
+        planned: Its ``target.parallel``.
+        model: The module, sharded, before its first forward.
+    """
+    units = sharded_units(model)
+    found = [*_other_units(plan.model.regions, units), *dict.fromkeys(_other_options(planned, units))]
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        warn(
+            f"fully_shard was not used as planned: {'; '.join(found[:_SHOWN])}{more}. The step takes other "
+            "memory than predicted: shard it as planned, or plan with the regions= and the "
+            "parallel=planner.FSDP2(...) that it is trained with"
+        )
+
+
+def _other_units(regions: list[str], units: list[ShardedUnit]) -> Iterator[str]:
+    there = {name for unit in units for name in unit.names if name}
+    for name in regions:
+        if name not in there:
+            yield f"{name} was planned as a unit, and is none"
+    for name in sorted(there - set(regions)):
+        yield f"{name} is a unit of its own, and was not planned as one"
+
+
+def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterator[str]:
+    options = parallel_of(planned)
+    assert isinstance(options, FSDP2)
+    for unit in units:
+        root = unit.names == ("",)
+        reshard = options.reshard_after_forward
+        if reshard is None and not root:
+            reshard = True
+        computed, reduced = _dtypes(unit, options.param_dtype, options.reduce_dtype)
+        own = _dtypes(unit, unit.param_dtype, unit.reduce_dtype)
+        for name, wanted, there in (
+            ("reshard_after_forward", reshard, unit.reshard_after_forward),
+            ("param_dtype", computed, own[0]),
+            ("reduce_dtype", reduced, own[1]),
+        ):
+            if wanted != there:
+                who = "the root has" if root else "units have"
+                yield f"{name} was planned as {wanted}, and {who} {there}"
+        if not unit.reduces:
+            yield "gradients are not reduced, and whole ones are kept, which no plan counts"
+        if unit.prefetches:
+            yield "set_modules_to_backward_prefetch says what is gathered when, which no plan counts"
+
+
+def _dtypes(
+    unit: ShardedUnit, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What is computed and reduced in, by a policy with these; None: in what the parameters are."""
+    own = next(iter(unit.dtypes)) if len(unit.dtypes) == 1 else None
+    computed = param_dtype or own
+    return computed, reduce_dtype or computed

@@ -1,0 +1,90 @@
+"""A module that ``fully_shard`` shards otherwise than planned says so, by name."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import planner
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PARALLEL = planner.FSDP2(1, reshard_after_forward=None)
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
+    return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 1))
+
+
+def _shard(model: nn.Module, **options: Any) -> None:
+    for block in model.get_submodule("0").children():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _said(shard: Callable[[nn.Module], object], parallel: planner.FSDP2 = PARALLEL) -> list[str]:
+    model, x = _model(), torch.randn(4, 8)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", parallel=parallel)
+    plan.apply(model)
+    shard(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x).sum().backward()
+    return [str(w.message) for w in caught if "fully_shard was not used as planned" in str(w.message)]
+
+
+def _without_reduction(model: nn.Module) -> None:
+    _shard(model)
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+
+
+def _with_prefetches(model: nn.Module) -> None:
+    _shard(model)
+    first, second, _ = model.get_submodule("0").children()
+    second.set_modules_to_backward_prefetch([first])  # type: ignore[operator]
+
+
+def _inside(model: nn.Module) -> None:
+    fully_shard(model.get_submodule("0.1.0"))
+    _shard(model)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("shard", "says"),
+    [
+        (fully_shard, "0.0 was planned as a unit, and is none"),
+        (_inside, "0.1.0 is a unit of its own, and was not planned as one"),
+        (lambda m: _shard(m, reshard_after_forward=False), "planned as True, and units have False"),
+        (lambda m: _shard(m, reshard_after_forward=True), "planned as None, and the root has True"),
+        (lambda m: _shard(m, mp_policy=HALF), "param_dtype was planned as torch.float32"),
+        (_without_reduction, "gradients are not reduced"),
+        (_with_prefetches, "set_modules_to_backward_prefetch"),
+    ],
+)
+def test_what_is_sharded_otherwise_is_named_once(shard: Callable[[nn.Module], object], says: str) -> None:
+    (text,) = _said(shard)
+    assert says in text
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("options", "parallel"),
+    [
+        ({}, PARALLEL),
+        ({"reshard_after_forward": False}, planner.FSDP2(1, False)),
+        ({"mp_policy": HALF}, planner.FSDP2(1, None, torch.bfloat16, torch.float32)),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}, PARALLEL),
+        ({}, planner.FSDP2(1, None, reduce_dtype=torch.float32)),
+    ],
+)
+def test_nothing_is_said_of_what_is_sharded_as_planned(
+    options: dict[str, Any], parallel: planner.FSDP2
+) -> None:
+    assert _said(lambda model: _shard(model, **options), parallel) == []
