@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch.fake import without_modes
 from planner._torch.inductor.decompositions import decompositions
+from planner._torch.inductor.kernels import kernels_compiled_together
 from planner._torch.inductor.order import InPlace, kernels_that_end
 from planner.errors import CompilerError
 
@@ -117,7 +118,7 @@ def compiled(
     missing = missing_compiler()
     if missing is not None:
         raise CompilerError(f"{NO_COMPILER} ({missing})")
-    with _settings(options), tracing(TracingContext(mode)):
+    with _settings(options), kernels_compiled_together(), tracing(TracingContext(mode)):
         function: Any = compile_fx_inner(module, list(inputs), is_backward=backward)
     return function, digest_of(getattr(function, "source_code", ""))
 
