@@ -1,5 +1,6 @@
 """What Inductor keeps for other processes: programs of a plan, under a key that says how they were made."""
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.convert_frame import compile_lock
+from torch._inductor import graph as lowered_graph
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.utils import fresh_cache
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch import fake
@@ -103,3 +107,29 @@ def test_what_inductor_meets_for_the_first_time_is_emitted_as_later() -> None:
     graph = make_fx(function)(*inputs)
     digests = {InductorLowering({}).emitted(graph, "forward")[0].digest for _ in range(2)}
     assert len(digests) == 1
+
+
+def test_what_was_lowered_for_planning_is_not_lowered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered = []
+    run = lowered_graph.GraphLowering.run
+
+    def count(self: Any, *args: Any) -> Any:
+        lowered.append(self)
+        return run(self, *args)
+
+    monkeypatch.setattr(lowered_graph.GraphLowering, "run", count)
+    mode = fake.fake_mode_with_sizes()
+    with mode:
+        inputs = [torch.empty(8, 8)]
+    graph = make_fx(lambda x: [x.cos() * 3])(*inputs)
+    found = []
+    with fresh_cache():
+        for lazily in (False, True):  # as while Dynamo compiles
+            with _use_lazy_graph_module(lazily) if lazily else contextlib.nullcontext():
+                program, dry, arguments = InductorLowering({}).emitted(graph, "forward")
+            with fake.without_modes(), arguments[0].fake_mode:
+                (result,) = dry(list(arguments))
+            found.append((program.digest, tuple(result.shape)))
+    assert len(lowered) == 1
+    assert found[0] == found[1]
+    assert found[0][1] == (8, 8)

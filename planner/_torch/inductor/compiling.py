@@ -9,6 +9,7 @@ import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,14 +17,16 @@ import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, config
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch.fake import without_modes
 from planner._torch.inductor.decompositions import decompositions
+from planner._torch.inductor.kernels import kernels_compiled_together
 from planner._torch.inductor.order import InPlace, kernels_that_end
 from planner.errors import CompilerError
 
@@ -96,7 +99,14 @@ def unused_vectors() -> str | None:
 
 def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> GraphModule:
     """Trace a function of tensors without data with Inductor's decompositions."""
-    with without_modes(), torch.no_grad(), _without_autocast(), tracing(TracingContext(mode)):
+    with (
+        without_modes(),
+        torch.no_grad(),
+        _without_autocast(),
+        tracing(TracingContext(mode)),
+        # While Dynamo compiles, modules write their code late, and the key of Inductor's cache is another.
+        _use_lazy_graph_module(False),
+    ):
         traced: GraphModule = make_fx(
             function, decomposition_table=decompositions(), _allow_non_fake_inputs=True
         )(*inputs)
@@ -117,7 +127,7 @@ def compiled(
     missing = missing_compiler()
     if missing is not None:
         raise CompilerError(f"{NO_COMPILER} ({missing})")
-    with _settings(options), tracing(TracingContext(mode)):
+    with _settings(options), kernels_compiled_together(), tracing(TracingContext(mode)):
         function: Any = compile_fx_inner(module, list(inputs), is_backward=backward)
     return function, digest_of(getattr(function, "source_code", ""))
 
@@ -157,19 +167,21 @@ def digest_of(source: str) -> str:
 def emitted(
     module: GraphModule, inputs: Sequence[Any], mode: Any, *, backward: bool, options: Mapping[str, Any]
 ) -> Emitted:
-    """The program that Inductor emits for a graph that :func:`retrace` returned."""
+    """The program that Inductor emits for a graph that :func:`retrace` returned.
+
+    Inductor keeps it in its cache, and takes it from there: a graph is lowered once, while it is planned, and
+    its kernels are compiled when it first runs.
+    """
     found: list[tuple[str, dict[str, Any]]] = []
 
-    def keep_source(self: GraphLowering) -> Any:
-        code, _ = self.codegen()
-        found.append((code.value, dict(self.constants)))
-        return types.SimpleNamespace(call=list, runner=None)
+    def keep_source(_key: str, path: str, _lines: Any = None, attrs: Any = None, **_: Any) -> Any:
+        found.append((Path(path).read_text(encoding="utf-8"), dict(attrs or {})))
+        return types.SimpleNamespace(call=list, runner=None, __file__=path)
 
-    without_cache = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     with (
-        _settings({**options, **without_cache}),
+        _settings(options),
         tracing(TracingContext(mode)),
-        mock.patch.object(GraphLowering, "compile_to_module", keep_source),
+        mock.patch.object(PyCodeCache, "load_by_key_path", keep_source),
     ):
         compiled = compile_fx_inner(module, list(inputs), is_backward=backward)
     if not found:

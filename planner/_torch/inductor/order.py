@@ -17,6 +17,7 @@ import torch
 from torch._inductor import lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
@@ -143,12 +144,23 @@ def kernels_that_end() -> Iterator[None]:
     Inductor makes one kernel for the CPU of all that lies between two calls of libraries, and frees nothing
     before it returns.
     """
-    original: Any = CppScheduling.ready_to_flush
+    flushed: Any = CppScheduling.ready_to_flush
+    fused: Any = Scheduler.can_fuse
 
     def ready_to_flush(self: Any) -> Any:
-        return original(self) or (isinstance(V.choices, InPlace) and _raises_peak(V.graph.scheduler))
+        return flushed(self) or (isinstance(V.choices, InPlace) and _raises_peak(V.graph.scheduler))
 
-    with mock.patch.object(CppScheduling, "ready_to_flush", ready_to_flush):
+    def can_fuse(self: Any, node1: Any, node2: Any, *args: Any, **kwargs: Any) -> Any:
+        # Asked here too: Inductor compares all that two kernels read before it asks its choices, and most
+        # pairs of a long program lie apart.
+        if isinstance(V.choices, InPlace) and _apart(self, node1, node2):
+            return False
+        return fused(self, node1, node2, *args, **kwargs)
+
+    with (
+        mock.patch.object(CppScheduling, "ready_to_flush", ready_to_flush),
+        mock.patch.object(Scheduler, "can_fuse", can_fuse),
+    ):
         yield
 
 
@@ -243,12 +255,17 @@ class InPlace(InductorChoices):
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """As Inductor asks before every fusion."""
-        if not InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score):
-            return False
-        first, second = sorted((node1, node2), key=lambda node: node.min_order)
-        calls = vars(scheduler).get("calls_of_libraries")
-        if calls is None:  # they keep their places when others are fused
-            calls = sorted(node.min_order for node in scheduler.nodes if node.is_extern())
-            scheduler.calls_of_libraries = calls
-        at = bisect.bisect_right(calls, first.max_order)
-        return at == len(calls) or calls[at] >= second.min_order
+        return not _apart(scheduler, node1, node2) and InductorChoices.can_fuse(
+            scheduler, node1, node2, shared_data_score
+        )
+
+
+def _apart(scheduler: Any, node1: Any, node2: Any) -> bool:
+    """Whether a call of a library lies between two kernels."""
+    first, second = sorted((node1, node2), key=lambda node: node.min_order)
+    calls = vars(scheduler).get("calls_of_libraries")
+    if calls is None:  # they keep their places when others are fused
+        calls = sorted(node.min_order for node in scheduler.nodes if node.is_extern())
+        scheduler.calls_of_libraries = calls
+    at = bisect.bisect_right(calls, first.max_order)
+    return at < len(calls) and calls[at] < second.min_order
