@@ -153,6 +153,8 @@ _OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cummax": lambda x, rows: x.cummax(0)[0],
     "numbers": lambda x, rows: _divided(x, rows),
     "trace": lambda x, rows: x.trace(),
+    "clamp": lambda x, rows: x.clamp(-1.0, 1.0),
+    "clamp between tensors": lambda x, rows: x.clamp(x.detach() - 1.0, x + 1.0),
     "binary_cross_entropy_with_logits": lambda x, rows: nn.functional.binary_cross_entropy_with_logits(
         x, rows.new_ones(64, 64, dtype=x.dtype), pos_weight=x.new_ones(64)
     ),

@@ -71,6 +71,7 @@ _IN_PLACE = {
         (("TakeBackward0",), ("put",)),
         (("TraceBackward0",), ("index_fill",)),
         (("Atan2Backward0",), ("masked_fill",)),
+        (("ClampBackward0", "ClampBackward1"), ("logical_and",)),
         (("BinaryCrossEntropyWithLogitsBackward0",), ("sub", "mul", "div")),
         (("BinaryCrossEntropyBackward0",), ("mul",)),
     )
