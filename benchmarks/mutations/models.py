@@ -304,4 +304,17 @@ MODELS = [
         (HOLDS_PARAMETERS,),
         ("tests/test_loops.py::test_new_weights_and_a_trip_to_another_device",),
     ),
+    Mutation(
+        "operators-taken-apart",
+        "addcmul_ and the like round as they do without a plan.",
+        "Dynamo takes them apart.",
+        (
+            Change(
+                "planner/_torch/dynamo.py",
+                '    "enable_dynamo_decompositions": False,\n',
+                "",
+            ),
+        ),
+        ("tests/test_round_like_eager.py::test_an_operator_with_a_factor_is_as_without_a_plan[addcmul_]",),
+    ),
 ]

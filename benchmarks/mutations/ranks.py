@@ -143,4 +143,17 @@ RANKS = [
             "test_four_ranks_measure_what_was_predicted_and_get_what_they_get_without[in single precision]",
         ),
     ),
+    Mutation(
+        "sharded-otherwise",
+        "A model that fully_shard shards otherwise than planned says so.",
+        "Ranks are counted, and no more.",
+        (
+            Change(
+                "planner/runtime/ddp.py",
+                "        warn_of_other_sharding(plan, planned, model)\n",
+                "        pass\n",
+            ),
+        ),
+        ("tests/test_sharded_otherwise.py::test_what_is_sharded_otherwise_is_named_once",),
+    ),
 ]

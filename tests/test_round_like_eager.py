@@ -1,0 +1,65 @@
+"""Operators that Dynamo would take apart, into others that round differently, are planned whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+
+Operation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+FACTOR: Any = torch.tensor(0.37)
+
+
+class Model(nn.Module):
+    """An operation on three tensors that all get gradients."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.operation, self.weight = operation, nn.Parameter(3 * torch.randn(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.operation(x * self.weight, x + self.weight, (x * self.weight).cos() + 1.7)
+        return (y * self.weight).sin().sum()
+
+
+def _lerp_lists(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, weight: float) -> torch.Tensor:
+    both = [x * 1.0, a * 1.0]
+    torch._foreach_lerp_(both, [a * 2.0, b * 3.0], weight)
+    return both[0] + both[1]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "addcdiv": lambda x, a, b: torch.addcdiv(x, a, b, value=0.37),
+    "addcdiv_": lambda x, a, b: (x * 1.0).addcdiv_(a, b, value=0.37),
+    "addcdiv, by a tensor": lambda x, a, b: torch.addcdiv(x, a, b, value=FACTOR),
+    "addcmul_": lambda x, a, b: (x * 1.0).addcmul_(a, b, value=0.37),
+    "addcmul_, by a tensor": lambda x, a, b: (x * 1.0).addcmul_(a, b, value=FACTOR),
+    "add_, by a tensor": lambda x, a, b: (x * 1.0).add_(a, alpha=FACTOR),
+    "_foreach_lerp_": lambda x, a, b: _lerp_lists(x, a, b, 0.3),
+    "_foreach_lerp_, to the other": lambda x, a, b: _lerp_lists(x, a, b, 0.7),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operator_with_a_factor_is_as_without_a_plan(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Model(OPERATIONS[name]), torch.randn(32, 64)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", costs="roofline")
+    report = planner.verify(model, (x,), plan=plan, repeats=1)
+    assert not report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+def test_a_forward_that_asks_for_the_state_of_the_generator_is_planned() -> None:
+    def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        before = torch.get_rng_state()
+        noisy = nn.functional.dropout(x, 0.5)
+        torch.set_rng_state(before)
+        return noisy + nn.functional.dropout(a, 0.5) * b
+
+    model, x = Model(forward), torch.randn(8, 64)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", costs="roofline")
+    assert planner.verify(model, (x,), plan=plan, repeats=1).ok
