@@ -6,6 +6,7 @@ plan = planner.plan(model, args=(x, y), budget="60%")
 model = plan.apply(model)
 """
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,11 @@ _HOMES = {
     "sweep": "planner.api",
     "verify": "planner.verification.verify",
 }
+
+# rich draws from Python's generator when it is first imported, which is to be as without a plan.
+_drawn_from = random.getstate()
+import_module("rich.style")
+random.setstate(_drawn_from)
 
 __all__ = [
     "DDP",

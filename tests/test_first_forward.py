@@ -141,7 +141,7 @@ def test_another_number_of_inputs_is_named_as_the_reason() -> None:
         return torch.stack([model(part) for part in parts]).mean()
 
     model, *_ = layers(lambda: Layers(1))
-    planned = planner.step(step, budget="min", solver="sqrt_n", costs="roofline")
+    planned = planner.step(step, budget="min", solver="sqrt_n", costs="roofline", on_new_shape="reapply")
     parts = list(torch.ones(16, 32).split(4))
     with no_plan_warnings():
         planned(model, parts).backward()
