@@ -6,8 +6,6 @@ plan = planner.plan(model, args=(x, y), budget="60%")
 model = plan.apply(model)
 """
 
-import random
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.own_packages import check_solvers
@@ -21,6 +19,7 @@ from planner.errors import (
     PlannerError,
     PlanWarning,
 )
+from planner.imports import import_without_drawing
 from planner.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -63,11 +62,6 @@ _HOMES = {
     "verify": "planner.verification.verify",
 }
 
-# rich draws from Python's generator when it is first imported, which is to be as without a plan.
-_drawn_from = random.getstate()
-import_module("rich.style")
-random.setstate(_drawn_from)
-
 __all__ = [
     "DDP",
     "FSDP2",
@@ -104,7 +98,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_solvers()
-    value = getattr(import_module(home), name)
+    value = getattr(import_without_drawing(home), name)
     globals()[name] = value
     return value
 

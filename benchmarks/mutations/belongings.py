@@ -156,7 +156,7 @@ BELONGINGS = [
         "random-numbers-of-imports",
         "Python's generator is left alone by the first use of the planner in a process.",
         "What an import draws is not given back.",
-        (Change("planner/__init__.py", "random.setstate(_drawn_from)\n", ""),),
+        (Change("planner/imports.py", "        random.setstate(state)\n", "        pass\n"),),
         (
             "tests/test_random_state.py::test_a_fresh_process_draws_what_it_draws_without_a_plan[auto_checkpoint]",
         ),

@@ -131,8 +131,8 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
                     own,
                     None if state._auto_reshard_after_forward and own == ("",) else given,
                     frozenset(one.sharded_param.dtype for one in group.fsdp_params),
-                    group.mp_policy.param_dtype,
-                    group.mp_policy.reduce_dtype,
+                    state._mp_policy.param_dtype,
+                    state._mp_policy.reduce_dtype,
                     group.reduce_grads,
                     bool(state._states_to_backward_prefetch),
                 )

@@ -1,1 +1,5 @@
 """Callbacks for trainers; each module needs the library of its trainer."""
+
+from planner.imports import import_without_drawing
+
+import_without_drawing("rich.style")  # which the integrations import
