@@ -75,16 +75,16 @@ def test_nothing_else_compiles_while_a_program_is_emitted(monkeypatch: pytest.Mo
 def test_another_version_of_what_orders_programs_has_another_key(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before = order.InPlace().uuid()
+    before = order.ChoicesOfPlans().uuid()
     (tmp_path / "order.py").write_text("an older one")
     monkeypatch.setattr(order, "__file__", str(tmp_path / "order.py"))
     order._digest_of_sources.cache_clear()
     try:
-        assert order.InPlace().uuid() != before
+        assert order.ChoicesOfPlans().uuid() != before
     finally:
         monkeypatch.undo()
         order._digest_of_sources.cache_clear()
-    assert order.InPlace().uuid() == before
+    assert order.ChoicesOfPlans().uuid() == before
 
 
 @torch.library.custom_op("test_inductor_cache::half", mutates_args=())

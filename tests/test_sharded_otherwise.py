@@ -27,9 +27,15 @@ def _shard(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def _said(shard: Callable[[nn.Module], object], parallel: planner.FSDP2 = PARALLEL) -> list[str]:
-    model, x = _model(), torch.randn(4, 8)
-    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", parallel=parallel)
+def _said(
+    shard: Callable[[nn.Module], object],
+    parallel: planner.FSDP2 = PARALLEL,
+    *,
+    model: nn.Module | None = None,
+    regions: list[str] | None = None,
+) -> list[str]:
+    model, x = _model() if model is None else model, torch.randn(4, 8)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", parallel=parallel, regions=regions)
     plan.apply(model)
     shard(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -71,6 +77,19 @@ def _inside(model: nn.Module) -> None:
 def test_what_is_sharded_otherwise_is_named_once(shard: Callable[[nn.Module], object], says: str) -> None:
     (text,) = _said(shard)
     assert says in text
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_unit_without_parameters_is_none_that_counts(sharded: bool) -> None:
+    def shard(model: nn.Module) -> None:
+        fully_shard(model.get_submodule("0"))
+        if sharded:
+            fully_shard(model.get_submodule("1"))
+        fully_shard(model)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Dropout(0.1)), nn.Linear(8, 1))
+    assert _said(shard, model=model, regions=["0", "1"]) == []
 
 
 @pytest.mark.usefixtures("process_group")

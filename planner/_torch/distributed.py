@@ -54,8 +54,7 @@ def ranks_of_shards(module: torch.nn.Module) -> list[int]:
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` shards a module, or parts of it."""
-    found = sys.modules.get("torch.distributed.fsdp")
-    return found is not None and any(isinstance(part, found.FSDPModule) for part in module.modules())
+    return bool(_sharded_modules(module))
 
 
 def tensor_parallel_ranks(module: torch.nn.Module) -> int:
@@ -82,11 +81,22 @@ def _shards(mesh_info: Any) -> int:
 
 def _fully_sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
     """What ``fully_shard`` keeps of each parameter: ``FSDPParam``."""
-    if is_fully_sharded(module):
-        for part in module.modules():
-            state: Any = getattr(part, "_get_fsdp_state", lambda: None)()
-            for group in () if state is None else state._fsdp_param_groups:
-                yield from group.fsdp_params
+    for state in _states(module):
+        for group in state._fsdp_param_groups:
+            yield from group.fsdp_params
+
+
+def _states(module: torch.nn.Module) -> list[Any]:
+    """What ``fully_shard`` keeps of each of its calls for a module and its parts: ``FSDPState``."""
+    states = (part._get_fsdp_state() for part in _sharded_modules(module).values())  # type: ignore[operator]
+    return list(dict.fromkeys(states))
+
+
+def _sharded_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    found = sys.modules.get("torch.distributed.fsdp")
+    if found is None:
+        return {}
+    return {name: part for name, part in module.named_modules() if isinstance(part, found.FSDPModule)}
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class ShardedUnit:
     """Parameters that ``fully_shard`` gathers together, and how.
 
     Attributes:
-        names: Of the modules whose parameters these are; "" is the root.
+        of_root: Whether they are the root's.
         reshard_after_forward: As ``fully_shard`` was given it.
         dtypes: What the parameters are.
         param_dtype, reduce_dtype: Of its policy.
@@ -102,7 +112,7 @@ class ShardedUnit:
         prefetches: Whether it was said what to gather before it in the backward.
     """
 
-    names: tuple[str, ...]
+    of_root: bool
     reshard_after_forward: bool | int | None
     dtypes: frozenset[torch.dtype]
     param_dtype: torch.dtype | None
@@ -112,24 +122,18 @@ class ShardedUnit:
 
 
 def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
-    """What ``fully_shard`` shards of a module, unit by unit; to be called before the first forward."""
-    names = {part: name for name, part in module.named_modules()}
-    found: dict[Any, None] = {}
-    for part in names:
-        state: Any = getattr(part, "_get_fsdp_state", lambda: None)()
-        if state is not None:
-            found[state] = None
+    """What ``fully_shard`` shards of a module, unit by unit."""
     units = []
-    for state in found:
+    for state in _states(module):
         for group in state._fsdp_param_groups:
-            own = tuple(names[part] for part in group.modules if part in names)
+            of_root = module in group.modules
             after = group.post_forward_mesh_info
             size = None if after is None else _shards(after)
             given = size is not None and (size == _shards(group.mesh_info) or size)
             units.append(
                 ShardedUnit(
-                    own,
-                    None if state._auto_reshard_after_forward and own == ("",) else given,
+                    of_root,
+                    None if state._auto_reshard_after_forward and of_root else given,
                     frozenset(one.sharded_param.dtype for one in group.fsdp_params),
                     state._mp_policy.param_dtype,
                     state._mp_policy.reduce_dtype,
@@ -138,6 +142,12 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
                 )
             )
     return units
+
+
+def names_of_units(module: torch.nn.Module) -> list[str]:
+    """The parts of a module that have parameters and were given to ``fully_shard``, by name; not the root."""
+    parts = _sharded_modules(module).items()
+    return [name for name, part in parts if name and next(part.parameters(), None) is not None]
 
 
 def default_store() -> Any:

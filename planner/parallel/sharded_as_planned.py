@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from planner._torch.distributed import ShardedUnit, sharded_units
+from planner._torch.distributed import ShardedUnit, names_of_units, sharded_units
 from planner.errors import warn
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import FSDP2
@@ -24,10 +24,10 @@ def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: tor
     Args:
         plan: A plan for FSDP2.
         planned: Its ``target.parallel``.
-        model: The module, sharded, before its first forward.
+        model: The module, sharded.
     """
-    units = sharded_units(model)
-    found = [*_other_units(plan.model.regions, units), *dict.fromkeys(_other_options(planned, units))]
+    options = dict.fromkeys(_other_options(planned, sharded_units(model)))
+    found = [*_other_units(plan.model.regions, model), *options]
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         warn(
@@ -37,22 +37,22 @@ def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: tor
         )
 
 
-def _other_units(regions: list[str], units: list[ShardedUnit]) -> Iterator[str]:
-    there = {name for unit in units for name in unit.names if name}
+def _other_units(regions: list[str], model: torch.nn.Module) -> Iterator[str]:
+    there, planned = dict.fromkeys(names_of_units(model)), set(regions)
     for name in regions:
-        if name not in there:
+        if name not in there and next(model.get_submodule(name).parameters(), None) is not None:
             yield f"{name} was planned as a unit, and is none"
-    for name in sorted(there - set(regions)):
-        yield f"{name} is a unit of its own, and was not planned as one"
+    for name in there:
+        if name not in planned:
+            yield f"{name} is a unit of its own, and was not planned as one"
 
 
 def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterator[str]:
     options = parallel_of(planned)
     assert isinstance(options, FSDP2)
     for unit in units:
-        root = unit.names == ("",)
         reshard = options.reshard_after_forward
-        if reshard is None and not root:
+        if reshard is None and not unit.of_root:
             reshard = True
         computed, reduced = _dtypes(unit, options.param_dtype, options.reduce_dtype)
         own = _dtypes(unit, unit.param_dtype, unit.reduce_dtype)
@@ -62,7 +62,7 @@ def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterato
             ("reduce_dtype", reduced, own[1]),
         ):
             if wanted != there:
-                who = "the root has" if root else "units have"
+                who = "the root has" if unit.of_root else "units have"
                 yield f"{name} was planned as {wanted}, and {who} {there}"
         if not unit.reduces:
             yield "gradients are not reduced, and whole ones are kept, which no plan counts"

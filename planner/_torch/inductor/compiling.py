@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from planner._torch.fake import without_modes
 from planner._torch.inductor.decompositions import decompositions
 from planner._torch.inductor.kernels import kernels_compiled_together
-from planner._torch.inductor.order import InPlace, kernels_that_end
+from planner._torch.inductor.order import ChoicesOfPlans, kernels_of_plans
 from planner.errors import CompilerError
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -235,9 +235,11 @@ def _settings(options: Mapping[str, Any]) -> Iterator[None]:
         torch.no_grad(),
         _without_autocast(),
         # A part of the cache's key.
-        config.patch({**_OURS, **_UNLESS_GIVEN, "inductor_choices_class": InPlace, **options}),
-        V.set_choices_handler(InPlace()),  # made already in this thread, perhaps, whatever the setting says
-        kernels_that_end(),
+        config.patch({**_OURS, **_UNLESS_GIVEN, "inductor_choices_class": ChoicesOfPlans, **options}),
+        V.set_choices_handler(
+            ChoicesOfPlans()
+        ),  # made already in this thread, perhaps, whatever the setting says
+        kernels_of_plans(),
     ):
         yield
 

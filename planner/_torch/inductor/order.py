@@ -138,22 +138,27 @@ def _calls_library(node: Node) -> bool:
 
 
 @contextlib.contextmanager
-def kernels_that_end() -> Iterator[None]:
-    """While this is open, a kernel ends where what it would hold longer raises the peak of its program.
+def kernels_of_plans() -> Iterator[None]:
+    """While this is open, kernels of plans hold no more, and no longer, than their place in the plan says.
 
     Inductor makes one kernel for the CPU of all that lies between two calls of libraries, and frees nothing
-    before it returns.
+    before it returns: here a kernel ends where what it would hold longer raises the peak of its program.
+
+    It also fuses kernels that read the same, however far apart they are: sums for the gradients of biases
+    wait for those of the module's next use, and what is to be computed again late is computed with what comes
+    early. What they read, or return, is held as long, and a schedule for little memory becomes one for much.
+    Here only what no call of a library lies between is fused.
     """
     flushed: Any = CppScheduling.ready_to_flush
     fused: Any = Scheduler.can_fuse
 
     def ready_to_flush(self: Any) -> Any:
-        return flushed(self) or (isinstance(V.choices, InPlace) and _raises_peak(V.graph.scheduler))
+        return flushed(self) or (isinstance(V.choices, ChoicesOfPlans) and _raises_peak(V.graph.scheduler))
 
     def can_fuse(self: Any, node1: Any, node2: Any, *args: Any, **kwargs: Any) -> Any:
-        # Asked here too: Inductor compares all that two kernels read before it asks its choices, and most
-        # pairs of a long program lie apart.
-        if isinstance(V.choices, InPlace) and _apart(self, node1, node2):
+        # Not as one of Inductor's choices: it asks for these when it has compared all that two kernels read,
+        # and most pairs of a long program lie apart.
+        if isinstance(V.choices, ChoicesOfPlans) and _apart(self, node1, node2):
             return False
         return fused(self, node1, node2, *args, **kwargs)
 
@@ -240,24 +245,12 @@ def _digest_of_sources() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
-class InPlace(InductorChoices):
-    """Fuses only what no call of a library lies between.
-
-    Inductor fuses kernels that read the same, however far apart they are: sums for the gradients of biases
-    wait for those of the module's next use, and what is to be computed again late is computed with what comes
-    early. What they read, or return, is held as long, and a schedule for little memory becomes one for much.
-    """
+class ChoicesOfPlans(InductorChoices):
+    """Marks the programs of plans: only they are made by the rules of :func:`kernels_of_plans`."""
 
     def uuid(self) -> str:
         """For the key of Inductor's cache: a program of another version of this library is not taken."""
         return f"planner: {_digest_of_sources()}"
-
-    @staticmethod
-    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """As Inductor asks before every fusion."""
-        return not _apart(scheduler, node1, node2) and InductorChoices.can_fuse(
-            scheduler, node1, node2, shared_data_score
-        )
 
 
 def _apart(scheduler: Any, node1: Any, node2: Any) -> bool:
