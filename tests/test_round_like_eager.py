@@ -51,15 +51,3 @@ def test_an_operator_with_a_factor_is_as_without_a_plan(name: str) -> None:
     report = planner.verify(model, (x,), plan=plan, repeats=1)
     assert not report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
-
-
-def test_a_forward_that_asks_for_the_state_of_the_generator_is_planned() -> None:
-    def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        before = torch.get_rng_state()
-        noisy = nn.functional.dropout(x, 0.5)
-        torch.set_rng_state(before)
-        return noisy + nn.functional.dropout(a, 0.5) * b
-
-    model, x = Model(forward), torch.randn(8, 64)
-    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", costs="roofline")
-    assert planner.verify(model, (x,), plan=plan, repeats=1).ok

@@ -13,7 +13,6 @@ Where autograd saves it, it is found in the node of the result, and recorded rig
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -169,9 +168,7 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def __enter__(self) -> "StepRecorder":
         # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees.
-        # Not compiled: the user's forward may ask for one between two graphs. No function: planned modules
-        # that run in other threads would take it for a change of torch's.
-        torch.get_rng_state = partial(torch.compiler.disable(self._save_generator_state))
+        torch.get_rng_state = self._save_generator_state
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
