@@ -20,6 +20,7 @@ from planner._torch.execution.mask_operators import MASKED_PRODUCT
 from planner._torch.execution.own_backwards import memory_format
 from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
+from planner._torch.inductor.fusions import Fusion
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError, PlannerError
@@ -58,12 +59,15 @@ class InductorGraph:
     strides: Sequence[Strides | None]
 
 
-def for_inductor(module: GraphModule, strides: Sequence[Strides | None] = ()) -> InductorGraph:
+def for_inductor(
+    module: GraphModule, strides: Sequence[Strides | None] = (), *, in_order: bool = True
+) -> InductorGraph:
     """Trace a graph of operator calls with Inductor's decompositions.
 
     Args:
         module: A half of a :class:`planner.lowering.partition.Partition`, or another graph of operator calls.
         strides: Those that its first inputs have, where they are others than the graph was traced with.
+        in_order: Results are computed where the graph has them if that frees more; else where Inductor does.
 
     Raises:
         CaptureError: Its sizes are symbolic, or it runs what Inductor cannot.
@@ -97,7 +101,8 @@ def for_inductor(module: GraphModule, strides: Sequence[Strides | None] = ()) ->
     outputs = iter(traced.graph.output_node().args[0])  # type: ignore[arg-type]
     found = [laid_out[i] if i in laid_out else _strides(next(outputs)) for i in range(len(results))]
     read = _without_unread(traced, _names(placeholders))
-    realize_in_place(traced)
+    if in_order:
+        realize_in_place(traced)
     draws = emitter.token is not None
     return InductorGraph(traced, [inputs[i] for i in read], mode, aliases, draws, read, len(inputs), found)
 
@@ -272,13 +277,16 @@ class InductorLowering:
 
     Args:
         options: Options of Inductor, as ``torch.compile(options=)`` takes them.
+        fusion: What it fuses, see :data:`planner._torch.inductor.fusions.Fusion`.
 
     Attributes:
+        fusion: As given.
         digests: Of the first program that was compiled of each half.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], fusion: Fusion = "in-order") -> None:
         self._options = dict(options)
+        self.fusion = fusion
         self.digests: dict[Role, str] = {}
         self._results: Sequence[Strides | None] = ()  # of the forward that was lowered last
 
@@ -315,7 +323,7 @@ class InductorLowering:
         return program, as_given(program.run, graph), inputs
 
     def _graph(self, module: GraphModule, role: Role) -> InductorGraph:
-        graph = for_inductor(module, self._saved(module, role))
+        graph = for_inductor(module, self._saved(module, role), in_order=self.fusion != "anywhere")
         if role == "forward":
             self._results = graph.strides
         return graph
@@ -336,4 +344,4 @@ class InductorLowering:
         return graph.module, graph.inputs, graph.mode
 
     def _keywords(self, role: Role) -> dict[str, Any]:
-        return {"backward": role == "backward", "options": self._options}
+        return {"backward": role == "backward", "fusion": self.fusion, "options": self._options}

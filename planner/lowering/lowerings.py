@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch.fx import GraphModule
 
+from planner._torch.inductor.fusions import Fusion
 from planner._torch.joint.aot import BoxedFunction
 from planner.lowering.codegen import compile_graph
 from planner.lowering.partition import user_outputs
@@ -35,15 +36,18 @@ def python_code(module: GraphModule, role: Role) -> BoxedFunction:
     return compile_graph(module, role, fixed_outputs=fixed)
 
 
-def chosen_lowering(backend: BackendName = "eager", options: Mapping[str, Any] | None = None) -> Lowering:
+def chosen_lowering(
+    backend: BackendName = "eager", options: Mapping[str, Any] | None = None, fusion: Fusion = "in-order"
+) -> Lowering:
     """The lowering of a plan's backend.
 
     Args:
         backend: "eager" for operators called one by one, "inductor" for Inductor's programs.
         options: Inductor's.
+        fusion: What Inductor fuses.
     """
     if backend == "inductor":
         from planner.lowering.inductor import InductorLowering  # Inductor is not imported without need
 
-        return InductorLowering(options or {})
+        return InductorLowering(options or {}, fusion)
     return python_code

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import from_json
 
+from planner._torch.inductor.fusions import Fusion
 from planner.errors import PlanFileError
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
@@ -92,6 +93,11 @@ class PlanRecord(Record):
         default=[],
         max_length=10_000,
         description="structures of graphs of which the step differentiates nothing: they run as captured",
+    )
+    fusion: Fusion = Field(
+        default="in-order",
+        description="what Inductor fuses, where it runs the graphs: what it chooses (anywhere), only what no "
+        "call of a library lies between (in-order), or also what takes no memory before one (earlier)",
     )
     timeline: Timeline
     baseline_timeline: Timeline

@@ -6,9 +6,10 @@ solver is asked again with what its allowance was off by, until the programs fit
 left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from planner._torch.inductor.fusions import Fusion
 from planner.errors import PlannerError
 from planner.lowering.inductor import InductorLowering
 from planner.planning.prepare import Prepared
@@ -19,7 +20,10 @@ from solvers.model.schedule import simulate
 from solvers.model.solution import Solution, Status
 
 MOST_ATTEMPTS = 6
-"""How many schedules are lowered for one plan, besides the one that recomputes nothing."""
+"""How many schedules are lowered for a budget, besides the one that recomputes nothing."""
+
+FUSIONS: tuple[Fusion, ...] = ("anywhere", "earlier", "in-order")
+"""Those of a schedule's programs: the fastest first. What is fused is read once, but held as long."""
 
 _NEAR = 0.97
 """A peak of at least so much of what is allowed is not asked to be raised."""
@@ -39,8 +43,8 @@ class Lowered:
     step: EmittedStep
 
 
-def emitted_model(prepared: Prepared) -> EmittedStepModel:
-    """What says what schedules of a step take under Inductor.
+def emitted_model(prepared: Prepared, fusion: Fusion) -> EmittedStepModel:
+    """What says what schedules of a step take under Inductor, with what is fused in their programs.
 
     Raises:
         PlannerError: The step does not run on this machine's CPU, or needs data to be captured.
@@ -52,17 +56,18 @@ def emitted_model(prepared: Prepared) -> EmittedStepModel:
         )
     if prepared.captured.with_data:
         raise PlannerError(
-            "backend='inductor' needs a step whose sizes do not depend on data; plan with backend='eager'"
+            "backend='inductor' needs a step in which neither what runs nor sizes depend on data; plan "
+            "with backend='eager'"
         )
     options = prepared.options
     copying = options.inputs == "overwritten"
-    key = (tuple(sorted(options.backend_options.items())), copying)
+    key = (tuple(sorted(options.backend_options.items())), copying, fusion)
     if key not in prepared.emitted_models:
         prepared.emitted_models[key] = EmittedStepModel(
             prepared.captured,
             prepared.device,
             prepared.meter,
-            InductorLowering(options.backend_options),
+            InductorLowering(options.backend_options, fusion),
             copying=copying,
         )
     return prepared.emitted_models[key]
@@ -88,22 +93,13 @@ def solve_for_inductor(
         The answer, infeasible if nothing fits, with the least peak that was found; and what the schedule
         that recomputes nothing takes.
     """
-    model, problem = emitted_model(prepared), prepared.problem
-    graph = problem.graph
-    known: dict[bytes, EmittedStep] = {}
-
-    def lowered(solution: Solution) -> Lowered:
-        schedule: Schedule = solution.schedule
-        key = schedule.tobytes()
-        if key not in known:
-            progress(f"lowering schedule {len(known) + 1} with Inductor", len(known) / (MOST_ATTEMPTS + 2))
-            known[key] = model.step(problem.backward_sequences(prepared.captured, schedule))
-        return Lowered(solution, known[key])
-
+    lowered = _Lowering(prepared, progress)
+    graph = prepared.problem.graph
     simulated = simulate(graph, graph.base_schedule)
-    nothing = lowered(solve(simulated.peak_bytes, time_limit))
+    unrecomputed = solve(simulated.peak_bytes, time_limit)
     if room is None:
-        return _answer(_least(solve, lowered, time_limit)), nothing
+        return _answer(_least(solve, lowered, time_limit)), lowered(unrecomputed, ("anywhere",))
+    nothing = lowered(unrecomputed, FUSIONS, room)
     if nothing.step.peak_bytes <= room:
         return _answer(nothing), nothing
     fitting, smallest = _within(solve, lowered, room, simulated.peak_bytes, nothing, time_limit)
@@ -115,9 +111,36 @@ def solve_for_inductor(
     return _answer(fitting), nothing
 
 
+class _Lowering:
+    """Lowers schedules, each with each fusion once."""
+
+    def __init__(self, prepared: Prepared, progress: Progress) -> None:
+        self._prepared, self._progress = prepared, progress
+        self._known: dict[tuple[bytes, Fusion], EmittedStep] = {}
+
+    def __call__(self, solution: Solution, fusions: Sequence[Fusion], room: int = 0) -> Lowered:
+        """A schedule with the first of the fusions that fits the room, or the one of the lowest peak."""
+        steps = []
+        for fusion in fusions:
+            steps.append(self._step(solution.schedule, fusion))
+            if steps[-1].peak_bytes <= room:
+                return Lowered(solution, steps[-1])
+        return Lowered(solution, min(steps, key=lambda step: step.peak_bytes))
+
+    def _step(self, schedule: Schedule, fusion: Fusion) -> EmittedStep:
+        key, known = (schedule.tobytes(), fusion), self._known
+        if key not in known:
+            done = len(known) / (len(known) + MOST_ATTEMPTS)
+            self._progress(f"lowering schedule {len(known) + 1} with Inductor", done)
+            problem = self._prepared.problem
+            sequences = problem.backward_sequences(self._prepared.captured, schedule)
+            known[key] = emitted_model(self._prepared, fusion).step(sequences)
+        return known[key]
+
+
 def _within(
     solve: Callable[[int | None, float], Solution],
-    lowered: Callable[[Solution], Lowered],
+    lowered: _Lowering,
     room: int,
     most: int,
     nothing: Lowered,
@@ -128,7 +151,7 @@ def _within(
     low, high = 0, most  # allowances of the solver: of which programs fit, and do not
     allowance = max(most - (nothing.step.peak_bytes - room), 0)
     for _ in range(MOST_ATTEMPTS):
-        found = lowered(solve(allowance, time_limit))
+        found = lowered(solve(allowance, time_limit), FUSIONS, room)
         if found.step.peak_bytes < smallest.step.peak_bytes:
             smallest = found
         over = found.step.peak_bytes - room
@@ -149,22 +172,17 @@ def _within(
     return fitting, smallest
 
 
-def _least(
-    solve: Callable[[int | None, float], Solution],
-    lowered: Callable[[Solution], Lowered],
-    time_limit: float,
-) -> Lowered:
+def _least(solve: Callable[[int | None, float], Solution], lowered: _Lowering, time_limit: float) -> Lowered:
     """The schedule whose programs peak lowest; further ones are lowered while that lowers the peak."""
     solved = solve(None, time_limit)
-    least = lowered(solved)
-    if least.step.peak_bytes <= solved.peak_bytes * _AS_SOLVED:
-        return least
-    for factor in _LEAST_FACTORS:
-        found = lowered(solve(int(solved.peak_bytes * factor), time_limit / 4))
-        if found.step.peak_bytes >= least.step.peak_bytes:
-            break
-        least = found
-    return least
+    least = lowered(solved, ("in-order",))
+    if least.step.peak_bytes > solved.peak_bytes * _AS_SOLVED:
+        for factor in _LEAST_FACTORS:
+            found = lowered(solve(int(solved.peak_bytes * factor), time_limit / 4), ("in-order",))
+            if found.step.peak_bytes >= least.step.peak_bytes:
+                break
+            least = found
+    return lowered(least.solution, FUSIONS, least.step.peak_bytes)
 
 
 def _answer(lowered: Lowered) -> Lowered:

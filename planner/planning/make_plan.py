@@ -10,6 +10,7 @@ import torch
 
 from planner._torch import pytree
 from planner._torch.distributed import tensor_parallel_ranks
+from planner._torch.inductor.fusions import Fusion
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.lowering.partition import no_recomputation
@@ -107,6 +108,7 @@ def make_plan(
             f"{len(prepared.costs.failures)} operations could not be timed; their seconds are the roofline's"
         )
     graphs = _graph_records(captured, problem, solution)
+    fusion: Fusion = "in-order" if emitted is None else emitted[0].fusion
     if emitted is not None:
         notes.append(IN_SINGLE_OPERATIONS)
         graphs = _with_digests(graphs, captured, emitted[0].digests)
@@ -159,6 +161,7 @@ def make_plan(
         baseline_whole_step=prepared.baseline_whole_step,
         graphs=graphs,
         forward_only=_forward_only(captured),
+        fusion=fusion,
         timeline=Timeline.downsample(step_bytes, forward_steps),
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
         peak_holders=_holders(problem, solution, timeline.peak_step)

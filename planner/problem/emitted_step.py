@@ -14,6 +14,7 @@ import numpy as np
 from torch.fx import GraphModule
 
 from planner._torch import fake
+from planner._torch.inductor.fusions import Fusion
 from planner._torch.inductor.random_operators import IN_ORDER, PLAIN
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graph_runner import GraphCall
@@ -55,11 +56,13 @@ class EmittedStep:
         step_bytes: Live bytes over entry, the scratch of kernels included, at every operation.
         forward_length: How many of these are before the backward.
         digests: Of the programs, of each graph and each of its schedules the forward's and the backward's.
+        fusion: What is fused in them.
     """
 
     step_bytes: PerStep
     forward_length: int
     digests: Mapping[tuple[int, "Program"], tuple[str, str]]
+    fusion: Fusion
 
     @property
     def peak_bytes(self) -> int:
@@ -223,7 +226,7 @@ class _Composed:
             if dies is not None:
                 change[max(dies, born) + 1] -= size
         live = np.cumsum(change[:length]) + np.array(self._workspace, dtype=np.int64)
-        return EmittedStep(live, self._forward, digests)
+        return EmittedStep(live, self._forward, digests, self._model.lowering.fusion)
 
     def _new(self, size: int, born: int) -> int:
         self._bytes.append(size)

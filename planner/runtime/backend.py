@@ -195,7 +195,8 @@ class PlanBackend:
         """A graph that runs one program, and the plan's graph that it turned out to be."""
         warn_once = warn if warn_of_it else _say_nothing
         followed, exact = record, False
-        lower = chosen_lowering(self._plan.target.backend, self._plan.target.backend_options)
+        target = self._plan.target
+        lower = chosen_lowering(target.backend, target.backend_options, self._plan.fusion)
 
         def partition(traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
             nonlocal followed, exact

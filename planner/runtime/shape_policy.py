@@ -217,7 +217,7 @@ class NewShapes:
 
     def _taken_by(self, program: Program, prepared: Prepared) -> tuple[int, int]:
         """The dynamic peak of a program's schedule at the sizes of a step, and its whole step's bytes."""
-        peak, whole = _taken(*schedule_at(program.plan, prepared))
+        peak, whole = _taken(program.plan, prepared)
         return peak, whole.total_bytes + self._unknown_optimizer_bytes()
 
     def _of(self, shapes: Shapes) -> list[Program]:
@@ -311,15 +311,16 @@ def _total(plan: PlanRecord) -> int:
     return plan.predicted.peak_bytes if plan.whole_step is None else plan.whole_step.total_bytes
 
 
-def _taken(prepared: Prepared, schedule: Schedule) -> tuple[int, WholeStep]:
-    """The dynamic peak of a schedule, and its whole step: of Inductor's programs where these run it."""
+def _taken(plan: PlanRecord, prepared: Prepared) -> tuple[int, WholeStep]:
+    """The dynamic peak of a plan's schedule, or of Inductor's programs for it, and its whole step."""
+    prepared, schedule = schedule_at(plan, prepared)
     problem = prepared.problem
     if prepared.options.backend == "eager":
         return simulate(problem.graph, schedule).peak_bytes, prepared.whole_step(schedule)
     from planner.planning.inductor import emitted_model  # which imports Inductor
 
     sequences = problem.backward_sequences(prepared.captured, schedule)
-    peak_bytes = emitted_model(prepared).step(sequences).peak_bytes
+    peak_bytes = emitted_model(prepared, plan.fusion).step(sequences).peak_bytes
     return peak_bytes, prepared.footprint.whole_step(peak_bytes, problem.final_bytes)
 
 

@@ -26,8 +26,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch.fake import without_modes
 from planner._torch.inductor.decompositions import decompositions
+from planner._torch.inductor.fusion import CHOICES, kernels_of_plans
+from planner._torch.inductor.fusions import Fusion
 from planner._torch.inductor.kernels import kernels_compiled_together
-from planner._torch.inductor.order import ChoicesOfPlans, kernels_of_plans
 from planner.errors import CompilerError
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -121,13 +122,19 @@ def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> G
 
 
 def compiled(
-    module: GraphModule, inputs: Sequence[Any], mode: Any, *, backward: bool, options: Mapping[str, Any]
+    module: GraphModule,
+    inputs: Sequence[Any],
+    mode: Any,
+    *,
+    backward: bool,
+    fusion: Fusion,
+    options: Mapping[str, Any],
 ) -> tuple[BoxedFunction, str]:
     """The program of a graph that :func:`retrace` returned, compiled, and its digest."""
     missing = missing_compiler()
     if missing is not None:
         raise CompilerError(f"{NO_COMPILER} ({missing})")
-    with _settings(options), kernels_compiled_together(), tracing(TracingContext(mode)):
+    with _settings(options, fusion), kernels_compiled_together(), tracing(TracingContext(mode)):
         function: Any = compile_fx_inner(module, list(inputs), is_backward=backward)
     return function, digest_of(getattr(function, "source_code", ""))
 
@@ -165,7 +172,13 @@ def digest_of(source: str) -> str:
 
 
 def emitted(
-    module: GraphModule, inputs: Sequence[Any], mode: Any, *, backward: bool, options: Mapping[str, Any]
+    module: GraphModule,
+    inputs: Sequence[Any],
+    mode: Any,
+    *,
+    backward: bool,
+    fusion: Fusion,
+    options: Mapping[str, Any],
 ) -> Emitted:
     """The program that Inductor emits for a graph that :func:`retrace` returned.
 
@@ -179,7 +192,7 @@ def emitted(
         return types.SimpleNamespace(call=list, runner=None, __file__=path)
 
     with (
-        _settings(options),
+        _settings(options, fusion),
         tracing(TracingContext(mode)),
         mock.patch.object(PyCodeCache, "load_by_key_path", keep_source),
     ):
@@ -227,7 +240,8 @@ class _NoKernels:
 
 
 @contextlib.contextmanager
-def _settings(options: Mapping[str, Any]) -> Iterator[None]:
+def _settings(options: Mapping[str, Any], fusion: Fusion) -> Iterator[None]:
+    choices = CHOICES[fusion]
     with (
         # What is patched is seen by all threads, and Inductor keeps what is compiled meanwhile for others.
         compile_lock,
@@ -235,10 +249,8 @@ def _settings(options: Mapping[str, Any]) -> Iterator[None]:
         torch.no_grad(),
         _without_autocast(),
         # A part of the cache's key.
-        config.patch({**_OURS, **_UNLESS_GIVEN, "inductor_choices_class": ChoicesOfPlans, **options}),
-        V.set_choices_handler(
-            ChoicesOfPlans()
-        ),  # made already in this thread, perhaps, whatever the setting says
+        config.patch({**_OURS, **_UNLESS_GIVEN, "inductor_choices_class": choices, **options}),
+        V.set_choices_handler(choices()),  # made already in this thread, perhaps, whatever the setting says
         kernels_of_plans(),
     ):
         yield

@@ -1,0 +1,226 @@
+"""What Inductor fuses in the programs of plans, and where a kernel ends.
+
+Seen to work with torch 2.13.
+"""
+
+import bisect
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.scheduler import Scheduler
+from torch._inductor.virtualized import V
+
+from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.order import FREED
+
+
+@contextlib.contextmanager
+def kernels_of_plans() -> Iterator[None]:
+    """While this is open, kernels of plans hold no more, and no longer, than :data:`CHOICES` say.
+
+    Inductor makes one kernel for the CPU of all that lies between two calls of libraries, and frees nothing
+    before it returns: here a kernel ends where what it would hold longer raises the peak of its program.
+
+    It also fuses kernels that read the same, however far apart they are: sums for the gradients of biases
+    wait for those of the module's next use, and what is to be computed again late is computed with what comes
+    early. What they read, or return, is held as long, and a schedule for little memory becomes one for much.
+    """
+    flushed: Any = CppScheduling.ready_to_flush
+    fused: Any = Scheduler.can_fuse
+
+    def ready_to_flush(self: Any) -> Any:
+        return flushed(self) or (_fusion() != "anywhere" and _raises_peak(V.graph.scheduler))
+
+    def can_fuse(self: Any, node1: Any, node2: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not as one of Inductor's choices: it asks for these when it has compared all that two kernels read,
+        # and most pairs of a long program lie apart.
+        if _fusion() != "anywhere" and _apart(self, node1, node2):
+            return False
+        return fused(self, node1, node2, *args, **kwargs)
+
+    with (
+        mock.patch.object(CppScheduling, "ready_to_flush", ready_to_flush),
+        mock.patch.object(Scheduler, "can_fuse", can_fuse),
+    ):
+        yield
+
+
+def _raises_peak(scheduler: Any) -> bool:
+    """Whether what the kernel holds by now, and the next operation, are more than the program ever needs."""
+    moments = vars(scheduler).get("moments")
+    if moments is None:
+        moments = scheduler.moments = _moments(scheduler)
+    coming = moments.number.get(scheduler.current_node, len(moments.allocated)) + 1
+    if coming >= len(moments.allocated) or scheduler.nodes[coming].is_extern():
+        return False  # where a kernel ends anyway
+    gone = scheduler.buffer_names_to_free - V.graph.removed_buffers - V.graph.wrapper_code.freed
+    held = sum(moments.sizes.get(name, 0) for name in gone)
+    return held > 0 and bool(moments.allocated[coming] + held > moments.peak)
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """What a program takes whose kernels free at once what they read last, in bytes.
+
+    Attributes:
+        number: The place of each operation.
+        sizes: Of each buffer that can be freed.
+        allocated: Beside each operation, with all that it allocates and before it frees.
+        peak: The least that the program needs: operations of kernels may write to what they read last.
+    """
+
+    number: dict[Any, int]
+    sizes: dict[str, int]
+    allocated: list[int]
+    peak: int
+
+
+def _moments(scheduler: Any) -> _Moments:
+    last_of_storage = {  # inputs may be views of each other
+        name.removeprefix(FREED).partition("_")[0]: name
+        for node in scheduler.nodes
+        for name in node.last_usage
+        if name.startswith(FREED)
+    }
+    sizes = {name: _bytes(V.graph.graph_inputs[name]) for name in last_of_storage.values()}
+    returned, live, peak = set(V.graph.get_output_names()), sum(sizes.values()), 0
+    allocated = []
+    for node in scheduler.nodes:
+        inside = {part.get_name() for part in node.get_nodes()}
+        made = {
+            buffer.get_name(): _bytes(buffer.node)
+            for buffer in node.get_outputs()
+            if buffer.get_name() not in scheduler.mutation_real_name
+            and (buffer.get_name() in returned or not inside.issuperset(_readers(buffer)))
+        }
+        sizes.update(made)
+        before, most = live, live + sum(made.values())
+        live = most - sum(sizes.get(name, 0) for name in node.last_usage)
+        allocated.append(most)
+        peak = max(peak, most if node.is_extern() else max(before, live))
+    number = {node: i for i, node in enumerate(scheduler.nodes)}
+    return _Moments(number, {k: v for k, v in sizes.items() if k not in returned}, allocated, peak)
+
+
+def _readers(buffer: Any) -> Iterable[str]:
+    return (use.node.get_name() for use in buffer.users)
+
+
+def _bytes(buffer: Any) -> int:
+    """Of a buffer that is one tensor; 0 for others."""
+    try:
+        return int(V.graph.get_allocation_storage_size(buffer)) * int(buffer.get_dtype().itemsize)
+    except (AttributeError, NotImplementedError, TypeError):
+        return 0
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    """Of the files that decide what a program looks like: this one, and those beside it."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+class ChoicesOfPlans(InductorChoices):
+    """Marks the programs of plans, and says what is fused in them.
+
+    Attributes:
+        fusion: See :data:`planner._torch.inductor.fusions.Fusion`.
+    """
+
+    fusion: Fusion = "in-order"
+
+    def uuid(self) -> str:
+        """For the key of Inductor's cache: a program of another version of this library is not taken."""
+        return f"planner: {_digest_of_sources()}, {self.fusion}"
+
+
+class _Earlier(ChoicesOfPlans):
+    fusion: Fusion = "earlier"
+
+
+class _Anywhere(ChoicesOfPlans):
+    fusion: Fusion = "anywhere"
+
+
+CHOICES: dict[Fusion, type[ChoicesOfPlans]] = {
+    choices.fusion: choices for choices in (ChoicesOfPlans, _Earlier, _Anywhere)
+}
+"""Inductor's choices for the programs of plans."""
+
+
+def _fusion() -> Fusion:
+    """How the program that is made now is fused; as Inductor does it, where it is no plan's."""
+    return V.choices.fusion if isinstance(V.choices, ChoicesOfPlans) else "anywhere"
+
+
+def _apart(scheduler: Any, node1: Any, node2: Any) -> bool:
+    """Whether a call of a library lies between two kernels, and the later one may not come before it."""
+    first, second = sorted((node1, node2), key=lambda node: node.min_order)
+    places = vars(scheduler).get("planner_places")
+    if places is None:  # they keep their places when others are fused
+        places = scheduler.planner_places = _Places.of(scheduler)
+    at = bisect.bisect_right(places.calls, first.max_order)
+    between = at < len(places.calls) and places.calls[at] < second.min_order
+    return between and not (_fusion() == "earlier" and _comes_earlier(scheduler, places, first, second))
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where operations of a program are, by the order in which Inductor found them.
+
+    Attributes:
+        calls: Of calls of libraries.
+        readers: By the name of a buffer, of what reads it.
+    """
+
+    calls: list[int]
+    readers: dict[str, list[int]]
+
+    @staticmethod
+    def of(scheduler: Any) -> "_Places":
+        calls, readers = [], dict[str, list[int]]()
+        for node in scheduler.nodes:
+            if node.is_extern():
+                calls.append(node.min_order)
+            for name in node.used_or_aliased_buffer_names():
+                readers.setdefault(name, []).append(node.min_order)
+        return _Places(sorted(calls), readers)
+
+
+def _comes_earlier(scheduler: Any, places: _Places, first: Any, second: Any) -> bool:
+    """Whether a kernel can be computed with an earlier one, and takes no memory of its own there.
+
+    It reads nothing that is made after that one, and each of its results takes the place of what it is the
+    last to read. So are the gradient of an activation and the activation that runs again: what both are
+    computed from is read once, and let go of before the product of the second.
+    """
+    if second.has_aliasing_or_mutation() or first.has_aliasing_or_mutation():
+        return False
+    own, returned = second.get_buffer_names(), set(V.graph.get_output_names())
+    inside = {node.min_order for node in second.get_nodes()}
+    dies: list[int] = []
+    for name in {dep.name for dep in second.read_writes.reads} - own:
+        buffer = scheduler.name_to_buf.get(name)
+        if buffer is None:
+            continue
+        if buffer.defining_op.max_order > first.max_order:
+            return False
+        if name not in returned and all(
+            at <= first.max_order for at in places.readers[name] if at not in inside
+        ):
+            dies.append(_bytes(buffer.node))
+    for buffer in second.get_outputs():
+        size = _bytes(buffer.node)
+        if size not in dies:
+            return False
+        dies.remove(size)
+    return True
