@@ -15,7 +15,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from planner._torch import fake
-from planner._torch.inductor import compiling, order
+from planner._torch.inductor import compiling, fusion
 from planner.lowering.inductor import InductorLowering
 
 
@@ -36,7 +36,7 @@ def test_a_thread_that_is_done_leaves_what_another_compiles_with(monkeypatch: py
 
     def run() -> None:
         graph, mode = torch.fx.GraphModule({}, torch.fx.Graph()), fake.fake_mode_with_sizes()
-        compiling.compiled(graph, [], mode, backward=False, options={})
+        compiling.compiled(graph, [], mode, backward=False, fusion="in-order", options={})
 
     def first() -> None:
         run()
@@ -68,23 +68,23 @@ def test_nothing_else_compiles_while_a_program_is_emitted(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(compiling, "compile_fx_inner", compile_)
     graph = torch.fx.GraphModule({}, torch.fx.Graph())
-    compiling.emitted(graph, [], fake.fake_mode_with_sizes(), backward=False, options={})
+    compiling.emitted(graph, [], fake.fake_mode_with_sizes(), backward=False, fusion="in-order", options={})
     assert taken == [False]
 
 
 def test_another_version_of_what_orders_programs_has_another_key(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before = order.ChoicesOfPlans().uuid()
-    (tmp_path / "order.py").write_text("an older one")
-    monkeypatch.setattr(order, "__file__", str(tmp_path / "order.py"))
-    order._digest_of_sources.cache_clear()
+    before = fusion.ChoicesOfPlans().uuid()
+    (tmp_path / "fusion.py").write_text("an older one")
+    monkeypatch.setattr(fusion, "__file__", str(tmp_path / "fusion.py"))
+    fusion._digest_of_sources.cache_clear()
     try:
-        assert order.ChoicesOfPlans().uuid() != before
+        assert fusion.ChoicesOfPlans().uuid() != before
     finally:
         monkeypatch.undo()
-        order._digest_of_sources.cache_clear()
-    assert order.ChoicesOfPlans().uuid() == before
+        fusion._digest_of_sources.cache_clear()
+    assert fusion.ChoicesOfPlans().uuid() == before
 
 
 @torch.library.custom_op("test_inductor_cache::half", mutates_args=())

@@ -17,11 +17,11 @@ from planner._torch.tracing.breaks.constant_conditions import decide_constant_co
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
-    answer_like_eager,
     backend_of,
     go_on_inside_modules,
     nothing_for_logs_alone,
     said_once,
+    trace_like_eager,
 )
 from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
 from planner._torch.tracing.hindrances import (
@@ -147,8 +147,8 @@ def dynamo_compile(
     Args:
         function, backend: What to compile, with what.
         parts: As for :func:`dynamo_settings`.
-        decided: Whether graphs go on at conditions that follow from constants and sizes alone. Each number
-            that such a size has is then captured by itself.
+        decided: Whether graphs go on at conditions that follow from constants and sizes alone, and libraries
+            are told that they are compiled. Each number that such a size has is then captured by itself.
     """
     # What goes on after a break is the user's code, whose cache all captures would share.
     alone: dict[str, Any] = (
@@ -203,7 +203,7 @@ def _optimized(
     decided: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
-    answer_like_eager(backend)
+    trace_like_eager(backend, compiling=decided)
     if decided:
         decide_constant_conditions(backend, backend_of)
     forget_known_breaks()

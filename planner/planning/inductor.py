@@ -43,7 +43,7 @@ class Lowered:
     step: EmittedStep
 
 
-def emitted_model(prepared: Prepared, fusion: Fusion) -> EmittedStepModel:
+def emitted_model(prepared: Prepared, fusion: Fusion = "in-order") -> EmittedStepModel:
     """What says what schedules of a step take under Inductor, with what is fused in their programs.
 
     Raises:

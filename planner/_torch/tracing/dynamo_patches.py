@@ -41,6 +41,7 @@ from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_compiling: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _BOOKKEEPING = {"transformers.utils.output_capturing", "planner.blocks.decorators"}
 """Modules that ask for the sake of what Dynamo can follow, and compute the same either way: they get the true
 answer."""
@@ -54,13 +55,19 @@ _ONLY_LOGGED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 
 
-def answer_like_eager(backend: Callable[..., Any]) -> None:
-    """Tell code that Dynamo traces for this backend that it is not being compiled.
+def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) -> None:
+    """Have Dynamo trace for this backend what eager runs.
 
-    Libraries ask ``torch.compiler.is_compiling()`` and then compute the same in another way, which
-    differs in the last bits or in memory. PyTorch's own code gets the true answer.
+    Libraries ask ``torch.compiler.is_compiling()`` and then compute the same in another way, which differs in
+    the last bits or in memory. They are told that they are not. PyTorch's own code gets the true answer.
+
+    Args:
+        backend: The backend.
+        compiling: Libraries get the true answer, too: what they compute is compared with the compiled step.
     """
     _backends.add(backend)
+    if compiling:
+        _compiling.add(backend)
     _answer_questions()
     _break_inside_loops()
     _break_at_indices_that_are_data()
@@ -88,9 +95,13 @@ def backend_of(tx: Any) -> Any:
 
 
 def _is_ours(tx: Any) -> bool:
+    return _is_among(_backends, tx)
+
+
+def _is_among(backends: "weakref.WeakSet[Any]", tx: Any) -> bool:
     innermost = backend_of(tx)
     # Not `in`: Inductor's own cannot be hashed.
-    return any(backend is innermost for backend in _backends)
+    return any(backend is innermost for backend in backends)
 
 
 @functools.cache
@@ -108,7 +119,7 @@ def _answer_questions() -> None:
 def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
     def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         theirs = str(tx.f_globals.get("__name__", "")).partition(".")[0] == "torch" or _keeps_books(tx)
-        if theirs or not _is_ours(tx):
+        if theirs or not _is_ours(tx) or _is_among(_compiling, tx):
             return truth(variable, tx, *args, **kwargs)
         return VariableTracker.build(tx, False)
 
