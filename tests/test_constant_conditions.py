@@ -212,6 +212,28 @@ class Decoder(nn.Module):
         return loss
 
 
+class LooksUnlessCompiled(nn.Module):
+    """Skips a mask that masks nothing, unless it is compiled: then it does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.inside(x)
+        if torch.compiler.is_compiling() or not (mask * x.detach().abs() > 0).all():
+            hidden = hidden * mask
+        return hidden.square().mean()
+
+
+def test_who_asks_whether_it_is_compiled_is_told_so_for_inductor() -> None:
+    inputs = torch.randn(4, 8), torch.ones(4, 8)
+    compiled = planner.prepare(LooksUnlessCompiled(), inputs, backend="inductor")._prepared.captured
+    assert len(compiled.graphs) == 1
+    assert "mul" in " ".join(op.name for op in compiled.graphs[0].joint.ops)
+    assert len(planner.prepare(LooksUnlessCompiled(), inputs)._prepared.captured.graphs) > 1
+
+
 @pytest.mark.heavy
 def test_a_decoder_is_one_graph_for_inductor_and_trained_right_at_other_lengths() -> None:
     torch.manual_seed(0)
