@@ -192,8 +192,13 @@ def lowerings(beyond: list[float]) -> int:
     def solve(room: int | None, _seconds: float) -> Any:
         return SimpleNamespace(peak_bytes=100 if room is None else room)
 
-    def lowered(solution: Any) -> Any:
-        return SimpleNamespace(step=SimpleNamespace(peak_bytes=solution.peak_bytes * next(factors)))
+    known: dict[Any, Any] = {}
+
+    def lowered(solution: Any, _fusions: Any, _room: int = 0) -> Any:
+        if solution.peak_bytes not in known:
+            step = SimpleNamespace(peak_bytes=solution.peak_bytes * next(factors))
+            known[solution.peak_bytes] = SimpleNamespace(step=step, solution=solution)
+        return known[solution.peak_bytes]
 
     inductor._least(solve, lowered, 1.0)
     return len(beyond) - len(list(factors))
