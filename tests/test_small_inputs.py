@@ -31,3 +31,12 @@ def test_a_parameter_without_a_shape_is_named() -> None:
         planner.plan(model, (x,), budget="min")
     with pytest.raises(PlanMismatch, match=r"0\.weight has no shape yet"):
         planner.auto_checkpoint(model, budget="min")
+
+
+def test_a_kernel_of_a_gpu_is_not_used_on_the_cpu_and_said_so() -> None:
+    class Squares(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    with pytest.warns(planner.PlanWarning, match="attention='flash' is for plans for a GPU"):
+        planner.plan(Squares(4, 4), (torch.randn(2, 4),), budget="100%", attention="flash")
