@@ -14,6 +14,7 @@ from torch._dynamo import eval_frame
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.breaks.break_patches import marks_allowed
 from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
+from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
@@ -53,6 +54,7 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     "assume_static_by_default": True,
     # A counter among a module's attributes would otherwise mean a capture for each of its values.
     "allow_unspec_int_on_nn_module": True,
+    **GRADIENTS_INSIDE,
     # Symbolic floats become tensors, which round differently.
     "specialize_float": True,
     # addcdiv_ and the like are otherwise taken apart, and round differently.

@@ -14,6 +14,16 @@ ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 """What begins a region of autocast in a graph of Dynamo's."""
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 """What ends one."""
+_TRANSFORMS = {
+    getattr(torch._C._functorch, f"_{kind}_{change}_nesting", None): by
+    for kind in ("grad", "jvp", "vmap")
+    for change, by in (("increment", 1), ("decrement", -1))
+}
+
+
+def transform_depth(node: torch.fx.Node) -> int:
+    """1 for what begins a transform of ``torch.func`` in a graph of Dynamo's, -1 for what ends one, or 0."""
+    return _TRANSFORMS.get(node.target, 0) if node.op == "call_function" else 0
 
 
 SPARSE_PARTS = (torch.Tensor._indices, torch.Tensor._values)

@@ -38,20 +38,14 @@ from planner.capture.external_accumulation import (
 )
 from planner.capture.graph_runner import GraphRunner, collector, let_go, notes_on
 from planner.capture.module_calls import Bound, Marked
-from planner.capture.on_a_copy import NotWithoutDataError, RunOfACopy, on_a_copy
+from planner.capture.on_a_copy import RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import RecurrentCalls, recurrent_calls
-from planner.capture.uncaptured import (
-    AROUND,
-    always_different,
-    nothing_captured,
-    nothing_differentiated,
-)
+from planner.capture.uncaptured import always_different, failed, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.lowering.lowerings import chosen_lowering
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
-from planner.training_step.copies import described
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder
@@ -161,6 +155,7 @@ class _Capture:
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
         self._no_loss = self._eager_runs = False
+        self._runners: list[GraphRunner] = []
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
         if rank is not None:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
@@ -185,7 +180,7 @@ class _Capture:
 
     def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
-        runners: list[GraphRunner] = []
+        runners = self._runners
         try:
             return self._run(runners, regions, decided)
         finally:
@@ -382,9 +377,8 @@ class _Capture:
         except CaptureError:
             raise
         except Exception as error:
-            kind = CaptureError if self.copied.data else NotWithoutDataError
-            text = described(doing, error)
-            raise kind(f"{text}. {AROUND}" if self._eager_runs else text) from error
+            graphs = [runner.graph for runner in self._runners]
+            raise failed(doing, error, graphs, with_data=self.copied.data, eager=self._eager_runs) from error
         finally:
             _drop_gradients(self._resident)
             self._before.restore_tensors()

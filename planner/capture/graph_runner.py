@@ -18,6 +18,7 @@ from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
 from planner._torch.execution.checkpoints import as_written, checkpoint_calls
 from planner._torch.joint import aot, aot_metadata
+from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.module_paths import name_modules, source_name
 from planner._torch.tracing.named_functions import call_what_was_captured
@@ -103,6 +104,7 @@ class GraphRunner:
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
         self._compiled: Callable[..., Any] | None = None
+        self._differentiated = differentiated_inputs(graph)
         self._probed = as_written(graph)
         self._alike = AlikeExecutions(self._probed)
         self._without: tuple[int, ...] = ()
@@ -126,6 +128,8 @@ class GraphRunner:
         return tuple(sorted(self.gradients.awaited - self.gradients.received))
 
     def __call__(self, *args: Any) -> Any:
+        if meet_outside(args, self._differentiated, siblings=self._compiled is None):
+            raise RuntimeError(MEET_OUTSIDE)
         if self._compiled is not None:
             return self._compiled(*args)
         outputs = list(self._probed(*args)) if self._data else self._alike(args)

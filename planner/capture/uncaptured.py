@@ -3,8 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
+from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
+from planner._torch.joint.gradients_inside import MEET_OUTSIDE
 from planner._torch.tracing.breaks import graph_breaks
+from planner.capture.on_a_copy import NotWithoutDataError
 from planner.errors import CaptureError
+from planner.training_step.copies import described
 
 _REMEDY = (
     "TORCH_LOGS=graph_breaks shows the lines; move what cannot be captured out of the forward, or plan the "
@@ -17,6 +21,36 @@ AROUND = (
     "torch.compiler.disable(module.forward) for the part: it then runs as written, and the rest is planned"
 )
 """What to do where eager runs and tracing does not."""
+
+
+_OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, MEET_OUTSIDE)
+"""Texts of errors of ``torch.autograd.grad`` inside of a forward that is captured."""
+
+
+def failed(
+    doing: str, error: Exception, graphs: Iterable[Any], *, with_data: bool, eager: bool
+) -> CaptureError:
+    """The error for a pass over the step that ended with one.
+
+    Args:
+        doing: What was done.
+        error: What was raised.
+        graphs: The graphs that Dynamo has made.
+        with_data: Whether it was a pass over a copy with data.
+        eager: Whether the step runs without graphs.
+    """
+    text = described(doing, error)
+    if eager and any(sign in text for sign in _OF_GRADIENTS_INSIDE):
+        places = graph_breaks.distinct_places(map(graph_breaks.break_reason, graphs))
+        where = f" (one ended at {'; '.join(places[:3])})" if places else ""
+        return CaptureError(
+            f"{text}. The forward takes gradients of its own results, which is planned where one graph has "
+            "all that they go through, and no autograd functions of its own if they are differentiated "
+            f"again; here it was several graphs{where}. Change the lines that end them, or plan submodules "
+            "that are not differentiated inside of the forward"
+        )
+    kind = CaptureError if with_data else NotWithoutDataError
+    return kind(f"{text}. {AROUND}" if eager else text)
 
 
 def always_different(where: str) -> CaptureError:

@@ -53,6 +53,10 @@ class GraphHook:
         """The compiled backward, or another function around it."""
         return compiled
 
+    def instead(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """What runs in place of the planned graph; None where nothing needs to."""
+        return None
+
     def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the forward is called with, or others in its place; the other methods see the first."""
         return args
@@ -81,10 +85,14 @@ class CompiledGraph:
     def __init__(self, call: Callable[..., Any], hooks: Sequence[GraphHook]) -> None:
         self._call = call
         self._hooks = [hook for hook in hooks if hook.watches]
+        self._asking = [hook for hook in self._hooks if type(hook).instead is not GraphHook.instead]
         self._passing = [hook for hook in hooks if type(hook).arguments is not GraphHook.arguments]
         self._replacing = [hook for hook in hooks if type(hook).results is not GraphHook.results]
 
     def __call__(self, *args: Any) -> Any:
+        for hook in self._asking:
+            if (other := hook.instead(args)) is not None:
+                return other(*args)
         passed = args
         for hook in self._passing:
             passed = hook.arguments(passed)

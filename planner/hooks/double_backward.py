@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from planner._torch import autograd
 from planner._torch.execution.checkpoints import as_written
+from planner._torch.execution.function_calls import calls_functions
 from planner._torch.joint import aot_metadata
 from planner._torch.operators import may_draw
 from planner._torch.tensors import writes
@@ -112,6 +113,8 @@ def hook(context: HookContext) -> DoubleBackward:
     if context.plan.coverage != "one-graph":
         # Held for a second run, what one part hands to another would live for longer than planned.
         obstacle = "it is captured in several parts"
+    if calls_functions(context.graph):
+        obstacle = "it calls a torch.autograd.Function, whose backward is captured as a constant"
     return DoubleBackward(context.graph, obstacle, context.warn)
 
 

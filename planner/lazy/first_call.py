@@ -11,7 +11,7 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.capture.captured_step import NO_LOSS
 from planner.environment import plans_are_off, tell
-from planner.errors import SkippedStep
+from planner.errors import CaptureError, SkippedStep
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.lazy.thawed import Thawed
@@ -37,6 +37,7 @@ class PlannedAtFirstCall(InstalledCall):
     def __init__(self, model: torch.nn.Module, previous: Callable[..., Any] | None, wanted: Wanted) -> None:
         super().__init__(model, previous, wanted.options.training)
         self.wanted = wanted
+        self._given_up = False  # the step cannot be captured, and runs as it is from then on
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,10 +55,18 @@ class PlannedAtFirstCall(InstalledCall):
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
+        if self._given_up:
+            return self.run_original(*args, **kwargs)
         try:
             made, planned = self._plan(args, kwargs)
         except SkippedStep:
             return self.run_original(*args, **kwargs)  # the next one is planned
+        except CaptureError as error:
+            if type(error) is not CaptureError:  # of arguments and functions that are no step
+                raise
+            self._given_up = True
+            self.unplanned.hindered_call(f"{type(model).__name__} cannot be planned ({error})")
+            return self.run_original(*args, **kwargs)
         planned.when_accumulating = self._plan_again
         self._watch(planned)
         try:

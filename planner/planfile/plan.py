@@ -145,6 +145,9 @@ class PlanRecord(Record):
             return NotImplemented
         return vars(self) == vars(other) and self._made_with == other._made_with
 
+    def __hash__(self) -> int:
+        return hash((self.model.state_digest, self.target.budget_text, self.predicted.peak_bytes))
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         for field in ("predicted", "baseline", "no_recompute"):
@@ -218,6 +221,11 @@ class PlanRecord(Record):
         Raises:
             PlanFileError: names the source, the field that is wrong, and what is wrong with it.
         """
+        if isinstance(text, str):
+            text = text.encode()
+        if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise PlanFileError(f"{source}: it is UTF-16, expected UTF-8: save it as that, or plan again")
+        text = text.removeprefix(b"\xef\xbb\xbf")  # the mark that editors put before UTF-8
         try:
             data = from_json(text, allow_inf_nan=True, cache_strings="keys")
         except ValueError as error:

@@ -191,9 +191,10 @@ def _coverage(captured: CapturedStep) -> tuple[Coverage, list[str]]:
     notes = []
     if captured.breaks:
         more = f"; and at {len(captured.breaks) - 1} other places" if len(captured.breaks) > 1 else ""
-        notes.append(
-            f"the forward is {count} graphs, planned as one step; one ends at {captured.breaks[0]}{more}"
+        graphs = (
+            f"{count} graphs, planned as one step" if count > 1 else "one graph, and what needs no gradients"
         )
+        notes.append(f"the forward is {graphs}; one ends at {captured.breaks[0]}{more}")
     if captured.eager_operations:
         notes.append(
             f"{captured.eager_operations} operations between the graphs run as written; their memory "

@@ -169,6 +169,10 @@ def prepare(
     check_costs(options.costs, here, target, at_hand=at_hand)
     started = time.perf_counter()
     elsewhere = target.kind == "cuda" and here.type != "cuda"
+    if options.attention is not None and not elsewhere:
+        warn(
+            f"attention={options.attention!r} is for plans for a GPU that is not here: {here} does not use it"
+        )
     cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
     captured = capture(
         model,

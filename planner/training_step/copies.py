@@ -210,10 +210,6 @@ def lacks_data(module: torch.nn.Module, step: Step) -> bool:
     return any(t.device.type == "meta" or fake_.is_fake(t) for t in tensors)
 
 
-_OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor")
-"""Texts of errors that ``torch.autograd.grad`` raises inside of a forward that is captured."""
-
-
 def described(doing: str, error: Exception) -> str:
     lines = str(error).strip().splitlines()
     # Dynamo's errors start with their kind and explain themselves further down.
@@ -225,6 +221,4 @@ def described(doing: str, error: Exception) -> str:
         text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
     if "NestedInt" in text or "nested_int" in text or "jagged" in text:
         text += f" ({NESTED})"
-    if any(sign in text for sign in _OF_GRADIENTS_INSIDE):
-        text += " (the forward differentiates itself: leave that part out of the planned module)"
     return text

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 
 from planner._torch.tracing.inside_compile import is_compiled
 from planner.errors import PlanMismatch
@@ -10,11 +11,17 @@ from planner.errors import PlanMismatch
 
 def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
     """Refuse a data-parallel wrapper, which has buckets and hooks of its own, and a compiled module: what is
-    planned is the module inside.
+    planned is the module inside; and one with parameters that have no shape yet.
 
     Raises:
-        PlanMismatch: If ``model`` is such a wrapper.
+        PlanMismatch: If ``model`` is one of these.
     """
+    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+    if lazy:
+        raise PlanMismatch(
+            f"{lazy[0]} has no shape yet, as in nn.LazyLinear before its first call: {doing} the module "
+            "after one forward, model(*args)"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise PlanMismatch(
             f"this is a {type(model).__name__}: {doing} the module inside, as model.module or before it is "

@@ -13,6 +13,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+from planner._torch.execution.function_calls import calls_functions, refuse_second_derivatives
+
 _CALL = torch.ops.higher_order.tag_activation_checkpoint
 _CONTEXT = "_checkpoint_context_fn"
 
@@ -65,8 +67,9 @@ def _parts(graph: GraphModule) -> Iterator[GraphModule]:
 
 
 def as_written(graph: GraphModule) -> GraphModule:
-    """The same graph, in which checkpoints are what a user calls; the graph itself where it has none."""
-    if not checkpoint_calls(graph):
+    """The same graph, in which checkpoints are what a user calls, and autograd functions are differentiated
+    once at most; the graph itself where it has none."""
+    if not checkpoint_calls(graph) and not calls_functions(graph):
         return graph
     copied = GraphModule(graph, copy.deepcopy(graph.graph))
     copied.meta.update(graph.meta)
@@ -76,6 +79,7 @@ def as_written(graph: GraphModule) -> GraphModule:
     for node in copied.graph.nodes:
         if node.target is _CALL:
             node.target = _checkpoint
+    refuse_second_derivatives(copied)
     copied.recompile()
     return copied
 

@@ -31,6 +31,7 @@ from torch._logging._internal import log_state, trace_log
 
 from planner._torch.compat import private
 from planner._torch.tracing.breaks.break_patches import break_at_checkpoints_with_effects, pass_over_marks
+from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
 from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
@@ -78,6 +79,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     pass_over_marks(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     break_at_swaps(_is_ours)
+    follow_gradients_inside(_is_ours)
     look_at_what_is_left_later(_is_ours)
     go_on_behind_what_was_taken(_is_ours)
     break_where_it_broke(_is_ours)

@@ -269,7 +269,7 @@ def _implemented(own: Callable[..., Any] | None, layout: Layout) -> Callable[...
         if _UNDERWAY.operator is operator or right:
             return NotImplemented if own is None else own(mode, operator, *args, **kwargs)
         with mode:
-            return _underway(operator, _laid_out(operator, layout), args, kwargs)
+            return _underway(operator, _laid_out(operator, operator, layout), args, kwargs)
 
     return run
 
@@ -281,7 +281,7 @@ def _decomposed(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Ca
     def run(*args: Any, **kwargs: Any) -> Any:
         if _UNDERWAY.operator is operator:
             return shapes(*args, **kwargs)
-        return _underway(operator, _laid_out(shapes, layout), args, kwargs)
+        return _underway(operator, _laid_out(operator, shapes, layout), args, kwargs)
 
     return run
 
@@ -304,9 +304,33 @@ class _Underway(threading.local):
 _UNDERWAY = _Underway()
 
 
-def _laid_out(shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+_STATISTICS = ("native_group_norm", "native_layer_norm", "batch_norm")
+"""Names of normalisations, which return statistics behind their result, contain one of these."""
+
+
+def _typed(operator: Any, results: Any, args: tuple[Any, ...]) -> Any:
+    """The results of a normalisation in half precision with parameters in single precision, in the types of
+    the CPU's kernels: statistics are in single precision, and the gradient of what was normalised is not."""
+    name = operator.overloadpacket.__name__
+    if not any(part in name for part in _STATISTICS) or not isinstance(results, tuple | list):
+        return results
+    given = [a for a in args if isinstance(a, torch.Tensor)]
+    halves = {torch.bfloat16, torch.float16} & {a.dtype for a in given}
+    if not halves or all(a.dtype is not torch.float32 for a in given) or given[0].device.type != "cpu":
+        return results
+    typed = [given[0].dtype] if name.endswith("backward") else [results[0].dtype, *[torch.float32] * 2]
+    changed = [
+        result.new_empty_strided(result.shape, result.stride(), dtype=dtype)
+        if result is not None and result.dtype is not dtype
+        else result
+        for result, dtype in zip(results, typed, strict=False)
+    ]
+    return (*changed, *results[len(changed) :])
+
+
+def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        results = shapes(*args, **kwargs)
+        results = _typed(operator, shapes(*args, **kwargs), args)
         if kwargs.get("memory_format") not in (None, torch.preserve_format):
             return results
         one = isinstance(results, torch.Tensor)

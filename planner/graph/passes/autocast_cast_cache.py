@@ -7,7 +7,7 @@ use and adds up what has been cast back, which rounds differently and takes more
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -16,7 +16,8 @@ from torch.fx.node import map_arg
 from planner._torch import fake
 from planner._torch.execution.checkpoints import checkpointed_part, is_reentrant
 from planner._torch.joint import aot_metadata
-from planner._torch.tensors import ENTER_AUTOCAST, EXIT_AUTOCAST, is_view
+from planner._torch.tensors import ENTER_AUTOCAST, EXIT_AUTOCAST, is_view, transform_depth
+from planner.graph.accumulation import is_sum
 from planner.graph.joint_pass import AutocastContext, TraceContext
 
 aten = torch.ops.aten
@@ -54,9 +55,10 @@ def _regions(graph: GraphModule, around: AutocastContext) -> dict[str, int]:
     found: dict[str, int] = {}
     numbers = itertools.count(_CALLER_REGION)
     region, depth, keeps = next(numbers), int(around.inside), [around.keeps]
+    transforms = 0  # inside of those of torch.func eager keeps none
 
     def walk(graph: GraphModule) -> None:
-        nonlocal region, depth
+        nonlocal region, depth, transforms
         for node in graph.graph.nodes:
             if (part := checkpointed_part(graph, node)) is not None:
                 outside = region
@@ -72,7 +74,9 @@ def _regions(graph: GraphModule, around: AutocastContext) -> dict[str, int]:
             elif node.target is EXIT_AUTOCAST:
                 depth -= 1
                 keeps.pop()
-            elif depth and keeps[-1]:
+            elif (change := transform_depth(node)) != 0:
+                transforms += change
+            elif depth and keeps[-1] and not transforms:
                 found[node.name] = region
 
     walk(graph)
@@ -124,16 +128,54 @@ def _share(joint: GraphModule, casts: list[Node]) -> None:
             args, kwargs = map_arg((view.args, view.kwargs), lambda node: node.meta["val"])
             look: Any = view.target
             view.meta["val"] = look(*args, **kwargs)
-    for earlier, later in itertools.pairwise(back):
-        with joint.graph.inserting_before(later):
-            total = joint.graph.call_function(aten.add.Tensor, (earlier.args[0], later.args[0]))
-        total.meta = {**later.meta, "val": fake.same_shape(later.args[0].meta["val"])}
-        later.args = (total,)
-        (total_of_both,) = earlier.users
-        (other,) = (n for n in total_of_both.all_input_nodes if n is not earlier)
+    _add_up(joint, back)
+    for cast_back in back[:-1]:
+        (total_of_both,) = cast_back.users
+        (other,) = (n for n in total_of_both.all_input_nodes if n is not cast_back)
         total_of_both.replace_all_uses_with(other)
         joint.graph.erase_node(total_of_both)
-        joint.graph.erase_node(earlier)
+        joint.graph.erase_node(cast_back)
+
+
+def _add_up(joint: GraphModule, back: Sequence[Node]) -> None:
+    """Let the last of several casts back be of the sum of all gradients, added up as they arrive.
+
+    A cast has several where the forward differentiates what it is used in: those of the backward and those of
+    the inner backward. They arrive among the gradients of the other casts.
+    """
+    arriving = [_Term(node.args[0], node) for node in back]
+    terms = [term for node in back for term in _terms(node.args[0])]
+    if len(terms) > len(back):
+        places = {node: i for i, node in enumerate(joint.graph.nodes)}
+        arriving = sorted(terms, key=lambda term: places[term.before])
+    total = arriving[0].gradient
+    for gradient, before in arriving[1:]:
+        with joint.graph.inserting_before(before):
+            added = joint.graph.call_function(aten.add.Tensor, (total, gradient))
+        added.meta = {**back[-1].meta, "val": fake.same_shape(gradient.meta["val"])}
+        total = added
+    back[-1].args = (total,)
+
+
+class _Term(NamedTuple):
+    """A gradient that the engine adds to what is there.
+
+    Attributes:
+        gradient: The gradient.
+        before: The operation before which it is added.
+    """
+
+    gradient: Any
+    before: Node
+
+
+def _terms(gradient: Any) -> list[_Term]:
+    """The gradients that the engine added up to one."""
+    if is_sum(gradient) and len(gradient.users) == 1:
+        earlier, later = gradient.args
+        if earlier.meta.get("seq_nr") != gradient.meta.get("seq_nr"):  # else a sum inside one autograd node
+            return [*_terms(earlier), _Term(later, gradient)]
+    return [_Term(gradient, gradient.next)]
 
 
 def _views_of(node: Node) -> list[Node]:

@@ -1,0 +1,78 @@
+"""Private PyTorch APIs: gradients that a forward takes of its own results, by ``torch.autograd.grad``.
+
+Dynamo puts the call into the graph, and AOTAutograd makes of it the operations of which the inner backward
+consists: they are operations of the forward like others. Tested with torch 2.13.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import torch as functions
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx import GraphModule
+
+from planner._torch.execution.function_calls import BACKWARD_OF_A_FUNCTION
+from planner._torch.tracing.rules import ask_handler_of
+
+IsOurs = Callable[[Any], bool]
+"""Whether an instruction translator of Dynamo's traces for a planned module."""
+
+GRADIENTS_INSIDE = {"trace_autograd_ops": True}
+"""Dynamo's setting by which it follows such calls."""
+
+_NONE: set[Any] = set()
+
+
+@functools.cache
+def follow_gradients_inside(is_ours: IsOurs) -> None:
+    """Follow what Dynamo gives up although it can be followed, and give up what it follows and gets wrong.
+
+    It gives up where what is differentiated has come from another graph. That matters only if there a tensor
+    by which it is differentiated leads to another input of this graph; calls of planned graphs look for that
+    (`planner/_torch/joint/gradients_inside.py`). It takes ``tensor.backward()`` apart, which in eager goes
+    through the hooks of parameters and adds to gradients in place.
+    """
+    handlers = functions.TorchInGraphFunctionVariable._get_handlers()
+    for differentiate in (torch.autograd.grad, torch._functorch.eager_transforms._autograd_grad):
+        ask_handler_of(differentiate)
+        handlers[differentiate] = _unless_functions(handlers[differentiate], is_ours)
+    backward = TensorVariable.method_backward
+
+    def as_written(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(tx):
+            _end("a backward inside of the forward", "tensor.backward() is called.")
+        return backward(self, tx, *args, **kwargs)
+
+    TensorVariable.method_backward = as_written  # type: ignore[method-assign]
+
+
+def _unless_functions(differentiate: Callable[..., Any], is_ours: IsOurs) -> Callable[..., Any]:
+    def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(tx):
+            return differentiate(variable, tx, *args, **kwargs)
+        again = kwargs.get("create_graph")
+        if (again is None or again.as_python_constant()) and _calls_functions(tx.output):
+            # Dynamo traces their backwards without gradients: these would be missing, silently.
+            _end(
+                "gradients of gradients through an autograd function",
+                "A torch.autograd.Function is differentiated inside of the forward, and then again.",
+            )
+        with patch.object(functions, "_collect_all_grad_fns", lambda _: _NONE):
+            return differentiate(variable, tx, *args, **kwargs)
+
+    return handler
+
+
+def _calls_functions(output: Any) -> bool:
+    return any(
+        isinstance(part, GraphModule) and name.startswith(BACKWARD_OF_A_FUNCTION)
+        for name, part in output.nn_modules.items()
+    )
+
+
+def _end(what: str, why: str) -> None:
+    unimplemented(gb_type=what, context="", explanation=why, hints=[])

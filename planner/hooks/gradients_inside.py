@@ -1,0 +1,45 @@
+"""A graph that differentiates by an input runs as written where another was computed from that one.
+
+What is done in such a graph is right only if what it differentiates by and its other inputs have nothing to
+do with each other, see :mod:`planner._torch.joint.gradients_inside`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from planner._torch.execution.checkpoints import as_written
+from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
+from planner.compiled.graph_hook import GraphHook, HookContext
+from planner.graph.dynamo_graph import structure_of
+
+
+class GradientsInside(GraphHook):
+    """Looks, at every call, where the arguments come from.
+
+    Args:
+        graph: The captured forward.
+        planned: Whether the plan has it: it was seen then how results of earlier graphs depend on each other.
+        warn: Called, once, when it runs as written.
+    """
+
+    def __init__(self, graph: GraphModule, planned: bool, warn: Callable[[str], None]) -> None:
+        self._graph, self._planned, self._warn = graph, planned, warn
+        self._by = differentiated_inputs(graph)
+        self.watches, self._warned = bool(self._by), False
+
+    def instead(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        if not meet_outside(args, self._by, siblings=not self._planned):
+            return None
+        if not self._warned:
+            self._warned = True
+            self._warn(f"{MEET_OUTSIDE}: that part runs without the plan, and the step may exceed the budget")
+        return as_written(self._graph).forward
+
+
+def hook(context: HookContext) -> GradientsInside:
+    """One that looks at a graph's arguments, if it differentiates by some."""
+    structure = structure_of(context.graph)
+    planned = any(record.structure == structure for record in context.plan.graphs)
+    return GradientsInside(context.graph, planned, context.warn)
