@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from planner._torch import autograd, fake, operators
-from planner._torch.tensors import call_tensors, held_tensors, is_wrapper, schema_of, storage_number
+from planner._torch.tensors import SPARSE, call_tensors, held_tensors, is_wrapper, schema_of, storage_number
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
 from planner.errors import CaptureError
 from planner.training_step.call import Call
-from planner.training_step.examples import SPARSE, Examples
+from planner.training_step.examples import Examples
 from planner.training_step.step import NESTED, Step, tensors_in
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
@@ -338,8 +338,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     parts = SPARSE.get(tensor.layout)
     if parts is None:
         return [tensor]
-    if autograd.running_node() is not None:
-        raise NotImplementedError("SparseTensor among the gradients")
     return [part(tensor.detach()) for part in parts]
 
 
