@@ -231,7 +231,7 @@ def described(doing: str, error: Exception) -> str:
     text = f"{doing} failed: {type(error).__name__}: {'. '.join(lines[:1] + explained[:1])}"
     if (line := line_of(error)) is not None:
         text += f", at {line}"
-    if "SparseTensor" in text:
+    if "SparseTensor" in text or "SparseCsrTensor" in text:
         text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
     if "NestedInt" in text or "nested_int" in text or "jagged" in text:
         text += f" ({NESTED})"

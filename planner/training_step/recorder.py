@@ -153,6 +153,8 @@ class StepRecorder(autograd.InfrastructureMode):
                 self._read_by_collectives.pop(fake.storage_key(args[0]), None)
                 if fake.is_fake(out):
                     return args[0]  # as it does with data
+        if operators.writes(func):
+            self._note_growth(given)
         read = _tensors(args, kwargs) if func is torch.ops.aten.lift_fresh.default else given
         reads = tuple(map(self.index_of, read))
         names = operators.numbers_for_tensors(func, args) if self._numbers else []
@@ -226,6 +228,14 @@ class StepRecorder(autograd.InfrastructureMode):
             # Saving allocates nothing and takes no time; so does this.
             call = self._call(torch.ops.aten.detach.default, (number,), {}, number)
             self._append(call, (), [number], node)
+
+    def _note_growth(self, written: Sequence[torch.Tensor]) -> None:
+        """Note the storages that an operator made larger, as `out=` an empty tensor does, with that size from
+        the first: what was smaller is there no longer."""
+        for tensor in written:
+            if (number := self.index_of(tensor)) >= 0:
+                storage = self.recording.storages[number]
+                storage.bytes = max(storage.bytes, tensor.untyped_storage().nbytes())
 
     def _append(
         self,
