@@ -28,6 +28,16 @@ def transform_depth(node: torch.fx.Node) -> int:
 
 SPARSE_PARTS = (torch.Tensor._indices, torch.Tensor._values)
 """What take indices and values out of a sparse tensor, be it coalesced or not."""
+_COMPRESSED_ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
+_COMPRESSED_COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
+SPARSE = {
+    torch.sparse_coo: SPARSE_PARTS,
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+"""Sparse tensors that have no storage of their own, but those of the tensors that they are made of."""
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:
@@ -45,7 +55,10 @@ _HOLD_THEIR_DATA = (torch.Tensor, torch.nn.Parameter)
 
 
 def held_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in which the data of one are: of a DTensor the local one; of most the tensor itself."""
+    """The tensors in which the data of one are: of a DTensor the local one, of a sparse tensor indices and
+    values, of most the tensor itself."""
+    if tensor.layout in SPARSE:
+        return [part(tensor) for part in SPARSE[tensor.layout]]
     if type(tensor) in _HOLD_THEIR_DATA or not is_traceable_wrapper_subclass_type(type(tensor)):
         return [tensor]
     of_a_wrapper: Any = tensor

@@ -1,10 +1,13 @@
-"""Backwards that eager chooses by the data, and that a trace, which has none, takes in one form."""
+"""What data decide and a trace, which has none, does not know: forms of backwards, and bytes."""
 
 from collections.abc import Iterable
 
 import torch
 
+from planner._torch.tensors import SPARSE
 from planner.graph.joint_graph import JointGraph
+from planner.training_step.recorder import Recording
+from planner.training_step.step import tensors_in
 
 aten = torch.ops.aten
 
@@ -14,6 +17,17 @@ PRODUCTS = (
     "Where bits matter, write the product of a few factors as multiplications, or put "
     "@torch.compiler.disable on the function that computes it. planner.verify() tells"
 )
+
+SPARSE_TENSORS = (
+    "the step computes with sparse tensors: what their kernels allocate and free again is not predicted, nor "
+    "what they take with other data, so that a step may take more than planned. planner.verify() measures it"
+)
+
+
+def has_sparse(recording: Recording) -> bool:
+    """Whether operations of a step take or return sparse tensors."""
+    calls = [(call.args, dict(call.kwargs)) for call in recording.calls]
+    return any(t.layout in SPARSE for t in tensors_in([calls, recording.outputs]))
 
 
 def has_products(joints: Iterable[JointGraph]) -> bool:

@@ -14,7 +14,7 @@ from planner._torch.without_data.imports import imports_without_modes
 from planner.errors import CaptureError
 from planner.heap import newer_objects
 from planner.progress import Progress
-from planner.training_step.copies import StepCopy, fake_copy, lacks_data, real_copy
+from planner.training_step.copies import StepCopy, fake_copy, holds_sparse, lacks_data, real_copy
 from planner.training_step.left_behind import LeftBehind, left_behind, put_right
 from planner.training_step.snapshot import StepSnapshot
 from planner.training_step.step import Step
@@ -83,6 +83,10 @@ def on_a_copy(
 
     try:
         report("copying the module without its data", 0.0)
+        if holds_sparse(module, step):
+            raise NotWithoutDataError(
+                "how much a sparse tensor takes, and what is computed of it, is in its data"
+            )
         return run(fake_copy)
     except NotWithoutDataError as error:
         if tensor_parallel_ranks(module) > 1:

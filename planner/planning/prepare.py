@@ -13,7 +13,7 @@ from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
-from planner.capture.decided_by_data import PRODUCTS, has_products
+from planner.capture.decided_by_data import PRODUCTS, SPARSE_TENSORS, has_products, has_sparse
 from planner.costs.cudnn_workspace import cudnn_workspaces
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.kernel_timer import MeasuredCosts
@@ -189,6 +189,9 @@ def prepare(
     if options.backend == "eager" and has_products(joints):
         captured.notes.append(PRODUCTS)
         warn(PRODUCTS)
+    if has_sparse(captured.eager):
+        captured.notes.append(SPARSE_TENSORS)
+        warn(SPARSE_TENSORS)
     if captured.overwritten and options.inputs == "unchanged":
         options = replace(options, inputs="overwritten")
         captured.notes.append(WRITTEN.format(", ".join(dict.fromkeys(captured.overwritten))))

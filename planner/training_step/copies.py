@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake as fake_
 from planner._torch import modules
-from planner._torch.tensors import Hook, has_hooks, hooks_on, strided_copy, writes
+from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_copy, writes
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
@@ -85,7 +85,6 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
 
 def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
-    copied = _copied(module, step, {})
     made: dict[int, torch.Tensor] = {}
 
     def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,6 +92,9 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
             made[id(tensor)] = strided_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
 
+    # PyTorch copies no compressed sparse tensor deeply.
+    sparse = {id(t): clone(t) for t in module.buffers() if t.layout in SPARSE}
+    copied = _copied(module, step, sparse)
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
     pairs = _paired(module, step, copied, (args, kwargs))
 
@@ -206,8 +208,16 @@ class _SubstituteTensors(TorchFunctionMode):
 
 
 def lacks_data(module: torch.nn.Module, step: Step) -> bool:
-    tensors = [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
-    return any(t.device.type == "meta" or fake_.is_fake(t) for t in tensors)
+    return any(t.device.type == "meta" or fake_.is_fake(t) for t in _given(module, step))
+
+
+def holds_sparse(module: torch.nn.Module, step: Step) -> bool:
+    """Whether a step has sparse tensors: those without data have no elements."""
+    return any(t.layout in SPARSE for t in _given(module, step))
+
+
+def _given(module: torch.nn.Module, step: Step) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
 
 
 def described(doing: str, error: Exception) -> str:
@@ -217,7 +227,7 @@ def described(doing: str, error: Exception) -> str:
     text = f"{doing} failed: {type(error).__name__}: {'. '.join(lines[:1] + explained[:1])}"
     if (line := line_of(error)) is not None:
         text += f", at {line}"
-    if "SparseTensor" in text:
+    if "SparseTensor" in text or "SparseCsrTensor" in text:
         text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
     if "NestedInt" in text or "nested_int" in text or "jagged" in text:
         text += f" ({NESTED})"

@@ -5,18 +5,7 @@ from typing import Any
 import torch
 
 from planner._torch import pytree
-from planner._torch.tensors import SPARSE_PARTS
-
-_COMPRESSED_ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
-_COMPRESSED_COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
-SPARSE = {
-    torch.sparse_coo: SPARSE_PARTS,
-    torch.sparse_csr: _COMPRESSED_ROWS,
-    torch.sparse_bsr: _COMPRESSED_ROWS,
-    torch.sparse_csc: _COMPRESSED_COLUMNS,
-    torch.sparse_bsc: _COMPRESSED_COLUMNS,
-}
-"""Sparse tensors that have no storage of their own, but those of the tensors that they are made of."""
+from planner._torch.tensors import SPARSE
 
 
 class Examples:

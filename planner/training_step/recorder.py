@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from planner._torch import autograd, fake, operators
-from planner._torch.tensors import call_tensors, held_tensors, is_wrapper, schema_of, storage_number
+from planner._torch.tensors import SPARSE, call_tensors, held_tensors, is_wrapper, schema_of, storage_number
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
 from planner.errors import CaptureError
 from planner.training_step.call import Call
-from planner.training_step.examples import SPARSE, Examples
+from planner.training_step.examples import Examples
 from planner.training_step.step import NESTED, Step, tensors_in
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
@@ -153,6 +153,8 @@ class StepRecorder(autograd.InfrastructureMode):
                 self._read_by_collectives.pop(fake.storage_key(args[0]), None)
                 if fake.is_fake(out):
                     return args[0]  # as it does with data
+        if operators.writes(func):
+            self._note_growth(given)
         read = _tensors(args, kwargs) if func is torch.ops.aten.lift_fresh.default else given
         reads = tuple(map(self.index_of, read))
         names = operators.numbers_for_tensors(func, args) if self._numbers else []
@@ -226,6 +228,14 @@ class StepRecorder(autograd.InfrastructureMode):
             # Saving allocates nothing and takes no time; so does this.
             call = self._call(torch.ops.aten.detach.default, (number,), {}, number)
             self._append(call, (), [number], node)
+
+    def _note_growth(self, written: Sequence[torch.Tensor]) -> None:
+        """Note the storages that an operator made larger, as `out=` an empty tensor does, with that size from
+        the first: what was smaller is there no longer."""
+        for tensor in written:
+            if (number := self.index_of(tensor)) >= 0:
+                storage = self.recording.storages[number]
+                storage.bytes = max(storage.bytes, tensor.untyped_storage().nbytes())
 
     def _append(
         self,
@@ -338,8 +348,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     parts = SPARSE.get(tensor.layout)
     if parts is None:
         return [tensor]
-    if autograd.running_node() is not None:
-        raise NotImplementedError("SparseTensor among the gradients")
     return [part(tensor.detach()) for part in parts]
 
 
