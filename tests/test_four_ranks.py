@@ -90,7 +90,7 @@ def _saved_and_loaded(plan: planner.Plan | None, folder: Path) -> Weights:
 
 LOOPS: dict[str, tuple[Loop, planner.FSDP2 | planner.DDP]] = {
     "gradients in buckets": (_in_buckets, planner.DDP(RANKS)),
-    "replicas of shards, saved and loaded": (_saved_and_loaded, planner.FSDP2(2, reshard_after_forward=None)),
+    "replicas of shards, saved and loaded": (_saved_and_loaded, planner.FSDP2(2, None, replicas=2)),
 }
 
 

@@ -33,6 +33,10 @@ from tests.side_by_side import Layers, layers
             "fsdp2:8,reshard_after_forward=none,reduce_dtype=torch.float32",
             FSDP2(8, None, None, torch.float32),
         ),
+        (
+            "fsdp2:2,no_sync=true,replicas=4",
+            FSDP2(2, no_sync=True, replicas=4),
+        ),
         ("ddp:4,gradient_as_bucket_view=true,bucket_cap_mb=2.5", DDP(4, 2.5, True)),
     ],
 )
@@ -49,6 +53,8 @@ def test_the_text_says_what_the_objects_do(text: str, read: object) -> None:
         ("fsdp2:0", "world_size=0: expected a number of ranks"),
         ("fsdp2:8,reshard_after_forward=3", "a number of ranks that divides world_size=8"),
         ("fsdp2:8,param_dtype=int8", "param_dtype=torch.int8: expected a floating-point dtype"),
+        ("fsdp2:8,no_sync=2", "no_sync=2: expected True or False"),
+        ("fsdp2:8,replicas=0", "replicas=0: expected a number of groups"),
         ("ddp:8,bucket_cap_mb=0", "bucket_cap_mb=0: expected a number of megabytes"),
         ("ddp:8,gradient_as_bucket_view=3", "gradient_as_bucket_view=3: expected True or False"),
         (8, "parallel=8: expected"),
@@ -106,7 +112,7 @@ def test_gathered_parameters_come_and_go_with_their_region() -> None:
 
 
 def test_a_plan_file_says_for_whom_it_is() -> None:
-    parallel = FSDP2(8, 2, torch.bfloat16, torch.float32)
+    parallel = FSDP2(8, 2, torch.bfloat16, torch.float32, no_sync=True, replicas=2)
     loaded = Plan.loads(_plan(parallel).dumps())
     assert parallel_of(loaded.target.parallel) == parallel
     assert options_of(loaded).parallel == parallel

@@ -50,6 +50,16 @@ def _without_reduction(model: nn.Module) -> None:
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
 
 
+def _without_reduction_of_all(model: nn.Module) -> None:
+    _shard(model)
+    model.set_requires_all_reduce(False)  # type: ignore[operator]
+
+
+def _gathered_after_the_backward(model: nn.Module) -> None:
+    _shard(model)
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+
+
 def _with_prefetches(model: nn.Module) -> None:
     _shard(model)
     first, second, _ = model.get_submodule("0").children()
@@ -70,7 +80,9 @@ def _inside(model: nn.Module) -> None:
         (lambda m: _shard(m, reshard_after_forward=False), "planned as True, and units have False"),
         (lambda m: _shard(m, reshard_after_forward=True), "planned as None, and the root has True"),
         (lambda m: _shard(m, mp_policy=HALF), "param_dtype was planned as torch.float32"),
-        (_without_reduction, "gradients are not reduced"),
+        (_without_reduction, "gradients are not reduced, and whole ones are kept: that is no_sync=True"),
+        (_without_reduction_of_all, "not reduced among all replicas"),
+        (_gathered_after_the_backward, "not freed after the backward"),
         (_with_prefetches, "set_modules_to_backward_prefetch"),
     ],
 )
@@ -107,3 +119,30 @@ def test_nothing_is_said_of_what_is_sharded_as_planned(
     options: dict[str, Any], parallel: planner.FSDP2
 ) -> None:
     assert _said(lambda model: _shard(model, **options), parallel) == []
+
+
+@pytest.mark.usefixtures("process_group")
+def test_nothing_is_said_where_micro_batches_were_planned_to_be_added_up() -> None:
+    parallel = planner.FSDP2(1, None, no_sync=True)
+    assert _said(_without_reduction, parallel) == []
+    (text,) = _said(_shard, parallel)
+    assert "no_sync=True was planned, and gradients are reduced after the first backward" in text
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_gradients_that_a_later_step_does_not_reduce_are_said_once(no_sync: bool) -> None:
+    model, x = _model(), torch.randn(4, 8)
+    parallel = planner.FSDP2(1, None, no_sync=no_sync)
+    planner.plan(model, (x,), budget="min", solver="sqrt_n", parallel=parallel).apply(model)
+    _shard(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for reduces in (not no_sync, False, True, False, True):
+            model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+            model(x).sum().backward()
+            if reduces:
+                model.zero_grad()
+    said = [str(w.message) for w in caught if issubclass(w.category, planner.PlanWarning)]
+    assert len(said) == (0 if no_sync else 1), said
+    assert all("gradients were not reduced in the backward before" in text for text in said)

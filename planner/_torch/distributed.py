@@ -108,7 +108,10 @@ class ShardedUnit:
         reshard_after_forward: As ``fully_shard`` was given it.
         dtypes: What the parameters are.
         param_dtype, reduce_dtype: Of its policy.
+        replicas: In how many groups of ranks they are sharded, each as the others.
         reduces: Whether gradients are reduced after this backward.
+        reduces_all: Whether those of all groups of ranks are.
+        reshards: Whether they are freed after the backward.
         prefetches: Whether it was said what to gather before it in the backward.
     """
 
@@ -117,7 +120,10 @@ class ShardedUnit:
     dtypes: frozenset[torch.dtype]
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    replicas: int
     reduces: bool
+    reduces_all: bool
+    reshards: bool
     prefetches: bool
 
 
@@ -137,11 +143,29 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
                     frozenset(one.sharded_param.dtype for one in group.fsdp_params),
                     state._mp_policy.param_dtype,
                     state._mp_policy.reduce_dtype,
+                    getattr(group.mesh_info, "replicate_mesh_size", 1),
                     group.reduce_grads,
+                    group.all_reduce_grads,
+                    group.reshard_after_backward,
                     bool(state._states_to_backward_prefetch),
                 )
             )
     return units
+
+
+class UnreducedGradients:
+    """Whole gradients that ``fully_shard`` keeps of a module until it reduces them, asked at each step."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._parameters = list(_fully_sharded_parameters(module))
+
+    def are_there(self) -> bool:
+        """Whether one is."""
+        return any(
+            one.unsharded_accumulated_grad is not None
+            or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
+            for one in self._parameters
+        )
 
 
 def names_of_units(module: torch.nn.Module) -> list[str]:

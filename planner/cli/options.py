@@ -171,7 +171,8 @@ ParallelName = Annotated[
         "--parallel",
         metavar="fsdp2:8",
         help="Plan one of many ranks, which need not be here: fsdp2:8 or ddp:8, with further arguments "
-        "behind commas, as fsdp2:8,param_dtype=bfloat16,reduce_dtype=float32,reshard_after_forward=false.",
+        "behind commas, as fsdp2:8,param_dtype=bfloat16,reduce_dtype=float32,reshard_after_forward=false; "
+        "no_sync=true: gradients of micro-batches are added up before they are reduced.",
     ),
 ]
 InFlight = Annotated[

@@ -28,12 +28,15 @@ class StepMemoryModel:
         optimizer: What the optimizer's step takes.
         tensors: Bytes of the tensors that are there throughout, but for the optimizer's, in the order in
             which a program makes them.
+        reduced_bytes: What is there in the optimizer's step of the gradients that are whole before
+            (``resident.unreduced_bytes``).
     """
 
     device: Device
     resident: Resident
     optimizer: OptimizerStep
     tensors: tuple[int, ...] = ()
+    reduced_bytes: int = 0
 
     def whole_step(
         self, dynamic_peak_bytes: int, final_bytes: int, allocations: Allocations | None = None
@@ -47,7 +50,8 @@ class StepMemoryModel:
                 reserves; None leaves that out.
         """
         forward_backward = self.resident.total + dynamic_peak_bytes
-        update = self.resident.total + final_bytes + self.optimizer.transient_bytes
+        there = self.resident.total - self.resident.unreduced_bytes + self.reduced_bytes
+        update = there + final_bytes + self.optimizer.transient_bytes
         allocated = max(forward_backward, update)
         fragmentation, expandable = 0, None
         if allocations is not None and self.device.kind == "cuda":

@@ -8,6 +8,10 @@ Communication by gloo, on the CPU, copies: the gathered buffer once more, and th
 does not; what it allocates for itself is outside of PyTorch's allocator and not counted. Streams order
 allocations as the CPU does: in the order of the calls. What a GPU adds is that memory freed on one stream
 serves another only later, so that its allocator may reserve more.
+
+With ``no_sync`` whole gradients of micro-batches before are there throughout, and are added to. What the step
+allocates of its own is then the most of any micro-batch but the first, which takes no more than others: the
+last one reduces, and frees whole gradients unit by unit; one between keeps them all (:mod:`.unreduced`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +20,10 @@ from typing import Any
 import torch
 
 from planner._torch.autograd import after_this_backward
-from planner._torch.distributed import local_gradient
+from planner._torch.distributed import local_gradient, local_tensor
 from planner.parallel.shards import shard_elements
 from planner.parallel.strategies import FSDP2
+from planner.parallel.unreduced import Excess, reduced_in
 from planner.training_step.step import map_tensors, tensors_in
 
 
@@ -71,6 +76,7 @@ class ShardedUnits:
         self.previous: Any = None  # the buffer of the all-gather before, in the forward
         self.order: list[_Unit] = []
         self.reduced: list[torch.Tensor] = []
+        self.excess = Excess()
         self.ending = False
         for unit in self.units:
             unit.start()
@@ -86,10 +92,11 @@ class ShardedUnits:
         for unit in self.units:
             if unit.state != "after backward":
                 unit.post_backward()
-            unit.state, unit.gathered = "idle", None
+            unit.state, unit.gathered, unit.all_reduced = "idle", None, None
             unit.forwards.clear()
         self.order.clear()
         self.reduced.clear()
+        self.excess.let_go()
         self.ending = False
 
     def _cast_parameters(
@@ -132,6 +139,12 @@ class _Unit:
         reshard = options.reshard_after_forward
         self._reshard = not root if reshard is None else bool(reshard)
         self._group = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
+        self._unreduced = [
+            torch.zeros_like(local_tensor(p.detach()), dtype=reduced_in(p, options))
+            if options.no_sync and p.requires_grad and reduced_in(p, options) != p.dtype
+            else None
+            for p in parameters
+        ]
         self.start()
 
     def start(self) -> None:
@@ -141,6 +154,7 @@ class _Unit:
         self._unsharded: list[torch.Tensor] = []
         self._resharded: list[torch.Tensor] = []
         self.gradients: list[torch.Tensor] = []
+        self.all_reduced: torch.Tensor | None = None
 
     # ---- hooks -------------------------------------------------------------------------------------
 
@@ -198,7 +212,10 @@ class _Unit:
     def post_backward(self) -> None:
         self.state = "after backward"
         with torch.no_grad():
-            self._reduce()
+            if self._shared.options.no_sync:
+                self._accumulate()
+            else:
+                self._reduce()
 
     # ---- buffers -----------------------------------------------------------------------------------
 
@@ -273,12 +290,37 @@ class _Unit:
         output = self._empty(shard, reduce_dtype)
         if self._shared.copies and self._world > 1:
             torch.empty_like(whole)
+        if self._shared.options.replicas > 1:
+            self.all_reduced = output  # ``AllReduceState``, until the end of the backward
         original = self._original[reduced[0]]
         output = output.to(original)
         if not all(self._added[i] for i in reduced):
             self.gradients.append(output)
         self._shared.reduced.append(whole)
         del last
+
+    def _accumulate(self) -> None:
+        """``accumulate_unsharded_grad_if_needed``, and what the last micro-batch's reduction takes more."""
+        for parameter, unreduced in zip(self._parameters, self._unreduced, strict=True):
+            if unreduced is not None and parameter.grad is not None:
+                unreduced.add_(local_tensor(parameter.grad))
+                parameter.grad = None
+        self._unsharded = []
+        reduced = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        if reduced:
+            shared, last = self._shared, self._parameters[reduced[-1]]
+            dtype = reduced_in(last, shared.options)
+            shared.excess.of_reduction(
+                [local_tensor(self._parameters[i]).numel() * dtype.itemsize for i in reduced],
+                sum(self._elements[i] for i in reduced),
+                dtype,
+                self._original[reduced[0]],
+                ranks=self._world,
+                copies=shared.copies,
+                kept=not all(self._added[i] for i in reduced),
+                all_reduced=shared.options.replicas > 1,
+                device=self._device,
+            )
 
 
 class _PostBackward(torch.autograd.Function):

@@ -9,6 +9,7 @@ from planner.parallel.data_parallel import let_go_of_gradients
 from planner.parallel.fully_shard import ShardedUnits
 from planner.parallel.shards import shard_elements, shard_shape
 from planner.parallel.strategies import DDP, FSDP2
+from planner.parallel.unreduced import reduced_in, unreduced_bytes
 from planner.training_step.copies import StepCopy
 from planner.training_step.step import unique_storages
 
@@ -42,7 +43,11 @@ class Rank:
         on_cpu = all(p.device.type == "cpu" for p in copied.module.parameters())
         with copied.running():
             ShardedUnits(copied.module, self.units, self.options, added_to, copies=on_cpu and not elsewhere)
-        return [False] * len(added_to)
+        # Whole gradients in another dtype than the parameters' are not among theirs.
+        return [
+            self.options.no_sync and p.requires_grad and reduced_in(p, self.options) == p.dtype
+            for p in copied.module.parameters()
+        ]
 
     def parameter_bytes(self, model: torch.nn.Module) -> list[int]:
         """Bytes of each parameter's storage on the rank."""
@@ -64,6 +69,20 @@ class Rank:
             for p, added in pairs
             if p.requires_grad and not (added and options.gradient_as_bucket_view)
         ]
+
+    def unreduced_bytes(self, model: torch.nn.Module) -> list[int]:
+        """Bytes of each gradient that is there whole between micro-batches."""
+        options = self.options
+        if not (isinstance(options, FSDP2) and options.no_sync):
+            return []
+        return [unreduced_bytes(p, options) for p in model.parameters() if p.requires_grad]
+
+    def reduced_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> int:
+        """Bytes of what is left of these when they have been reduced, and is not added to what was there."""
+        if not self.unreduced_bytes(model):
+            return 0
+        pairs = zip(model.parameters(), added_to, strict=True)
+        return sum(self._bytes(p) for p, added in pairs if p.requires_grad and not added)
 
     @property
     def shape_of(self) -> Callable[[torch.Tensor], tuple[int, ...]] | None:

@@ -28,6 +28,8 @@ def parallel_record(options: FSDP2 | DDP | None, tensor_ranks: int) -> ParallelR
         reshard_after_forward=options.reshard_after_forward,
         param_dtype=_name(options.param_dtype),
         reduce_dtype=_name(options.reduce_dtype),
+        no_sync=options.no_sync,
+        replicas=options.replicas,
         tensor_ranks=tensor_ranks,
     )
 
@@ -44,6 +46,8 @@ def parallel_of(record: ParallelRecord | None) -> FSDP2 | DDP | None:
         record.reshard_after_forward,
         _dtype(record.param_dtype),
         _dtype(record.reduce_dtype),
+        bool(record.no_sync),
+        record.replicas,
     )
 
 

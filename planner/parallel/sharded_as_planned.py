@@ -18,15 +18,19 @@ _SHOWN = 3
 """Differences that are named."""
 
 
-def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: torch.nn.Module) -> None:
+def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: torch.nn.Module) -> bool:
     """Say so where the units, or the options, of ``fully_shard`` are not those that were planned.
 
     Args:
         plan: A plan for FSDP2.
         planned: Its ``target.parallel``.
         model: The module, sharded.
+
+    Returns:
+        Whether gradients are reduced after this step's backward.
     """
-    options = dict.fromkeys(_other_options(planned, sharded_units(model)))
+    units = sharded_units(model)
+    options = dict.fromkeys(_other_options(planned, units))
     found = [*_other_units(plan.model.regions, model), *options]
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -35,6 +39,7 @@ def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: tor
             "memory than predicted: shard it as planned, or plan with the regions= and the "
             "parallel=planner.FSDP2(...) that it is trained with"
         )
+    return all(unit.reduces for unit in units)
 
 
 def _other_units(regions: list[str], model: torch.nn.Module) -> Iterator[str]:
@@ -60,12 +65,19 @@ def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterato
             ("reshard_after_forward", reshard, unit.reshard_after_forward),
             ("param_dtype", computed, own[0]),
             ("reduce_dtype", reduced, own[1]),
+            ("replicas", options.replicas, unit.replicas),
         ):
             if wanted != there:
                 who = "the root has" if unit.of_root else "units have"
                 yield f"{name} was planned as {wanted}, and {who} {there}"
-        if not unit.reduces:
-            yield "gradients are not reduced, and whole ones are kept, which no plan counts"
+        if not unit.reduces and not options.no_sync:
+            yield "gradients are not reduced, and whole ones are kept: that is no_sync=True"
+        if unit.reduces and options.no_sync:
+            yield "no_sync=True was planned, and gradients are reduced after the first backward"
+        if unit.reduces and not unit.reduces_all:
+            yield "gradients are not reduced among all replicas, and kept, which no plan counts"
+        if not unit.reshards:
+            yield "parameters are not freed after the backward, which no plan counts"
         if unit.prefetches:
             yield "set_modules_to_backward_prefetch says what is gathered when, which no plan counts"
 

@@ -24,6 +24,11 @@ class FSDP2:
             for a smaller group that they are sharded among until the backward.
         param_dtype: Of ``MixedPrecisionPolicy``: what parameters are gathered and computed in.
         reduce_dtype: Of ``MixedPrecisionPolicy``: what gradients are reduced in.
+        no_sync: Whether the gradients of several micro-batches are added up before they are reduced, by
+            ``set_requires_gradient_sync(False)`` for all but the last, as Accelerate's ``no_sync`` and
+            ``accumulate`` do it: whole gradients are there between micro-batches. The prediction is the
+            most that any of them takes.
+        replicas: Of HSDP: in how many groups of ``world_size`` ranks the model is sharded, all alike.
 
     Raises:
         ParallelError: A value is of another kind, or out of its range.
@@ -33,6 +38,8 @@ class FSDP2:
     reshard_after_forward: bool | int | None = True
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    no_sync: bool = False
+    replicas: int = 1
 
     kind: ClassVar[str] = "fsdp2"
 
@@ -50,6 +57,12 @@ class FSDP2:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ParallelError(f"{name}={dtype!r}: expected a floating-point dtype, as torch.bfloat16")
+        if not isinstance(self.no_sync, bool):
+            raise ParallelError(f"no_sync={self.no_sync!r}: expected True or False")
+        if not isinstance(self.replicas, int) or isinstance(self.replicas, bool) or self.replicas < 1:
+            raise ParallelError(
+                f"replicas={self.replicas!r}: expected a number of groups of ranks, 1 or more"
+            )
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,10 @@ class Resident(Record):
     bucket_bytes: Count = Field(
         default=0, description="buckets of DistributedDataParallel, where the plan is for many ranks"
     )
+    unreduced_bytes: Count = Field(
+        default=0,
+        description="whole gradients that fully_shard keeps between micro-batches, before they are reduced",
+    )
 
     @property
     def total(self) -> int:
@@ -78,6 +82,7 @@ class Resident(Record):
             + self.gradient_bytes
             + self.optimizer_bytes
             + self.bucket_bytes
+            + self.unreduced_bytes
         )
 
 
@@ -178,6 +183,13 @@ class ParallelRecord(Record):
     )
     param_dtype: Label | None = Field(default=None, description="fsdp2: what is computed in")
     reduce_dtype: Label | None = Field(default=None, description="fsdp2: what gradients are reduced in")
+    no_sync: bool | None = Field(
+        default=None,
+        description="fsdp2: whether gradients of micro-batches are added up before they are reduced",
+    )
+    replicas: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        default=1, description="fsdp2: in how many groups of ranks the model is sharded, each as the others"
+    )
     bucket_cap_mb: Seconds | None = Field(default=None, description="ddp: megabytes of a bucket")
     gradient_as_bucket_view: bool | None = Field(
         default=None, description="ddp: whether gradients lie in the buckets"

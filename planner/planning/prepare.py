@@ -217,8 +217,12 @@ def prepare(
         source.save()
     if meter is not None and meter.unmeasured:
         warn(unmeasured(meter))
-    there = _there(captured, rank, model, gradients_there(model, options.accumulate), step.in_flight)
-    footprint = StepMemoryModel(target, there.resident(update, target), update, there.tensors(target))
+    added_to = gradients_there(model, options.accumulate)
+    there = _there(captured, rank, model, added_to, step.in_flight)
+    reduced = 0 if rank is None else rank.reduced_bytes(model, added_to)
+    footprint = StepMemoryModel(
+        target, there.resident(update, target), update, there.tensors(target), reduced
+    )
     seconds = time.perf_counter() - started
     return Prepared(
         model,
@@ -275,6 +279,7 @@ class _There:
     parameters: Sequence[int]
     buffers: Sequence[int]
     buckets: Sequence[int]
+    unreduced: Sequence[int]
     gradients: Sequence[int]
     inputs: Sequence[int]
 
@@ -289,10 +294,12 @@ class _There:
             gradient_bytes=total(self.gradients),
             optimizer_bytes=update.state_bytes,
             bucket_bytes=total(self.buckets),
+            unreduced_bytes=total(self.unreduced),
         )
 
     def tensors(self, device: Device) -> tuple[int, ...]:
-        sizes = [*self.parameters, *self.buffers, *self.buckets, *self.gradients, *self.inputs]
+        gradients = [*self.buckets, *self.unreduced, *self.gradients]
+        sizes = [*self.parameters, *self.buffers, *gradients, *self.inputs]
         return tuple(round_bytes(device, size) for size in sizes)
 
 
@@ -310,11 +317,12 @@ def _there(
     if in_flight is not None:  # each has inputs of its own, and room for the gradients that it is sent
         inputs = [*inputs, *(t.numel() * t.element_size() for t in captured.arriving)] * in_flight
     if rank is None:
-        return _There(sizes(captured.parameters), buffers, (), sizes(captured.gradients), inputs)
+        return _There(sizes(captured.parameters), buffers, (), (), sizes(captured.gradients), inputs)
     return _There(
         rank.parameter_bytes(model),
         buffers,
         rank.bucket_bytes(model, added_to),
+        rank.unreduced_bytes(model),
         rank.gradient_bytes(model, added_to),
         inputs,
     )

@@ -67,8 +67,16 @@ def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -
     return hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
 
 
-def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
-    """Say so where a module is about to train on other ranks than its plan is for."""
+def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed.UnreducedGradients | None:
+    """Say so where a module is about to train on other ranks than its plan is for.
+
+    Returns:
+        What tells whether gradients of a step before were not reduced, where the plan counts none; None where
+        there is nothing to ask.
+
+    Raises:
+        PlanMismatch: The module is not distributed as the plan's is.
+    """
     planned = plan.target.parallel
     sharded, among = is_fully_sharded(model), distributed.tensor_parallel_ranks(model)
     ranks = 1 if planned is None else planned.distributed_among
@@ -81,7 +89,7 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
     if planned is None or planned.kind == "tensor":
         if sharded:
             warn(SHARDED)
-        return
+        return None
     group = distributed.active_data_parallel_group()
     if planned.kind == "fsdp2":
         there, how = distributed.number_of_shards(model), "FSDP2"
@@ -98,7 +106,16 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> None:
             "ranks that train"
         )
     elif planned.kind == "fsdp2":
-        warn_of_other_sharding(plan, planned, model)
+        reduces = warn_of_other_sharding(plan, planned, model)
+        return distributed.UnreducedGradients(model) if reduces and not planned.no_sync else None
+    return None
+
+
+UNREDUCED = (
+    "gradients were not reduced in the backward before, and fully_shard keeps whole ones: the step takes as "
+    "much more than predicted. Plan with parallel=planner.FSDP2(..., no_sync=True) where those of several "
+    "micro-batches are added up before they are reduced"
+)
 
 
 class RankCheck:

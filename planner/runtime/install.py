@@ -14,7 +14,7 @@ import torch
 
 from planner._torch import dynamo, modules
 from planner._torch.compat import check_version
-from planner._torch.distributed import holds_dtensors
+from planner._torch.distributed import UnreducedGradients, holds_dtensors
 from planner._torch.tracing import recording
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
@@ -30,7 +30,7 @@ from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
 from planner.runtime.backend import PlanBackend
-from planner.runtime.ddp import RankCheck, warn_of_other_ranks
+from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
@@ -180,6 +180,7 @@ class PlannedCall(InstalledCall):
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
+        self._unreduced: UnreducedGradients | None = None  # from the first planned step, where it may tell
         self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
@@ -241,10 +242,13 @@ class PlannedCall(InstalledCall):
                 )
                 return modules.module_call(model, *args, **kwargs)
             self.unplanned.planned_call()
-            warn_of_other_ranks(self.plan, model)
+            self._unreduced = warn_of_other_ranks(self.plan, model)
             if holds_dtensors(model):
                 RankCheck(self.plan, self.on_new_shape).among_shards(model)
             self._hooks = hooks  # only now: what these refuse they refuse at every call
+        if self._unreduced is not None and self._unreduced.are_there():
+            self._unreduced = None
+            warn(UNREDUCED)
         if self._definitions is None:
             self._regions.put_in(model)
             self._definitions = Definitions(model)
