@@ -11,7 +11,7 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.capture.captured_step import NO_LOSS
 from planner.environment import plans_are_off, tell
-from planner.errors import SkippedStep
+from planner.errors import CaptureError, SkippedStep
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.lazy.thawed import Thawed
@@ -54,6 +54,12 @@ class PlannedAtFirstCall(InstalledCall):
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
+        if (made_up := next((n for n, p in model.named_parameters() if not p.is_leaf), None)) is not None:
+            raise CaptureError(
+                f"{made_up} is not the module's own parameter at its first training call but computed from "
+                "others, as with torch.func.functional_call: plan what computes it as well, with "
+                "planner.step around a function train_step(model, batch) that returns the loss"
+            )
         try:
             made, planned = self._plan(args, kwargs)
         except SkippedStep:
