@@ -136,6 +136,26 @@ def test_a_forward_that_always_goes_another_way_is_captured_anew_only_once() -> 
 
 
 @pytest.mark.heavy
+def test_a_forward_that_goes_another_way_later_is_not_captured_anew_and_not_said_to_be() -> None:
+    class Turns(Layers):
+        broken = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            if self.broken:
+                torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model, args, _ = layers(Turns)
+    plan_of(model, args).apply(model)
+    with no_plan_warnings():
+        model(*args).backward()
+    model.broken = True
+    with pytest.warns(PlanWarning, match="has not seen; of the operations that the plan re-runs"):
+        model(*args).backward()
+
+
+@pytest.mark.heavy
 def test_another_number_of_inputs_is_named_as_the_reason() -> None:
     def step(model: nn.Module, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([model(part) for part in parts]).mean()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from transformers import Trainer, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutput
 
 from planner.integrations.huggingface import PlannerCallback
 from planner.runtime.install import installed_plan
@@ -128,6 +129,39 @@ def test_the_loss_that_the_trainer_takes_is_planned(
     assert "computed outside" not in capsys.readouterr().err
     assert trainer.plan is not None
     assert trainer.peak == pytest.approx(trainer.plan.predicted.dynamic_peak_bytes, rel=outside)
+
+
+class _ForLabels(SmallLanguageModel):
+    """Leaves the loss to the trainer where it gets no labels."""
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: Any = None, **kwargs: Any
+    ) -> Any:
+        if labels is not None:
+            return super().forward(input_ids, attention_mask, labels, **kwargs)
+        return CausalLMOutput(logits=super().forward(input_ids, attention_mask, input_ids).logits)
+
+
+def test_the_loss_of_smoothed_labels_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(callbacks: list[Any]) -> _Measured:
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True,
+            disable_tqdm=True, save_strategy="no", label_smoothing_factor=0.1,
+        )  # fmt: skip
+        trainer = _Measured(
+            _ForLabels(small_language_model().config), arguments, train_dataset=sentences(),
+            data_collator=padded, callbacks=callbacks,
+        )  # fmt: skip
+        with no_plan_warnings():
+            trainer.train()
+        return trainer
+
+    ours = train([PlannerCallback(budget="min", solver="sqrt_n")])
+    assert "computed outside" not in capsys.readouterr().err
+    assert ours.peak == pytest.approx(ours.plan.predicted.dynamic_peak_bytes, rel=0.005)
+    theirs = train([]).model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.model.state_dict().items())
 
 
 class _ForTokens(SmallLanguageModel):

@@ -351,3 +351,33 @@ def test_gradients_that_an_applied_plan_is_not_for_are_reported() -> None:
         messages = [str(w.message) for w in caught if w.category is planner.PlanWarning]
         assert len(messages) == (not accumulate)
         assert all("gradients of 32.8 KiB were there already" in text for text in messages)
+
+
+def test_parameters_that_are_computed_are_named_with_what_plans_them() -> None:
+    model = planner.auto_checkpoint(_model(), **BY)
+    weights = {name: 2 * p for name, p in model.named_parameters()}
+    with pytest.raises(planner.CaptureError, match=r"layers\.0\.0\.weight is not the.*planner\.step"):
+        torch.func.functional_call(model, weights, (_batch(),))
+
+
+@pytest.mark.heavy
+def test_parametrizations_that_are_cached_around_the_call() -> None:
+    def build() -> nn.Module:
+        model, _, _ = layers(lambda: Layers(2))
+        nn.utils.parametrizations.weight_norm(model.layers[0][0])
+        return model
+
+    def loop(model: nn.Module) -> list[torch.Tensor]:
+        losses = []
+        for _ in range(2):
+            with nn.utils.parametrize.cached():
+                losses.append(model(_batch()))
+                assert nn.utils.parametrize._cache
+            losses[-1].backward()
+        return losses
+
+    model = planner.auto_checkpoint(build(), **BY)
+    with no_plan_warnings():
+        ours = left_by(model, loop)
+    assert installed_plan(model) is not None
+    assert_same(ours, left_by(build(), loop))

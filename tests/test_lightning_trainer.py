@@ -7,6 +7,7 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
 from planner.errors import PlannerError
@@ -78,7 +79,7 @@ def _train(
     sizes = (64, 64, 48, 64)
     batches = [torch.randn(size, 32, generator=generator) for size in sizes]
     module = kind()
-    module.callback = callbacks[0] if callbacks else None
+    module.callback = next((c for c in callbacks if isinstance(c, PlannerCallback)), None)
     torch.manual_seed(2)
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=3, gradient_clip_val=0.5, callbacks=callbacks, logger=False,
@@ -149,6 +150,36 @@ def test_a_step_that_skips_batches_and_reads_the_trainer(then: type[_Module], tm
         assert isinstance(ours.plans[-1], Plan)
         for name, value in theirs.state_dict().items():
             assert torch.equal(ours.state_dict()[name], value), name
+
+
+class _Reads(_Module):
+    """Reads the gradients of the step before, right before the trainer lets go of them."""
+
+    def on_before_zero_grad(self, _optimizer: Any) -> None:
+        self.read = [*vars(self).get("read", ()), [p.grad for p in self.parameters()]]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", [_Module, _Reads])
+def test_the_gradients_before_are_there_as_long_as_something_reads_them(
+    kind: type[_Module], tmp_path: Path
+) -> None:
+    def train(callbacks: list[Any]) -> _Module:
+        if kind is _Module:  # its last epoch has no backward, and steps once
+            torch.manual_seed(0)
+            averaging = StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+            averaging._model_contains_batch_norm = True
+            averaging.pl_module_contains_batch_norm = lambda _module: True
+            callbacks = [*callbacks, averaging]
+        return _train(tmp_path, {"enable_checkpointing": False}, callbacks, kind=kind)
+
+    ours, theirs = train([PlannerCallback(budget="min", solver="sqrt_n")]), train([])
+    assert isinstance(ours.plans[-1], Plan)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+    for mine, read in zip(vars(ours).get("read", ()), vars(theirs).get("read", ()), strict=True):
+        for ours_, theirs_ in zip(mine, read, strict=True):
+            assert (ours_ is None and theirs_ is None) or torch.equal(ours_, theirs_)
 
 
 def test_what_cannot_be_planned_is_named() -> None:

@@ -4,6 +4,7 @@ What they leave is equal bit for bit.
 """
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -237,6 +238,49 @@ def test_a_gradient_penalty_falls_back_to_the_original_and_says_so() -> None:
     with pytest.warns(PlanWarning, match="create_graph"):
         ours = left_by(model, loop)
     assert_same(ours, left_by(twin, loop))
+
+
+@pytest.mark.heavy
+def test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one() -> None:
+    model, twin, x = _critic()
+
+    def loop(model: nn.Module, together: bool = False) -> torch.Tensor:
+        output = model(x).mean()
+        (slope,) = torch.autograd.grad(output, x, create_graph=True)
+        if not together:
+            output.backward(retain_graph=True)
+        loss = slope.square().sum() + (output if together else 0.0)
+        loss.backward()
+        return loss
+
+    sums = "added up in another order than without a plan"
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always", PlanWarning)
+        ours = left_by(model, loop)
+        assert not [w for w in reported if sums in str(w.message)]
+        assert_same(ours, left_by(twin, loop))
+        for _ in range(2):
+            loop(model, together=True)
+    assert len([w for w in reported if sums in str(w.message)]) == 1
+
+
+@pytest.mark.heavy
+def test_a_backward_for_each_of_several_outputs_needs_retain_graph() -> None:
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(64, 32)
+    twin = copy.deepcopy(model)
+    plan_of(model, (x,), loss=lambda output: output["logits"].sum() + output["extra"].sum()).apply(model)
+
+    def loop(model: nn.Module, keep: bool = True) -> None:
+        output = model(x)
+        output["logits"].square().sum().backward(retain_graph=keep)
+        output["extra"].square().sum().backward()
+
+    with pytest.warns(PlanWarning, match="retain_graph=True"):
+        ours = left_by(model, loop)
+    assert_same(ours, left_by(twin, loop))
+    with pytest.raises(planner.PlanMismatch, match=r"a second time.*\(a \+ b\)\.backward.*retain_graph=True"):
+        loop(model, keep=False)
 
 
 @pytest.mark.heavy

@@ -1,12 +1,14 @@
 """How an nn.Module is called, and what is installed in place of its call."""
 
+import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from planner._torch.tracing.recording import leave_out_of_scripts
 
@@ -49,6 +51,20 @@ def call_with_forward(
         return module._call_impl(*args, **kwargs)
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def no_cached_parametrizations() -> Iterator[None]:
+    """A context that begins as a region of ``parametrize.cached()`` does, and leaves the one around alone.
+
+    Values that are cached have been computed already, by another run.
+    """
+    there = parametrize._cache
+    parametrize._cache = {}
+    try:
+        yield
+    finally:
+        parametrize._cache = there
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:

@@ -28,10 +28,18 @@ class Awaiting(GraphHook):
         """A forward has run; its node holds the memory of what it saved."""
         call, token = self._calls.last, Token()
         call.tokens.append(weakref.ref(token))
+        freed: list[bool] = []
         # The node holds the hook, which holds the token.
-        node.register_prehook(lambda gradients, _token=token: self._before(call, gradients))
+        node.register_prehook(lambda gradients, _token=token: self._before(call, freed, gradients))
 
-    def _before(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _before(self, call: Call, freed: list[bool], gradients: Sequence[torch.Tensor | None]) -> None:
+        if freed:
+            raise PlanMismatch(
+                "backward runs a second time through a part of a planned module, whose memory the first one "
+                "has freed. All outputs of such a part are one step of autograd: add up losses of several "
+                "outputs and call backward once, (a + b).backward(), or all but the last with "
+                "retain_graph=True"
+            )
         if any(g is not None and autograd.is_batched(g) for g in gradients):
             raise PlanMismatch(
                 "the backward of a planned module runs for one gradient of an output, and is asked for "
@@ -40,6 +48,7 @@ class Awaiting(GraphHook):
             )
         if not autograd.graph_is_kept():
             call.done = True
+            freed.append(True)
         elif not torch.is_grad_enabled():  # double_backward.py warns of create_graph=True
             self._calls.kept()
 

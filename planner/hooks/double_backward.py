@@ -3,7 +3,8 @@
 A planned backward frees as it goes and cannot be differentiated. Where a backward is asked to be
 differentiable, the captured forward is run again as it is, without the plan, and its gradients are returned:
 those of eager, with their graph. That takes the memory of the unplanned step. Where the forward cannot be run
-again for sure, differentiating a gradient is an error that says so.
+again for sure, differentiating a gradient is an error that says so. Where a loss is made of such gradients
+and of the outputs too, eager adds up both inside of the one graph, and here there are two: that is a warning.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class DoubleBackward(GraphHook):
 
     def __init__(self, graph: GraphModule, obstacle: str | None, warn: Callable[[str], None]) -> None:
         self._graph, self._obstacle, self._warn = graph, obstacle, warn
-        self._warned = False
+        self._warned = self._warned_of_sums = False
         self._outputs: dict[int, int] = {}
         self._places: dict[int, int] = {}
 
@@ -54,10 +55,19 @@ class DoubleBackward(GraphHook):
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         kept = [] if self._obstacle else [args]
-        versions = _versions(kept)
-        node.register_prehook(lambda _: self._before(kept, versions))
+        versions, through = _versions(kept), _Differentiated()
+        node.register_prehook(lambda _: self._before(kept, versions, through))
 
-    def _before(self, kept: list[tuple[Any, ...]], versions: list[int]) -> None:
+    def _before(self, kept: list[tuple[Any, ...]], versions: list[int], through: "_Differentiated") -> None:
+        if through.backward == autograd.current_backward() and not self._warned_of_sums:
+            self._warned_of_sums = True
+            self._warn(
+                "a loss is made of what a planned module returned, and of a gradient of that too "
+                "(create_graph=True): both are added up in another order than without a plan, and gradients "
+                "may differ in the last bits. Call backward for each, the output's first with "
+                "retain_graph=True, compute the gradient from a forward of its own, or use "
+                "planner.remove(model) for such steps"
+            )
         # A hook after a node keeps alive what the node is given for as long as it runs, which no plan
         # allows for: there is one only where gradients are to be differentiable.
         if torch.is_grad_enabled():
@@ -66,7 +76,7 @@ class DoubleBackward(GraphHook):
 
             def after(found: Any, given: Any) -> Any:
                 handles.pop().remove()
-                return self._after(kept, versions, found, given)
+                return self._after(kept, versions, through, found, given)
 
             handles.append(node.register_hook(after))
         elif not autograd.graph_is_kept():
@@ -76,6 +86,7 @@ class DoubleBackward(GraphHook):
         self,
         kept: list[tuple[Any, ...]],
         versions: list[int],
+        through: "_Differentiated",
         found: tuple[torch.Tensor | None, ...],
         given: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
@@ -103,8 +114,24 @@ class DoubleBackward(GraphHook):
             create_graph=True,
             allow_unused=True,
         )
+        for gradient in gradients:
+            if gradient is not None and gradient.grad_fn is not None:
+                gradient.grad_fn.register_prehook(through)
         replaced = {self._places[i]: g for i, g in zip(wanted, gradients, strict=True)}
         return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(found))
+
+
+class _Differentiated:
+    """In which backward a gradient of one call was differentiated last.
+
+    Attributes:
+        backward: Its number.
+    """
+
+    backward: int | None = None
+
+    def __call__(self, _gradients: Any) -> None:
+        self.backward = autograd.current_backward()
 
 
 def hook(context: HookContext) -> DoubleBackward:

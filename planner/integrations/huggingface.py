@@ -6,12 +6,16 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[PlannerCallback(bu
 trainer.train()
 """
 
+import inspect
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
 from transformers import TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
 
 from planner.environment import tell
 from planner.integrations.padding import Padded, checked_length
@@ -32,6 +36,7 @@ class PlannerCallback(TrainerCallback):
     its place. After training the plan is removed.
 
     In TRL's trainers the loss is computed of what their models return for each token; that is planned for.
+    So is the loss that the trainer computes of the logits with ``label_smoothing_factor``.
 
     A ``compute_loss`` of your own may differentiate something else of the output than its loss. Say what:
     ``loss=lambda output: output.logits.sum()``. Or plan what it does itself, without this callback, with
@@ -76,6 +81,8 @@ class PlannerCallback(TrainerCallback):
         options.setdefault("optimizer", inner if isinstance(inner, torch.optim.Optimizer) else None)
         if any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__):
             options.setdefault("loss", _loss_of_tokens)
+        if args.label_smoothing_factor:
+            options.setdefault("loss", _SmoothedLoss.of(model, args.label_smoothing_factor))
         options.setdefault("loss", _loss_of_output)
         wanted = wanted_lazily(
             model, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
@@ -91,6 +98,42 @@ class PlannerCallback(TrainerCallback):
 def _loss_of_output(output: Any) -> Any:
     """The loss that the trainer finds in what a model returns: of a tuple it is the first."""
     return find_loss(output[0] if isinstance(output, tuple | list) and output else output)
+
+
+@dataclass(frozen=True)
+class _SmoothedLoss:
+    """The loss that the trainer computes of the logits; it takes the labels away from the model then.
+
+    Attributes:
+        factor: How much labels are smoothed.
+        shifts: Whether logits are for the label after theirs.
+        counted: Whether the trainer counts the labels of a step before, as it does for models that take it.
+    """
+
+    factor: float
+    shifts: bool
+    counted: bool
+
+    @classmethod
+    def of(cls, model: Any, factor: float) -> "_SmoothedLoss":
+        """As the trainer does for a model, or for the one that PEFT adapts."""
+        adapted = getattr(getattr(model, "base_model", None), "model", model)
+        names = {type(inner).__name__ for inner in (model, adapted)}
+        parameters = inspect.signature(adapted.forward).parameters.values()
+        takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        shifts = not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        return cls(factor, shifts, getattr(adapted, "accepts_loss_kwargs", takes_more))
+
+    def __call__(self, output: Any) -> Any:
+        if (found := _loss_of_output(output)) is not None:
+            return found  # a batch without labels
+        logits = output.get("logits") if isinstance(output, Mapping) else output[0]
+        if not isinstance(logits, torch.Tensor):
+            return None
+        label = torch.zeros((), dtype=torch.long, device=logits.device)
+        labels = label.expand(logits.shape[:-1])  # which ones does not matter, and memory they have already
+        count = 1 if self.counted else None
+        return LabelSmoother(self.factor)({"logits": logits}, labels, self.shifts, num_items_in_batch=count)
 
 
 def _loss_of_tokens(output: Any) -> Any:

@@ -27,7 +27,8 @@ class PlannerCallback(Callback):  # type: ignore[misc]
 
     Calls of ``self.log`` inside it are made right after it. Gradients are set to None before
     ``training_step`` instead of after it, so that they are not in memory together with what the forward
-    keeps. Gradients that stay from the batch before count where ``accumulate_grad_batches`` is more than 1.
+    keeps; not where ``optimizer_zero_grad`` or ``on_before_zero_grad`` are yours, which may read them.
+    Gradients that stay from the batch before count where ``accumulate_grad_batches`` is more than 1.
     After training the plan is removed.
 
     A ``training_step`` that returns None, which skips a batch, runs as it is.
@@ -151,8 +152,7 @@ class _Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, trainer = self._module, self._trainer
-        first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        if first and type(module).optimizer_zero_grad is LightningModule.optimizer_zero_grad:
+        if _lets_go_of_gradients(trainer, module):
             for optimizer in trainer.optimizers:  # the trainer does so as well, after the forward
                 optimizer.zero_grad()
         try:
@@ -164,6 +164,21 @@ class _Call:
 
     def __deepcopy__(self, _memo: Any) -> "_Call":
         return self
+
+
+def _lets_go_of_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether nothing but ``zero_grad`` reads the gradients that are there before the next backward."""
+    hooks = [
+        (module.optimizer_zero_grad, LightningModule.optimizer_zero_grad),
+        (module.on_before_zero_grad, LightningModule.on_before_zero_grad),
+        *((callback.on_before_zero_grad, Callback.on_before_zero_grad) for callback in trainer.callbacks),
+    ]
+    return (
+        trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        # An epoch without backward, as StochasticWeightAveraging adds one: the optimizer steps by the last.
+        and not trainer.fit_loop._skip_backward
+        and all(getattr(hook, "__func__", None) is original for hook, original in hooks)
+    )
 
 
 def _submodule(module: torch.nn.Module, name: str) -> torch.nn.Module:

@@ -57,6 +57,12 @@ class PlannedAtFirstCall(InstalledCall):
             return self.run_original(*args, **kwargs)
         if self._given_up:
             return self.run_original(*args, **kwargs)
+        if (made_up := next((n for n, p in model.named_parameters() if not p.is_leaf), None)) is not None:
+            raise CaptureError(
+                f"{made_up} is not the module's own parameter at its first training call but computed from "
+                "others, as with torch.func.functional_call: plan what computes it as well, with "
+                "planner.step around a function train_step(model, batch) that returns the loss"
+            )
         try:
             made, planned = self._plan(args, kwargs)
         except SkippedStep:

@@ -102,7 +102,10 @@ class CapturedAgain:
                 "unless it has use_orig_params=True, and modules whose parts fully_shard shards: plan and "
                 "apply to those parts"
             )
-        self._run = self._compiled if self._path.is_the_plans else self._again()[self._place]
+        if self._path.is_the_plans:
+            self._path.captured_again, self._run = False, self._compiled
+        else:
+            self._run = self._again()[self._place]
         return result
 
 

@@ -64,7 +64,7 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     @contextlib.contextmanager
     def running() -> Iterator[None]:
         meta_patches.widen_grouped_products()
-        with mode, fake_values.values_count():
+        with mode, fake_values.values_count(), modules.no_cached_parametrizations():
             yield
 
     def reset() -> None:
@@ -115,7 +115,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     return StepCopy(
         copied,
         copied_step,
-        contextlib.nullcontext,
+        modules.no_cached_parametrizations,
         reset,
         data=True,
         value_of=lambda tensor: tensor,
