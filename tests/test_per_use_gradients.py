@@ -111,6 +111,24 @@ class Views(nn.Module):
         return (y * z).square().mean() + part.exp().mean()
 
 
+class Flattened(nn.Module):
+    """A view of a result, used before a graph break and after it, beside the result or a detached copy."""
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.detached = detached
+        self.norm, self.layers = nn.LayerNorm(32), nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.layers[0](x))
+        flat = y.flatten(0, 1)
+        other = y.detach() if self.detached else y
+        z = torch.sigmoid(self.layers[1](flat)) * self.layers[2](flat) + self.layers[3](flat)
+        torch._dynamo.graph_break()
+        z = z + self.layers[4](flat).square()
+        return z.square().mean() + other.detach().sum()
+
+
 class Classes(nn.Module):
     """Scores of classes, which come last, where a cross entropy wants them in the middle."""
 
@@ -214,6 +232,13 @@ def test_an_order_that_views_change_is_warned_of() -> None:
     with pytest.warns(planner.PlanWarning, match="another order"):
         plan = planner.plan(Views(2), (torch.randn(64, 64),), budget="min", solver="sqrt_n")
     assert any("another order" in note for note in plan.notes)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("detached", [False, True])
+def test_outputs_without_gradient_do_not_change_the_order_of_a_view_beside_them(detached: bool) -> None:
+    torch.manual_seed(0)
+    _exactly((Flattened(detached), (torch.randn(4, 32, 32),), None), "min")
 
 
 @pytest.mark.heavy

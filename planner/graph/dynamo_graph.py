@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from planner._torch import fake
 from planner._torch.joint.graph_modules import graph_module
+from planner._torch.tensors import held_tensors
 
 
 def structure_of(graph: GraphModule) -> str:
@@ -32,18 +33,48 @@ def _is_size(value: Any) -> bool:
 
 
 def detach_outputs(graph: GraphModule, outputs: Sequence[int]) -> GraphModule:
-    """A copy of a Dynamo graph in which some outputs are cut off from differentiation."""
-    if not outputs:
+    """A copy of a Dynamo graph in which some outputs are cut off from differentiation.
+
+    AOTAutograd takes several outputs with one storage for views of one result, whose gradient comes to that
+    result then, in another order among those of its uses than in eager. Outputs that get none do not count.
+    """
+    apart = _without_gradient_beside_others(graph, outputs)
+    if not outputs and not apart:
         return graph
     result = copied(graph)
     node = result.graph.output_node()
     results = list(node.args[0])  # type: ignore[arg-type]
-    for index in outputs:
-        with result.graph.inserting_before(node):
+    with result.graph.inserting_before(node):
+        for index in outputs:
             results[index] = result.graph.call_method("detach", (results[index],))
+        for index in apart:  # the same memory, which AOTAutograd does not see
+            shape = result.graph.call_method("size", (results[index],))
+            unsafe = torch.ops.aten._unsafe_view.default
+            results[index] = result.graph.call_function(unsafe, (results[index], shape))
     node.args = (tuple(results),)
     result.recompile()
     return result
+
+
+def _without_gradient_beside_others(graph: GraphModule, detached: Sequence[int]) -> list[int]:
+    """Outputs that get no gradient and share the memory of a result with others that may get one."""
+    outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
+    given = graph.graph.find_nodes(op="placeholder") + graph.graph.find_nodes(op="get_attr")
+    inputs = {fake.storage_key(t) for t in map(_with_memory, given) if t is not None}
+    found = {}
+    for i, tensor in enumerate(map(_with_memory, outputs)):
+        if tensor is not None and (storage := fake.storage_key(tensor)) not in inputs:
+            found[i] = (storage, tensor.requires_grad and i not in detached)
+    differentiated = {storage for storage, requires_grad in found.values() if requires_grad}
+    return [i for i, (storage, requires) in found.items() if not requires and storage in differentiated]
+
+
+def _with_memory(node: Any) -> torch.Tensor | None:
+    """The tensor of a node, if it has memory of its own and is neither sparse nor made of others."""
+    value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value if all(held is value for held in held_tensors(value)) else None
 
 
 def is_tensor_output(graph: GraphModule, index: int) -> bool:
