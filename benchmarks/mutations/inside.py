@@ -228,8 +228,8 @@ INSIDE = [
         (
             Change(
                 "planner/_torch/tracing/dynamo_patches.py",
-                "any(backend is innermost for backend in _backends)",
-                "innermost in _backends",
+                "any(backend is innermost for backend in backends)",
+                "innermost in backends",
             ),
         ),
         ("tests/test_known_breaks.py::test_code_of_the_users_own_is_compiled_as_before",),
