@@ -30,8 +30,8 @@ EXACTNESS = [
         (
             Change(
                 "planner/graph/passes/autocast_cast_cache.py",
-                "        elif depth and keeps[-1]:\n",
-                "        elif depth:\n",
+                "        elif depth and keeps[-1] and not transforms:\n",
+                "        elif depth and not transforms:\n",
             ),
         ),
         ("tests/test_autocast_cast_cache.py::test_autocast_that_keeps_no_casts",),
