@@ -150,8 +150,8 @@ RANKS = [
         (
             Change(
                 "planner/runtime/ddp.py",
-                "        warn_of_other_sharding(plan, planned, model)\n",
-                "        pass\n",
+                "reduces = warn_of_other_sharding(plan, planned, model)\n",
+                "reduces = False\n",
             ),
         ),
         ("tests/test_sharded_otherwise.py::test_what_is_sharded_otherwise_is_named_once",),
