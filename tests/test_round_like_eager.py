@@ -1,5 +1,6 @@
 """Operators that Dynamo would take apart, into others that round differently, are planned whole."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -51,3 +52,25 @@ def test_an_operator_with_a_factor_is_as_without_a_plan(name: str) -> None:
     report = planner.verify(model, (x,), plan=plan, repeats=1)
     assert not report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_bilinear_product_under_autocast_is_cast_as_by_eager(inside: bool) -> None:
+    """Its kernel calls products that autocast casts."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.product = nn.Linear(5, 5), nn.Bilinear(5, 6, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16) if inside else contextlib.nullcontext():
+                return self.product(x * self.before.weight[0], y).float().square().mean()
+
+    torch.manual_seed(0)
+    model, inputs = Net(), (torch.randn(8, 5), torch.randn(8, 6))
+    around = contextlib.nullcontext() if inside else torch.autocast("cpu", torch.bfloat16)
+    with around:
+        plan = planner.plan(model, inputs, budget="min", solver="sqrt_n")
+        report = planner.verify(model, inputs, plan=plan, repeats=0)
+    assert report.exact, report.problems

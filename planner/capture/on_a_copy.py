@@ -22,6 +22,9 @@ from planner.training_step.step import Step
 logger = logging.getLogger(__name__)
 
 
+_SPARSE = "how much a sparse tensor takes, and what is computed of it, is in its data"
+
+
 class NotWithoutDataError(CaptureError):
     """The step does not run on tensors without data; it may run on tensors with data."""
 
@@ -81,26 +84,35 @@ def on_a_copy(
             if copied is not None:
                 put_right(left, copied.value_of)
 
-    try:
-        report("copying the module without its data", 0.0)
-        if holds_sparse(module, step):
-            raise NotWithoutDataError(
-                "how much a sparse tensor takes, and what is computed of it, is in its data"
-            )
-        return run(fake_copy)
-    except NotWithoutDataError as error:
-        if tensor_parallel_ranks(module) > 1:
-            raise CaptureError(
-                f"{error}. With data the model could be run, but it is distributed among ranks, which would "
-                "have to run it together: leave what does not run without data out of the planned module"
-            ) from error
-        missing = lacks_data(module, step)
-        if missing or not may_have_data:
-            why = "have none (they are on the meta device)" if missing else "are on another device"
-            raise CaptureError(
-                f"{error}. What runs depends on data, and the model or its inputs {why}: plan it with "
-                "real ones, on the device that will run it"
-            ) from error
-        logger.info("%s; capturing with data", error)
+    if holds_sparse(module, step):
+        if (wrong := _no_data(_SPARSE, module, step, may_have_data)) is not None:
+            raise wrong
+    else:
+        try:
+            report("copying the module without its data", 0.0)
+            return run(fake_copy)
+        except NotWithoutDataError as error:
+            if (wrong := _no_data(str(error), module, step, may_have_data)) is not None:
+                raise wrong from error
     report("copying the module with its data: they decide what runs", 0.0)
     return run(real_copy)
+
+
+def _no_data(
+    why_needed: str, module: torch.nn.Module, step: Step, may_have_data: bool
+) -> CaptureError | None:
+    """The error where a step needs data and has none; None where it has."""
+    if tensor_parallel_ranks(module) > 1:
+        return CaptureError(
+            f"{why_needed}. With data the model could be run, but it is distributed among ranks, which would "
+            "have to run it together: leave what does not run without data out of the planned module"
+        )
+    missing = lacks_data(module, step)
+    if missing or not may_have_data:
+        why = "have none (they are on the meta device)" if missing else "are on another device"
+        return CaptureError(
+            f"{why_needed}. What runs depends on data, and the model or its inputs {why}: plan it with "
+            "real ones, on the device that will run it"
+        )
+    logger.info("%s; capturing with data", why_needed)
+    return None

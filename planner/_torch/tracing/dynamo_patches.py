@@ -143,6 +143,8 @@ def _round_like_eager() -> None:
     for whole in (torch.addcdiv, torch._foreach_lerp_):
         if whole in handlers:
             handlers[whole] = _whole(handlers[whole])
+    ask_handler_of(torch.bilinear)
+    handlers[torch.bilinear] = _not_under_autocast
 
 
 def _whole(taken_apart: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,6 +152,17 @@ def _whole(taken_apart: Callable[..., Any]) -> Callable[..., Any]:
         return None if _is_ours(tx) else taken_apart(variable, tx, *args, **kwargs)
 
     return handler
+
+
+def _not_under_autocast(_variable: Any, tx: Any, *_: Any, **__: Any) -> Any:
+    """Autocast casts inside of its kernel, which multiplies through the dispatcher: no graph can do that."""
+    if _is_ours(tx) and torch._C._is_any_autocast_enabled():
+        unimplemented(
+            gb_type="a bilinear product under autocast",
+            context="",
+            explanation="Autocast casts inside of its kernel.",
+            hints=[],
+        )
 
 
 def _not_captured(_variable: Any, tx: Any) -> Any:
