@@ -74,3 +74,27 @@ def test_a_bilinear_product_under_autocast_is_cast_as_by_eager(inside: bool) -> 
         plan = planner.plan(model, inputs, budget="min", solver="sqrt_n")
         report = planner.verify(model, inputs, plan=plan, repeats=0)
     assert report.exact, report.problems
+
+
+@pytest.mark.parametrize(
+    "factors", [{}, {"beta": 0.5, "alpha": 0.37}, {"beta": 0.3 + 0.1j, "alpha": 0.7 - 0.2j}]
+)
+def test_an_outer_product_is_added_in_place_as_by_eager(factors: dict[str, Any]) -> None:
+    """To complex numbers: the kernel rounds otherwise in place."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes = nn.ParameterList(
+                torch.randn(size, dtype=torch.complex64) for size in ((5, 4), (5,), (4,))
+            )
+
+        def forward(self) -> torch.Tensor:
+            y, a, b = self.sizes
+            return torch.view_as_real((y * 1.0).addr_(a, b, **factors)).square().sum()
+
+    torch.manual_seed(0)
+    model = Net()
+    plan = planner.plan(model, (), budget="min", solver="sqrt_n")
+    report = planner.verify(model, (), plan=plan, repeats=0)
+    assert report.exact, report.problems
