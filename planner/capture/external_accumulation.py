@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from planner._torch import fake
+from planner._torch import fake, pytree
 from planner._torch.execution.checkpoints import weights_summed_apart
 from planner._torch.joint import aot_metadata
 from planner.capture.graph_runner import GraphRunner
 from planner.graph.accumulation import is_sum
+from planner.graph.dynamo_graph import views_handed_on
 from planner.training_step.recorder import Recording
 
 _ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_)
@@ -53,9 +54,39 @@ def ask_for_per_use_gradients(recording: Recording, runners: Sequence[GraphRunne
 def reordered_views(runners: Sequence[GraphRunner]) -> int:
     """How many results of graphs get gradients in another order than without a plan: where several outputs
     are views of one, their gradients come before those of its uses inside, whichever came last in the
-    forward. Weights of reentrant checkpoints count as well, see :func:`weights_summed_apart`."""
+    forward. So do those of a view of an input, which come to the input before the gradients of its other
+    uses.
+    Weights of reentrant checkpoints count as well, see :func:`weights_summed_apart`."""
     captured = [runner for runner in runners if runner.joint is not None]
-    return sum(_reordered(runner) + weights_summed_apart(runner.graph) for runner in captured)
+    return sum(
+        _reordered(runner) + _reordered_inputs(runner) + weights_summed_apart(runner.graph)
+        for runner in captured
+    )
+
+
+def _reordered_inputs(runner: GraphRunner) -> int:
+    inputs = runner.graph.graph.find_nodes(op="placeholder")
+    handed_on = views_handed_on(runner.graph, runner.gradients.received)
+    return sum(_uses_apart(inputs[position], views) for position, views in handed_on.items())
+
+
+def _uses_apart(given: Node, views: Sequence[Node]) -> bool:
+    """Whether more is added to the gradient of an input than a view of it gets, and one thing besides."""
+    path: set[Node] = set()  # from the input to the views
+    for view in views:
+        node = view
+        while node is not given and node.all_input_nodes and node not in path:
+            path.add(node)
+            node = node.all_input_nodes[0]
+    uses = [user for node in (given, *path) for user in node.users if user not in path]
+    beside = sum(_differentiable(user) for user in given.users if user not in path)
+    inside = sum(map(_differentiable, uses)) - beside
+    return (len(views) > 1 and beside + inside > 0) or (beside > 0 and beside + inside > 1)
+
+
+def _differentiable(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(value))
 
 
 def _reordered(runner: GraphRunner) -> int:

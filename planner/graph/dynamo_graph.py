@@ -1,7 +1,7 @@
 """A graph as Dynamo made it: its structure, and which of its outputs get gradients."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,29 @@ def _without_gradient_beside_others(graph: GraphModule, detached: Sequence[int])
             found[i] = (storage, tensor.requires_grad and i not in detached)
     differentiated = {storage for storage, requires_grad in found.values() if requires_grad}
     return [i for i, (storage, requires) in found.items() if not requires and storage in differentiated]
+
+
+def views_handed_on(graph: GraphModule, received: Iterable[int]) -> dict[int, list[torch.fx.Node]]:
+    """The views of inputs that a Dynamo graph returns, of the outputs that get gradients.
+
+    Args:
+        graph: The graph.
+        received: Positions of the outputs that get gradients.
+
+    Returns:
+        By the position of the input.
+    """
+    places = {}
+    for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        if (tensor := _with_memory(node)) is not None:
+            places[fake.storage_key(tensor)] = i
+    outputs: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
+    found: dict[int, list[torch.fx.Node]] = {}
+    for node in (outputs[i] for i in sorted(received)):
+        tensor = None if node.op == "placeholder" else _with_memory(node)
+        if tensor is not None and (storage := fake.storage_key(tensor)) in places:
+            found.setdefault(places[storage], []).append(node)
+    return found
 
 
 def _with_memory(node: Any) -> torch.Tensor | None:

@@ -4,7 +4,8 @@ Without a plan, the autograd engine adds the gradients of a tensor's uses one by
 ``(later + use2) + use1``. A compiled graph returns ``use2 + use1`` as one sum, and if something arrived
 from elsewhere before, the sum is rounded in another order. Such an input is passed to the graph once for each
 of its uses: what AOTAutograd traces as one sum is then returned in its parts, in the order in which they
-were added, and the engine adds them up as it does without a plan.
+were added, and the engine adds them up as it does without a plan. Where a graph hands on a view of an input,
+and uses that view itself, gradients from elsewhere come by way of the view: its uses are then the input's.
 """
 
 import logging
@@ -15,8 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch.joint import aot, aot_metadata
-from planner._torch.tensors import writes
-from planner.graph.accumulation import is_sum
+from planner._torch.tensors import looks_at, writes
+from planner.graph.accumulation import behind_views, is_sum
 from planner.graph.dynamo_graph import copied
 from planner.graph.joint_pass import TraceContext
 
@@ -60,21 +61,32 @@ def _counted(
         logger.info("no per-use gradients: %s", error)
         return {}, set(wanted)
     edges = _edges(outputs)
-    counts = {
-        i: sum(node is not None and getattr(node, "variable", None) is copies[i] for node in edges)
-        for i in wanted
-    }
+    counts = {i: _arriving_at(copies[i], edges, outputs) for i in wanted}
     changed = {i for i in wanted if writes(copies[i]) and counts[i] > 1}
     return {i: n for i, n in counts.items() if n > 1 and i not in changed}, changed
 
 
-def _edges(outputs: Sequence[Any]) -> list[Any]:
-    """For every gradient that is passed on in a backward, the autograd node that it is passed to."""
+def _arriving_at(tensor: torch.Tensor, edges: Sequence[tuple[Any, Any]], outputs: Sequence[Any]) -> int:
+    """How many gradients are added up for an input, or for a view of it that is handed on and gets all."""
+    views = {t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and looks_at(t, tensor)}
+    senders = [node for node, to in edges if to is not None and getattr(to, "variable", None) is tensor]
+    behind = senders
+    while len(behind) == 1 and views:
+        node = behind[0]
+        behind = [sender for sender, to in edges if to is node]
+        if node in views:
+            return len(behind)
+    return len(senders)
+
+
+def _edges(outputs: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """For every gradient that is passed on in a backward, the autograd nodes that pass it on and get it."""
     waiting = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     seen, found = set(waiting), []
     while waiting:
-        for node, _ in waiting.pop().next_functions:
-            found.append(node)
+        sender = waiting.pop()
+        for node, _ in sender.next_functions:
+            found.append((sender, node))
             if node is not None and node not in seen:
                 seen.add(node)
                 waiting.append(node)
@@ -101,11 +113,28 @@ def hand_out_unsummed(joint: GraphModule, context: TraceContext) -> None:
 
 def _parts(total: Any, count: int) -> list[Node]:
     """What the engine added up to a total, first to last; fewer than ``count`` where it is unknown."""
+    total, views = behind_views(total)
     parts: list[Node] = []
     while len(parts) < count - 1 and is_sum(total):
         total, part = total.args
         parts.append(part)
-    return [total, *reversed(parts)] if isinstance(total, Node) else []
+    found = [total, *reversed(parts)] if isinstance(total, Node) else []
+    return _seen_alike(found, views) if len(found) == count else []
+
+
+def _seen_alike(parts: Sequence[Node], views: Sequence[Node]) -> list[Node]:
+    """The same views of each part as of their sum."""
+    seen = []
+    for part in parts:
+        node = part
+        for view in reversed(views):
+            look: Any = view.target
+            with part.graph.inserting_after(node):
+                following = part.graph.call_function(look, (node, *view.args[1:]), dict(view.kwargs))
+            following.meta = {**view.meta, "val": look(node.meta["val"], *view.args[1:], **view.kwargs)}
+            node = following
+        seen.append(node)
+    return seen
 
 
 def with_inputs(graph: GraphModule, count: int) -> GraphModule:

@@ -1,0 +1,79 @@
+"""Views that one graph makes of an input, uses, and hands on: gradients are added up as by eager."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import transformers
+
+import planner
+
+Look = Callable[[torch.Tensor], torch.Tensor]
+VIEWS: dict[str, Look] = {
+    "in other rows": lambda h: h.view(-1, 8),
+    "flattened": lambda h: h.flatten(0, 1),
+    "by two views": lambda h: h.transpose(0, 1).unsqueeze(0),
+    "itself": lambda h: h,
+}
+
+
+class Experts(nn.Module):
+    """As a mixture of experts: four layers read one view, and each graph but the last ends behind one."""
+
+    def __init__(self, look: Look, used_besides: int = 0) -> None:
+        super().__init__()
+        self.look, self.used_besides = look, used_besides
+        self.before, self.up, self.gate, self.router, self.shared = (nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(x).tanh()
+        torch._dynamo.graph_break()
+        seen = self.look(hidden)
+        out = nn.functional.silu(self.gate(seen)) * self.up(seen)
+        rest = sum((hidden.sin() * (i + 0.3) for i in range(self.used_besides)), torch.zeros(()))
+        torch._dynamo.graph_break()
+        weights = self.router(seen).softmax(-1)
+        torch._dynamo.graph_break()
+        return (out * weights + torch.sigmoid(self.shared(seen)) * out).square().mean() + rest.square().mean()
+
+
+def compared(model: nn.Module, x: torch.Tensor) -> tuple[bool, list[str]]:
+    """Whether a step is as without a plan, and what was warned of while it was planned."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        plan = planner.plan(model, (x,), budget="100%", solver="sqrt_n")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    return report.exact, [str(w.message) for w in told if w.category is planner.PlanWarning]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_gradients_of_a_view_come_to_its_uses_one_by_one(name: str) -> None:
+    torch.manual_seed(0)
+    exact, told = compared(Experts(VIEWS[name]).train(), torch.randn(2, 64, 8))
+    assert exact
+    assert not told
+
+
+@pytest.mark.parametrize("used_besides", [1, 2])
+def test_other_uses_of_what_is_looked_at_are_warned_of(used_besides: int) -> None:
+    torch.manual_seed(0)
+    _, told = compared(Experts(VIEWS["flattened"], used_besides).train(), torch.randn(2, 64, 8))
+    assert any("added up in another order" in text for text in told)
+
+
+@pytest.mark.heavy
+def test_a_mixture_of_experts_with_a_shared_one() -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, output_router_logits=True,
+    )  # fmt: skip
+    model = transformers.Qwen2MoeForCausalLM(config).train()
+    words = torch.randint(0, 64, (2, 16))
+    given = {"input_ids": words, "labels": words}
+    plan = planner.plan(model, kwargs=given, budget="min", solver="sqrt_n")
+    report = planner.verify(model, kwargs=given, plan=plan, repeats=0)
+    assert report.exact, report.problems
