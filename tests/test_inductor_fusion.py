@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import planner
 from planner._torch import fake
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner.lowering.inductor import InductorLowering
 from planner.planning.inductor import FUSIONS, emitted_model
 from planner.runtime.shape_policy import schedule_at

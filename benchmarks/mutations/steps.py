@@ -4,6 +4,19 @@ from benchmarks.mutations.record import Change, Mutation
 
 STEPS = [
     Mutation(
+        "fused-as-planned",
+        "Inductor fuses in a step what it fused in its prediction.",
+        "It fuses in the order of the schedule, whatever was planned.",
+        (
+            Change(
+                "planner/runtime/backend.py",
+                "target.backend_options, self._plan.fusion)",
+                "target.backend_options)",
+            ),
+        ),
+        ("tests/test_inductor_fusion.py::test_what_runs_is_fused_as_planned[100%]",),
+    ),
+    Mutation(
         "inductor-fuses-in-place",
         "What Inductor runs takes what the schedule takes.",
         "Inductor fuses what lies far apart, and holds what that reads.",

@@ -20,7 +20,7 @@ from planner._torch.execution.mask_operators import MASKED_PRODUCT
 from planner._torch.execution.own_backwards import memory_format
 from planner._torch.execution.pooling_operators import GIVEN_TENSORS
 from planner._torch.inductor import compiling, random_operators
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.order import FREED, KEPT, realize_in_place
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import CaptureError, PlannerError
@@ -277,7 +277,7 @@ class InductorLowering:
 
     Args:
         options: Options of Inductor, as ``torch.compile(options=)`` takes them.
-        fusion: What it fuses, see :data:`planner._torch.inductor.fusions.Fusion`.
+        fusion: What it fuses, see :data:`planner._torch.inductor.fusion_names.Fusion`.
 
     Attributes:
         fusion: As given.

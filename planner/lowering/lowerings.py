@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch.fx import GraphModule
 
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.joint.aot import BoxedFunction
 from planner.lowering.codegen import compile_graph
 from planner.lowering.partition import user_outputs

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import from_json
 
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner.errors import PlanFileError
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes

@@ -9,7 +9,7 @@ left.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner.errors import PlannerError
 from planner.lowering.inductor import InductorLowering
 from planner.planning.prepare import Prepared
@@ -131,7 +131,7 @@ class _Lowering:
         key, known = (schedule.tobytes(), fusion), self._known
         if key not in known:
             done = len(known) / (len(known) + MOST_ATTEMPTS)
-            self._progress(f"lowering schedule {len(known) + 1} with Inductor", done)
+            self._progress(f"lowering with Inductor: program {len(known) + 1}", done)
             problem = self._prepared.problem
             sequences = problem.backward_sequences(self._prepared.captured, schedule)
             known[key] = emitted_model(self._prepared, fusion).step(sequences)

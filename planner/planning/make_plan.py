@@ -10,7 +10,7 @@ import torch
 
 from planner._torch import pytree
 from planner._torch.distributed import tensor_parallel_ranks
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.lowering.partition import no_recomputation

@@ -14,7 +14,7 @@ import numpy as np
 from torch.fx import GraphModule
 
 from planner._torch import fake
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.random_operators import IN_ORDER, PLAIN
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graph_runner import GraphCall

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from planner._torch.fake import without_modes
 from planner._torch.inductor.decompositions import decompositions
 from planner._torch.inductor.fusion import CHOICES, kernels_of_plans
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.kernels import kernels_compiled_together
 from planner.errors import CompilerError
 

@@ -18,7 +18,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 
-from planner._torch.inductor.fusions import Fusion
+from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.order import FREED
 
 
@@ -133,7 +133,7 @@ class ChoicesOfPlans(InductorChoices):
     """Marks the programs of plans, and says what is fused in them.
 
     Attributes:
-        fusion: See :data:`planner._torch.inductor.fusions.Fusion`.
+        fusion: See :data:`planner._torch.inductor.fusion_names.Fusion`.
     """
 
     fusion: Fusion = "in-order"
