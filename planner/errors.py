@@ -34,6 +34,10 @@ class PlanMismatch(PlannerError):
     """A plan was made for another model, or for other inputs, than it is now given."""
 
 
+class FreedError(PlanMismatch, RuntimeError):
+    """A backward runs a second time through what the first one has freed; PyTorch's own is a RuntimeError."""
+
+
 class InputsChanged(PlannerError, RuntimeError):
     """What a planned backward reads again was changed in place since the forward."""
 

@@ -73,7 +73,7 @@ def test_a_bilinear_product_under_autocast_is_cast_as_by_eager(inside: bool) -> 
     with around:
         plan = planner.plan(model, inputs, budget="min", solver="sqrt_n")
         report = planner.verify(model, inputs, plan=plan, repeats=0)
-    assert report.exact, report.problems
+    assert report.ok, report.problems
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_an_outer_product_is_added_in_place_as_by_eager(factors: dict[str, Any])
     model = Net()
     plan = planner.plan(model, (), budget="min", solver="sqrt_n")
     report = planner.verify(model, (), plan=plan, repeats=0)
-    assert report.exact, report.problems
+    assert report.ok, report.problems

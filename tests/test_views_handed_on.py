@@ -45,7 +45,7 @@ def compared(model: nn.Module, x: torch.Tensor) -> tuple[bool, list[str]]:
         warnings.simplefilter("always")
         plan = planner.plan(model, (x,), budget="100%", solver="sqrt_n")
     report = planner.verify(model, (x,), plan=plan, repeats=0)
-    return report.exact, [str(w.message) for w in told if w.category is planner.PlanWarning]
+    return report.ok, [str(w.message) for w in told if w.category is planner.PlanWarning]
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -72,8 +72,8 @@ def test_a_mixture_of_experts_with_a_shared_one() -> None:
         shared_expert_intermediate_size=32, output_router_logits=True,
     )  # fmt: skip
     model = transformers.Qwen2MoeForCausalLM(config).train()
-    words = torch.randint(0, 64, (2, 16))
+    words = torch.randint(0, 64, (4, 32))
     given = {"input_ids": words, "labels": words}
     plan = planner.plan(model, kwargs=given, budget="min", solver="sqrt_n")
     report = planner.verify(model, kwargs=given, plan=plan, repeats=0)
-    assert report.exact, report.problems
+    assert report.ok, report.problems

@@ -9,7 +9,7 @@ import torch
 from planner._torch import autograd
 from planner.compiled.calls import Call, Calls, Token
 from planner.compiled.graph_hook import GraphHook, HookContext
-from planner.errors import PlanMismatch
+from planner.errors import FreedError, PlanMismatch
 
 
 class Awaiting(GraphHook):
@@ -34,7 +34,7 @@ class Awaiting(GraphHook):
 
     def _before(self, call: Call, freed: list[bool], gradients: Sequence[torch.Tensor | None]) -> None:
         if freed:
-            raise PlanMismatch(
+            raise FreedError(
                 "backward runs a second time through a part of a planned module, whose memory the first one "
                 "has freed. All outputs of such a part are one step of autograd: add up losses of several "
                 "outputs and call backward once, (a + b).backward(), or all but the last with "
