@@ -73,7 +73,7 @@ def test_a_mixture_of_experts_with_a_shared_one() -> None:
     )  # fmt: skip
     model = transformers.Qwen2MoeForCausalLM(config).train()
     words = torch.randint(0, 64, (4, 32))
-    given = {"input_ids": words, "labels": words}
+    given = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words}
     plan = planner.plan(model, kwargs=given, budget="min", solver="sqrt_n")
     report = planner.verify(model, kwargs=given, plan=plan, repeats=0)
     assert report.ok, report.problems
