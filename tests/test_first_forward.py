@@ -109,17 +109,20 @@ def test_a_call_without_gradients_before_makes_the_first_step_follow_the_plan() 
     assert (runs.captures, runs.backward) == (1, 1)
 
 
+class Turns(Layers):
+    """Goes another way once it is told to."""
+
+    broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 @pytest.mark.heavy
 def test_a_forward_that_always_goes_another_way_is_captured_anew_only_once() -> None:
-    class Turns(Layers):
-        broken = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.layers[0](x)
-            if self.broken:
-                torch._dynamo.graph_break()
-            return super().forward(x)
-
     model, args, _ = layers(Turns)
     model.broken = False
     plan = plan_of(model, args)
@@ -137,15 +140,6 @@ def test_a_forward_that_always_goes_another_way_is_captured_anew_only_once() -> 
 
 @pytest.mark.heavy
 def test_a_forward_that_goes_another_way_later_is_not_captured_anew_and_not_said_to_be() -> None:
-    class Turns(Layers):
-        broken = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.layers[0](x)
-            if self.broken:
-                torch._dynamo.graph_break()
-            return super().forward(x)
-
     model, args, _ = layers(Turns)
     plan_of(model, args).apply(model)
     with no_plan_warnings():

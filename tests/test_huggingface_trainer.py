@@ -142,13 +142,17 @@ class _ForLabels(SmallLanguageModel):
         return CausalLMOutput(logits=super().forward(input_ids, attention_mask, input_ids).logits)
 
 
+def _four_steps(kind: type[TrainingArguments], folder: Path, **more: Any) -> TrainingArguments:
+    return kind(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no", **more,
+    )  # fmt: skip
+
+
 def test_the_loss_of_smoothed_labels_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def train(callbacks: list[Any]) -> _Measured:
         torch.manual_seed(0)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True,
-            disable_tqdm=True, save_strategy="no", label_smoothing_factor=0.1,
-        )  # fmt: skip
+        arguments = _four_steps(TrainingArguments, tmp_path, label_smoothing_factor=0.1)
         trainer = _Measured(
             _ForLabels(small_language_model().config), arguments, train_dataset=sentences(),
             data_collator=padded, callbacks=callbacks,
@@ -193,10 +197,7 @@ class _ArgumentsOfTRL(TrainingArguments):
 def test_the_loss_of_tokens_of_trl_is_planned(tmp_path: Path) -> None:
     def train(callbacks: list[Any]) -> _OfTokens:
         torch.manual_seed(0)
-        arguments = _ArgumentsOfTRL(
-            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True,
-            disable_tqdm=True, save_strategy="no",
-        )  # fmt: skip
+        arguments = _four_steps(_ArgumentsOfTRL, tmp_path)
         trainer = _OfTokens(
             _ForTokens(small_language_model().config), arguments, train_dataset=sentences(),
             data_collator=padded, callbacks=callbacks,
