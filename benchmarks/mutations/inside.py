@@ -35,6 +35,55 @@ def _strips(*kinds: str) -> Change:
 
 INSIDE = [
     Mutation(
+        "views-handed-on",
+        "Gradients of a view that a graph hands on come to its uses one by one.",
+        "Those of its uses inside are added up first.",
+        (Change("planner/capture/graph_runner.py", "if position in handed_on:", "if False:"),),
+        ("tests/test_views_handed_on.py::test_gradients_of_a_view_come_to_its_uses_one_by_one[flattened]",),
+    ),
+    Mutation(
+        "other-uses-beside-views",
+        "Other uses of an input beside a view that is handed on are warned of.",
+        "Nobody looks for them.",
+        (
+            Change(
+                "planner/capture/external_accumulation.py",
+                "_reordered(runner) + _reordered_inputs(runner)",
+                "_reordered(runner)",
+            ),
+        ),
+        ("tests/test_views_handed_on.py::test_other_uses_of_what_is_looked_at_are_warned_of[2]",),
+    ),
+    Mutation(
+        "bilinear-under-autocast",
+        "A bilinear product under autocast is cast inside of its kernel, as by eager.",
+        "It is put into a graph, where autocast is off.",
+        (
+            Change(
+                "planner/_torch/tracing/dynamo_patches.py",
+                "if _is_ours(tx) and torch._C._is_any_autocast_enabled():",
+                "if False:",
+            ),
+        ),
+        ("tests/test_round_like_eager.py::test_a_bilinear_product_under_autocast_is_cast_as_by_eager",),
+    ),
+    Mutation(
+        "functions-differentiated-twice",
+        "Gradients of gradients through an autograd function inside of a planned module are an error.",
+        "Its backward is taken for a constant.",
+        (
+            Change(
+                "planner/_torch/execution/function_calls.py",
+                "if not (again and any(",
+                "if True or not (again and any(",
+            ),
+            Change("planner/hooks/double_backward.py", "if calls_functions(context.graph):", "if False:"),
+        ),
+        (
+            "tests/test_gradients_inside.py::test_gradients_that_no_graph_has_whole_are_refused[WithAFunction]",
+        ),
+    ),
+    Mutation(
         "checkpoints-of-the-user",
         "The user's own torch.utils.checkpoint calls are seen through.",
         "A graph ends at each call of torch.utils.checkpoint.",
