@@ -40,6 +40,13 @@ SPARSE = {
 """Sparse tensors that have no storage of their own, but those of the tensors that they are made of."""
 
 
+def as_lazy_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is to be conjugated, or negated, when it is read, where another is: kernels that do not
+    know of this copy it first."""
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
 def storage_number(storage: torch.UntypedStorage) -> int:
     """Identity of a storage while it lives."""
     number: int = storage._cdata

@@ -105,7 +105,8 @@ def _text(value: Any) -> str:
         place = "" if value.device.type in ("cpu", "meta") else f"@{value.device.type}"
         if value.layout is not torch.strided:
             return f"{dtype} {value.layout}{place}"
-        return f"{dtype}[{_joined(value.shape)}]({_joined(value.stride())}){place}"
+        lazy = "*" * value.is_conj() + "-" * value.is_neg()
+        return f"{lazy}{dtype}[{_joined(value.shape)}]({_joined(value.stride())}){place}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, torch.SymInt):

@@ -20,7 +20,7 @@ from planner._torch.execution.allocator_events import profiler_is_active, record
 from planner._torch.execution.plain_execution import plain_execution
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.operators import OpOverload, is_collective, is_foreign
-from planner._torch.tensors import call_tensors, has_tensors
+from planner._torch.tensors import as_lazy_as, call_tensors, has_tensors
 from planner.costs.collectives import copied_bytes
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.host_tensors import read_on_host
@@ -310,7 +310,7 @@ class WorkspaceMeter:
         made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()), start)
         if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
-        return made
+        return as_lazy_as(like, made)
 
     def _load(self) -> None:
         if not self._loaded:
