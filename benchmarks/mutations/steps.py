@@ -43,6 +43,35 @@ STEPS = [
         ("tests/test_inductor_memory.py::test_a_kernel_ends_where_what_it_has_read_would_raise_the_peak",),
     ),
     Mutation(
+        "inductor-waits",
+        "Memory that is used again is held no longer than costs nothing.",
+        "A program holds what it could use again until it does, though that raises its peak.",
+        (
+            Change(
+                "planner/_torch/inductor/memory.py",
+                "self.overall_peak_memory = max(self._held, default=0)",
+                "self.overall_peak_memory = 2 * max(self._held, default=0)",
+            ),
+        ),
+        ("tests/test_inductor_reuse.py::test_a_buffer_is_freed_where_the_most_is_held_until_its_next_use",),
+    ),
+    Mutation(
+        "inductor-results-of-operators",
+        "What a program holds is known line by line.",
+        "What an operator reads is taken for freed before its results are there.",
+        (
+            Change(
+                "planner/_torch/inductor/memory.py",
+                ' + sum(map(bytes_of, getattr(node, "outputs", ())))',
+                "",
+            ),
+        ),
+        (
+            "tests/test_inductor_reuse.py"
+            "::test_what_is_held_by_lines_is_what_the_program_holds[attention-shapes2-earlier]",
+        ),
+    ),
+    Mutation(
         "inductor-unread-inputs",
         "What Inductor's program does not read is not handed to it.",
         "It is, and lives until the program returns.",

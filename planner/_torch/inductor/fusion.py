@@ -7,19 +7,20 @@ import bisect
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen import wrapper
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 
 from planner._torch.inductor.fusion_names import Fusion
-from planner._torch.inductor.order import FREED
+from planner._torch.inductor.memory import HeldByLine, Moments, bytes_of
 
 
 @contextlib.contextmanager
@@ -32,9 +33,12 @@ def kernels_of_plans() -> Iterator[None]:
     It also fuses kernels that read the same, however far apart they are: sums for the gradients of biases
     wait for those of the module's next use, and what is to be computed again late is computed with what comes
     early. What they read, or return, is held as long, and a schedule for little memory becomes one for much.
+
+    Memory that is freed and allocated again is held in between, where that costs nothing.
     """
     flushed: Any = CppScheduling.ready_to_flush
     fused: Any = Scheduler.can_fuse
+    estimated: Any = wrapper.EfficientPeakEstimate
 
     def ready_to_flush(self: Any) -> Any:
         return flushed(self) or (_fusion() != "anywhere" and _raises_peak(V.graph.scheduler))
@@ -46,80 +50,26 @@ def kernels_of_plans() -> Iterator[None]:
             return False
         return fused(self, node1, node2, *args, **kwargs)
 
+    def estimate() -> Any:
+        return HeldByLine() if isinstance(V.choices, ChoicesOfPlans) else estimated()
+
     with (
         mock.patch.object(CppScheduling, "ready_to_flush", ready_to_flush),
         mock.patch.object(Scheduler, "can_fuse", can_fuse),
+        mock.patch.object(wrapper, "EfficientPeakEstimate", estimate),
     ):
         yield
 
 
 def _raises_peak(scheduler: Any) -> bool:
     """Whether what the kernel holds by now, and the next operation, are more than the program ever needs."""
-    moments = vars(scheduler).get("moments")
-    if moments is None:
-        moments = scheduler.moments = _moments(scheduler)
+    moments = Moments.of(scheduler)
     coming = moments.number.get(scheduler.current_node, len(moments.allocated)) + 1
     if coming >= len(moments.allocated) or scheduler.nodes[coming].is_extern():
         return False  # where a kernel ends anyway
     gone = scheduler.buffer_names_to_free - V.graph.removed_buffers - V.graph.wrapper_code.freed
     held = sum(moments.sizes.get(name, 0) for name in gone)
     return held > 0 and bool(moments.allocated[coming] + held > moments.peak)
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """What a program takes whose kernels free at once what they read last, in bytes.
-
-    Attributes:
-        number: The place of each operation.
-        sizes: Of each buffer that can be freed.
-        allocated: Beside each operation, with all that it allocates and before it frees.
-        peak: The least that the program needs: operations of kernels may write to what they read last.
-    """
-
-    number: dict[Any, int]
-    sizes: dict[str, int]
-    allocated: list[int]
-    peak: int
-
-
-def _moments(scheduler: Any) -> _Moments:
-    last_of_storage = {  # inputs may be views of each other
-        name.removeprefix(FREED).partition("_")[0]: name
-        for node in scheduler.nodes
-        for name in node.last_usage
-        if name.startswith(FREED)
-    }
-    sizes = {name: _bytes(V.graph.graph_inputs[name]) for name in last_of_storage.values()}
-    returned, live, peak = set(V.graph.get_output_names()), sum(sizes.values()), 0
-    allocated = []
-    for node in scheduler.nodes:
-        inside = {part.get_name() for part in node.get_nodes()}
-        made = {
-            buffer.get_name(): _bytes(buffer.node)
-            for buffer in node.get_outputs()
-            if buffer.get_name() not in scheduler.mutation_real_name
-            and (buffer.get_name() in returned or not inside.issuperset(_readers(buffer)))
-        }
-        sizes.update(made)
-        before, most = live, live + sum(made.values())
-        live = most - sum(sizes.get(name, 0) for name in node.last_usage)
-        allocated.append(most)
-        peak = max(peak, most if node.is_extern() else max(before, live))
-    number = {node: i for i, node in enumerate(scheduler.nodes)}
-    return _Moments(number, {k: v for k, v in sizes.items() if k not in returned}, allocated, peak)
-
-
-def _readers(buffer: Any) -> Iterable[str]:
-    return (use.node.get_name() for use in buffer.users)
-
-
-def _bytes(buffer: Any) -> int:
-    """Of a buffer that is one tensor; 0 for others."""
-    try:
-        return int(V.graph.get_allocation_storage_size(buffer)) * int(buffer.get_dtype().itemsize)
-    except (AttributeError, NotImplementedError, TypeError):
-        return 0
 
 
 @functools.cache
@@ -217,9 +167,9 @@ def _comes_earlier(scheduler: Any, places: _Places, first: Any, second: Any) -> 
         if name not in returned and all(
             at <= first.max_order for at in places.readers[name] if at not in inside
         ):
-            dies.append(_bytes(buffer.node))
+            dies.append(bytes_of(buffer.node))
     for buffer in second.get_outputs():
-        size = _bytes(buffer.node)
+        size = bytes_of(buffer.node)
         if size not in dies:
             return False
         dies.remove(size)

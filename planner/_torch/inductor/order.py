@@ -17,8 +17,7 @@ aten: Any = torch.ops.aten
 KEPT, FREED = "arg_kept_", "arg_freed_"
 """How inputs are named that outlive a program, and those that it frees, with the number of their storage.
 
-Inductor takes "arg" for what is not freed. It shares a buffer between values that are apart in time where its
-estimate of the peak lets it, and an estimate with what is freed let it do so too often.
+They begin with "arg", as Inductor's own names of inputs.
 """
 
 _CALLS = frozenset(
