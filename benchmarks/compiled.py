@@ -68,8 +68,18 @@ def _cells(row: Row, inductor: Row | None) -> list[str]:
         _number(1e3 * row["step_seconds"] if "step_seconds" in row else None),
         f"{row['error']:.1e}" + (" (wrong)" if row["error"] > 1e-2 else ""),
         "" if of_inductor is None else f"{of_inductor:.2f}",
-        {None: "", True: "equal", False: "differ"}[row.get("buffers_equal")],
+        _buffers(row, inductor),
     ]  # fmt: skip
+
+
+def _buffers(row: Row, inductor: Row | None) -> str:
+    """Whether they are those that Inductor leaves without a plan; else by how much further from exact ones."""
+    if "buffers_equal" not in row:
+        return ""
+    if row["buffers_equal"]:
+        return "equal"
+    theirs = (inductor or {}).get("buffers_error")
+    return f"{row['buffers_error'] / theirs:.2f}" if theirs else "differ"
 
 
 def _mib(size: int | None) -> str:

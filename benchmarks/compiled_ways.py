@@ -76,7 +76,7 @@ class Ways:
     def __init__(self, name: str, repeats: int) -> None:
         self.name, self.repeats = name, repeats
         self.model, self.inputs = build(name)
-        self.exact = self._exact()
+        self.exact, self.exact_buffers = self._exact()
         largest = {n: float(g.abs().max()) for n, g in self.exact.items()}
         whole = max(largest.values())
         self.scales = {n: own if own > 1e-12 * whole else whole for n, own in largest.items()}
@@ -84,12 +84,13 @@ class Ways:
         self.state = torch.empty(0)
         self.steps: list[tuple[Row, Callable[[], object]]] = []
 
-    def _exact(self) -> dict[str, torch.Tensor]:
+    def _exact(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         wide = copy.deepcopy(self.model).double()
         inputs = tuple(x.double() if x.is_floating_point() else x for x in self.inputs)
         torch.manual_seed(SEED)
         wide(*inputs).backward()
-        return {n: p.grad for n, p in wide.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad for n, p in wide.named_parameters() if p.grad is not None}
+        return gradients, {n: b for n, b in wide.named_buffers() if b.is_floating_point()}
 
     def row(self, way: str, module: nn.Module, call: Any, **known: Any) -> Row:
         """What a way takes and computes; ``module`` has its parameters."""
@@ -108,7 +109,14 @@ class Ways:
         row["error"] = max(
             float((gradients[n] - g).abs().max()) / self.scales[n] for n, g in self.exact.items()
         )
-        state, buffers = torch.get_rng_state(), {n: b.clone() for n, b in module.named_buffers()}
+        state, buffers = torch.get_rng_state(), {_plain(n): b.clone() for n, b in module.named_buffers()}
+        row["buffers_error"] = max(
+            (
+                float((buffers[n] - b).abs().max() / b.abs().max().clamp(min=1e-12))
+                for n, b in self.exact_buffers.items()
+            ),
+            default=0.0,
+        )
         if way == "Inductor":
             self.buffers, self.state = buffers, state
         elif self.buffers:
