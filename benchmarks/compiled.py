@@ -73,7 +73,7 @@ def _cells(row: Row, inductor: Row | None) -> list[str]:
 
 
 def _buffers(row: Row, inductor: Row | None) -> str:
-    """Whether they are those that Inductor leaves without a plan; else by how much further from exact ones."""
+    """Whether they are those that Inductor leaves without a plan; else how much further from exact ones."""
     if "buffers_equal" not in row:
         return ""
     if row["buffers_equal"]:
