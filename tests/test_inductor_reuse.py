@@ -84,6 +84,20 @@ def test_a_buffer_is_freed_where_the_most_is_held_until_its_next_use() -> None:
     assert len(re.findall(r"empty_strided_cpu\(\(256, 512\)", body)) == 2
 
 
+def convolved(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """A convolution between two large products, and the most is held where the results are made."""
+    total = (x @ weight).sum(0)
+    small = aten.convolution(x.t()[None], x[:, :, None], None, [1], [0], [1], False, [0], 1)
+    other = (x @ weight.exp()).sum(0)
+    return [small, total, other, aten.tanh(x @ weight), aten.cos(x @ weight), aten.sin(x @ weight)]
+
+
+def test_no_buffer_waits_while_an_operator_runs_whose_scratch_is_not_known() -> None:
+    large = re.compile(r"empty_strided_cpu\(\(256, 512\)")
+    found = [len(large.findall(lowered(function, (256, 32), (32, 512))[0])) for function in (late, convolved)]
+    assert found[1] == found[0] + 1
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
     """An operator that returns three tensors, which reads what nothing reads after it."""
     q, k, v = q.exp(), k.exp(), k.sin()

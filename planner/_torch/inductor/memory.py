@@ -3,6 +3,7 @@
 Seen to work with torch 2.13.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,8 @@ class HeldByLine:
     It is in the place of Inductor's estimate: what a buffer is freed for and allocated again takes time, and
     what is written into memory that was just read is in the caches. A buffer that waits for its next use is
     held meanwhile. Inductor estimates that by operations, before kernels are made of them, and only with its
-    own reordering; here it is known from the program's lines.
+    own reordering; here it is known from the program's lines. Nothing waits while an operator runs that
+    allocates its results itself, as a convolution: what such kernels take besides is not known here.
 
     Attributes:
         overall_peak_memory: The most that may be held; Inductor's name for it.
@@ -98,18 +100,25 @@ class HeldByLine:
         live = _freed_inputs(V.graph.scheduler)
         self._place: dict[int, int] = {}
         self._held: list[int] = []
-        for place, line in enumerate(V.graph.wrapper_code.lines):
+        self._operators: set[int] = set()
+        program: list[Any] = V.graph.wrapper_code.lines
+        for place, line in enumerate(program):
             _follow(live, line)
             self._place[id(line)] = place
             self._held.append(sum(live.values()))
+            if isinstance(line, lines.ExternKernelAllocLine):
+                self._operators.add(place)
         self.overall_peak_memory = max(self._held, default=0)
 
     def _between(self, freed: Any, allocated: Any) -> range:
         return range(self._place[id(freed)], self._place[id(allocated)])
 
-    def peak_between(self, freed: Any, allocated: Any) -> int:
-        """The most that is held from a line that frees to one that allocates."""
-        return max(self._held[place] for place in self._between(freed, allocated))
+    def peak_between(self, freed: Any, allocated: Any) -> float:
+        """The most that is held from a line that frees to one that allocates; infinite if unknown."""
+        between = self._between(freed, allocated)
+        if not self._operators.isdisjoint(between):
+            return math.inf
+        return max(self._held[place] for place in between)
 
     def update_peak_between(self, freed: Any, allocated: Any) -> None:
         """The second line uses again what the first would free."""
