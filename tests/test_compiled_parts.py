@@ -72,7 +72,7 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("kind", PARTS)
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_compiled_parts_run_uncompiled_by_a_plan_and_it_says_so(kind: str, warm: bool) -> None:
     build, named = PARTS[kind]
     torch.manual_seed(0)

@@ -124,7 +124,16 @@ def _planned(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     return {"graphs": plan.graphs, "notes": plan.notes, "coverage": plan.coverage, "step": plan.step}
 
 
-@pytest.mark.parametrize("kind", [_Around, _SameWrapper, _InALoop, _InAFinally, _InAComprehension, _Twice])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(_SameWrapper, _InALoop),
+        *(
+            pytest.param(kind, marks=pytest.mark.heavy)
+            for kind in (_Around, _InAFinally, _InAComprehension, _Twice)
+        ),
+    ],
+)
 def test_plans_are_those_of_finding_it_from_each_frame(
     kind: type[_Around], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def _numbers_of(operator: Any) -> dict[int, Any]:
     return {i: given[kind] for i, kind in kinds if kind in given}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("operator", ELEMENTWISE, ids=str)
 def test_elementwise_results_of_any_strides_of_single_elements_are_laid_out_as_on_the_cpu(
     operator: Any,

@@ -145,7 +145,16 @@ def planned_as_unplanned(model: nn.Module) -> None:
     model.eval()(x)
 
 
-@pytest.mark.parametrize("name", sorted(WANTED))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("in_dictionary", "in_a_slot"),
+        *(
+            pytest.param(name, marks=pytest.mark.heavy)
+            for name in sorted(WANTED.keys() - {"in_dictionary", "in_a_slot"})
+        ),
+    ],
+)
 def test_caches_of_other_files_hold_tensors_with_data(library: ModuleType, name: str) -> None:
     make = getattr(library, name)
     planned_as_unplanned(Adding(make))

@@ -79,10 +79,8 @@ def _by_a_step_that_others_take_too(model: nn.Module, x: torch.Tensor) -> None:
     assert _STEP.plan is not None
 
 
-USES = [
-    *(_plans, _does_not_fit, _applies, _first_call, _removes, _verifies, _plans_a_step),
-    *(_for_an_optimizer, _by_a_step_that_others_take_too),
-]
+USES = [_applies, _for_an_optimizer, _by_a_step_that_others_take_too]
+OTHERS = [_plans, _does_not_fit, _first_call, _removes, _verifies, _plans_a_step]
 
 
 @pytest.mark.filterwarnings("ignore::planner.PlanWarning")
@@ -90,7 +88,8 @@ USES = [
     ("use", "build"),
     [
         *((use, Layers) for use in USES),
-        *(pytest.param(use, Broken, marks=pytest.mark.heavy) for use in [*USES, _in_regions]),
+        *(pytest.param(use, Layers, marks=pytest.mark.heavy) for use in OTHERS),
+        *(pytest.param(use, Broken, marks=pytest.mark.heavy) for use in [*USES, *OTHERS, _in_regions]),
     ],
 )
 def test_models_and_inputs(use: Callable[[nn.Module, torch.Tensor], None], build: type[nn.Module]) -> None:
