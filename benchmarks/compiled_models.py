@@ -105,13 +105,13 @@ def llama() -> Built:
     return OwnLoss(model, ("input_ids", "labels"), use_cache=False), (words, words)
 
 
-def resnet(blocks: tuple[int, ...]) -> Built:
-    """timm's ResNet of bottlenecks, so many in each stage, 16 images of 64 x 64."""
+def resnet(blocks: tuple[int, ...], images: int = 16, size: int = 64) -> Built:
+    """timm's ResNet of bottlenecks, so many in each stage, square images of so many pixels."""
     torchvision_shim.install()
     from timm.models import resnet
 
     model = WithLoss(resnet.ResNet(resnet.Bottleneck, blocks, num_classes=10))
-    return model, (torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,)))
+    return model, (torch.randn(images, 3, size, size), torch.randint(0, 10, (images,)))
 
 
 def unet() -> Built:
@@ -139,7 +139,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "gpt2": gpt2,
     "llama": llama,
     "resnet14": lambda: resnet((1, 1, 1, 1)),
-    "resnet50": lambda: resnet((3, 4, 6, 3)),
+    "resnet50": lambda: resnet((3, 4, 6, 3), images=8, size=128),
     "unet": unet,
     "shared": shared,
 }

@@ -33,7 +33,7 @@ from torch._inductor.utils import fresh_cache
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
-from benchmarks.compiled import WRONG
+from benchmarks.compiled import wrong
 from benchmarks.compiled_models import build, with_checkpoints
 from planner.verification.measure import measure_peak, time_steps
 
@@ -164,8 +164,9 @@ class Ways:
             f"{name} + plan {b}" + "%" * (b != "min"): b if b == "min" else int(whole * float(b) / 100)
             for b in budgets
         }
+        of_inductor = next((row for row, _ in self.steps if row["way"] == "Inductor"), None)
         for row, _ in self.steps if backend == "inductor" else []:
-            if row["way"].startswith(BY_RATIO) and row["error"] < WRONG:
+            if row["way"].startswith(BY_RATIO) and not wrong(row, of_inductor):
                 ratio, peak = row["way"].removeprefix(BY_RATIO), row["peak"] + resident
                 if peak not in wanted.values():
                     wanted[f"{name} + plan, peak of budget{ratio}"] = peak
