@@ -17,6 +17,29 @@ def active_data_parallel_group() -> Any:
     return None if active is None else active.process_group
 
 
+@dataclass(frozen=True)
+class Wrapper:
+    """The ``DistributedDataParallel`` whose forward is running.
+
+    Attributes:
+        ranks: Among how many ranks it reduces.
+        bucket_cap_mb, gradient_as_bucket_view: As it was given them.
+    """
+
+    ranks: int
+    bucket_cap_mb: float
+    gradient_as_bucket_view: bool
+
+
+def active_wrapper() -> Wrapper | None:
+    """What is known of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
+    active: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if active is None:
+        return None
+    ranks = len(torch.distributed.get_process_group_ranks(active.process_group))
+    return Wrapper(ranks, active.bucket_bytes_cap / 2**20, active.gradient_as_bucket_view)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     found = sys.modules.get("torch.distributed.tensor")
@@ -104,6 +127,7 @@ class ShardedUnit:
     """Parameters that ``fully_shard`` gathers together, and how.
 
     Attributes:
+        names: The parts that were given to ``fully_shard`` together.
         of_root: Whether they are the root's.
         reshard_after_forward: As ``fully_shard`` was given it.
         dtypes: What the parameters are.
@@ -115,6 +139,7 @@ class ShardedUnit:
         prefetches: Whether it was said what to gather before it in the backward.
     """
 
+    names: tuple[str, ...]
     of_root: bool
     reshard_after_forward: bool | int | None
     dtypes: frozenset[torch.dtype]
@@ -130,6 +155,7 @@ class ShardedUnit:
 def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
     """What ``fully_shard`` shards of a module, unit by unit."""
     units = []
+    names = {part: name for name, part in module.named_modules()}
     for state in _states(module):
         for group in state._fsdp_param_groups:
             of_root = module in group.modules
@@ -138,6 +164,7 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
             given = size is not None and (size == _shards(group.mesh_info) or size)
             units.append(
                 ShardedUnit(
+                    tuple(names[part] for part in group.modules if part in names),
                     of_root,
                     None if state._auto_reshard_after_forward and of_root else given,
                     frozenset(one.sharded_param.dtype for one in group.fsdp_params),

@@ -15,6 +15,7 @@ from planner.errors import CaptureError, SkippedStep
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.lazy.thawed import Thawed
+from planner.parallel.data_parallel import wrapped_here
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.training_step.inputs import read_step
@@ -117,6 +118,8 @@ class PlannedAtFirstCall(InstalledCall):
         model, wanted = self._model, self.wanted
         if wanted.enlarge is not None:
             args, kwargs = wanted.enlarge(args, kwargs)
+        if (wrapped := wrapped_here()) is not None and wanted.options.parallel is None:
+            wanted = replace(wanted, given={**wanted.given, "parallel": wrapped})
 
         def make() -> Made:
             step = read_step(

@@ -253,6 +253,8 @@ def _rank(model: torch.nn.Module, options: PlanOptions) -> tuple[Rank | None, li
             regions = []  # the whole is one unit
     else:
         regions = find_regions(model, options.regions)
+    if isinstance(parallel, FSDP2):
+        parallel.units(regions)  # says which are none
     return (None if parallel is None else Rank(parallel, tuple(regions))), regions
 
 
