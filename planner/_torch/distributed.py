@@ -137,6 +137,8 @@ class ShardedUnit:
         reduces_all: Whether those of all groups of ranks are.
         reshards: Whether they are freed after the backward.
         prefetches: Whether it was said what to gather before it in the backward.
+        offloads: Whether they are kept on the CPU, and computed with elsewhere.
+        output_dtype: Of its policy.
     """
 
     names: tuple[str, ...]
@@ -150,6 +152,8 @@ class ShardedUnit:
     reduces_all: bool
     reshards: bool
     prefetches: bool
+    offloads: bool
+    output_dtype: torch.dtype | None
 
 
 def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
@@ -175,6 +179,8 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
                     group.all_reduce_grads,
                     group.reshard_after_backward,
                     bool(state._states_to_backward_prefetch),
+                    any(one.offload_to_cpu for one in group.fsdp_params) and group.device.type != "cpu",
+                    state._mp_policy.output_dtype,
                 )
             )
     return units
@@ -193,6 +199,11 @@ class UnreducedGradients:
             or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
             for one in self._parameters
         )
+
+
+def names_of_whole(module: torch.nn.Module) -> list[str]:
+    """The parameters of a module that ``fully_shard`` does not shard, by name."""
+    return [name for name, parameter in module.named_parameters() if not is_dtensor(parameter)]
 
 
 def names_of_units(module: torch.nn.Module) -> list[str]:

@@ -33,7 +33,12 @@ def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
             "it with use_orig_params=True"
         )
     if isinstance(model, FSDPModule):
-        raise PlanMismatch(f"this module is sharded by fully_shard: {doing} it before it is sharded")
+        raise PlanMismatch(
+            f"this module is sharded by fully_shard: {doing} it before it is sharded. Where Accelerate or a "
+            "trainer shards it, call planner.auto_checkpoint(model, args, budget=..., parallel=planner.FSDP2("
+            "...)) with example inputs before it is given to them: a trainer's callback, and auto_checkpoint "
+            "without inputs, plan when it is sharded already"
+        )
     if is_compiled(model):
         raise PlanMismatch(
             f"this is a torch.compile()d module: {doing} the module inside, model._orig_mod, or before it is "
