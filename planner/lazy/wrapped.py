@@ -48,7 +48,7 @@ def call_inside(
         wrapper.module = module
         return call_inside(others, call, args, kwargs)
 
-    wrapper.module = _InPlace(then)
+    wrapper.module = _InPlace(module, then)
     try:
         return wrapper(*args, **kwargs)
     finally:
@@ -56,10 +56,12 @@ def call_inside(
 
 
 class _InPlace(torch.nn.Module):
-    """What a wrapper calls in place of its module."""
+    """What a wrapper calls in place of its module, whose parts and buffers it has."""
 
-    def __init__(self, then: Callable[..., Any]) -> None:
+    def __init__(self, module: torch.nn.Module, then: Callable[..., Any]) -> None:
         super().__init__()
+        own = vars(module)
+        vars(self).update({name: own[name] for name in ("_parameters", "_buffers", "_modules")})
         self._then = then
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
