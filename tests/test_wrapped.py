@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
@@ -99,3 +100,15 @@ def test_the_module_is_back_in_its_wrapper_when_a_step_has_failed() -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="cannot be used"):
         step(wrapped, x, fails=True)
     assert wrapped.module is model
+
+
+def test_a_module_with_a_part_that_is_sharded_is_refused() -> None:
+    model, (x,), _ = layers(lambda: Layers(2))
+    fully_shard(model.get_submodule("layers.1"))
+    with pytest.raises(
+        planner.PlanMismatch, match=r"a part of this module, .*is sharded by fully_shard: plan it"
+    ):
+        plan_of(model, (x,))
+    planner.auto_checkpoint(model, budget="min")
+    with pytest.raises(planner.PlanMismatch, match=r"before it is sharded.*with example inputs"):
+        model(x)

@@ -44,7 +44,7 @@ class FSDP2:
     reduce_dtype: torch.dtype | None = None
     no_sync: bool = False
     replicas: int = 1
-    kept_gathered: tuple[str, ...] = ()
+    kept_gathered: Sequence[str] = ()
 
     kind: ClassVar[str] = "fsdp2"
 
@@ -68,14 +68,14 @@ class FSDP2:
             raise ParallelError(
                 f"replicas={self.replicas!r}: expected a number of groups of ranks, 1 or more"
             )
-        kept = self.kept_gathered
-        if isinstance(kept, list):
-            object.__setattr__(self, "kept_gathered", kept := tuple(kept))
-        if not isinstance(kept, tuple) or not all(isinstance(x, str) and all(x.split("+")) for x in kept):
+        kept: Any = self.kept_gathered
+        listed = isinstance(kept, tuple | list)
+        if not listed or not all(isinstance(x, str) and all(x.split("+")) for x in kept):
             raise ParallelError(
                 f"kept_gathered={kept!r}: expected names of regions, as in "
                 'kept_gathered=["model.embed_tokens", "model.norm+lm_head"]'
             )
+        object.__setattr__(self, "kept_gathered", tuple(kept))
 
     def units(self, regions: Sequence[str]) -> list[tuple[str, ...]]:
         """Regions that are gathered together; most are by themselves.
