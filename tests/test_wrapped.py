@@ -57,8 +57,16 @@ def test_buckets_that_a_plan_does_not_count_are_named_once(view: bool) -> None:
     said = [str(w.message) for w in caught if issubclass(w.category, planner.PlanWarning)]
     assert len(said) == 1, said
     assert "DistributedDataParallel has buckets of 65.5 KiB" in said[0]
-    advice = said[0].partition("Plan with parallel=")[2]
+    advice = said[0].partition("plan with parallel=")[2]
     assert advice == f"planner.DDP(world_size=1{', gradient_as_bucket_view=True' if view else ''})"
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_backend_that_counts_no_buckets_says_so_at_the_first_call() -> None:
+    model, (x,), _ = layers(lambda: Layers(1))
+    planner.auto_checkpoint(model, budget="500%", backend="inductor")
+    with pytest.warns(planner.PlanWarning, match="has buckets of .*; leave as much room in the budget"):
+        DistributedDataParallel(model)(x).backward()
 
 
 def _loss(model: Any, x: torch.Tensor, fails: bool = False) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from planner._torch.distributed import holds_dtensors
 from planner._torch.tracing import recording
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
@@ -118,7 +119,9 @@ class PlannedAtFirstCall(InstalledCall):
         model, wanted = self._model, self.wanted
         if wanted.enlarge is not None:
             args, kwargs = wanted.enlarge(args, kwargs)
-        if (wrapped := wrapped_here()) is not None and wanted.options.parallel is None:
+        options = wanted.options
+        countable = options.parallel is None and options.in_flight is None and options.backend == "eager"
+        if countable and not holds_dtensors(model) and (wrapped := wrapped_here()) is not None:
             wanted = replace(wanted, given={**wanted.given, "parallel": wrapped})
 
         def make() -> Made:

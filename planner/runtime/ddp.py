@@ -94,7 +94,7 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
         if sharded:
             warn(SHARDED)
         elif group is not None:
-            _warn_of_buckets(model, wrapped_here())
+            _warn_of_buckets(plan, model, wrapped_here())
         return None
     if planned.kind == "fsdp2":
         there, how = distributed.number_of_shards(model), "FSDP2"
@@ -116,17 +116,19 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
     return None
 
 
-def _warn_of_buckets(model: torch.nn.Module, wrapped: DDP | None) -> None:
+def _warn_of_buckets(plan: PlanRecord, model: torch.nn.Module, wrapped: DDP | None) -> None:
     there = sum(distributed.local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)
     if wrapped is None or not there:
         return
-    options = f"world_size={wrapped.world_size}"
+    target, options = plan.target, f"world_size={wrapped.world_size}"
     if wrapped.gradient_as_bucket_view:
         options += ", gradient_as_bucket_view=True"
+    remedy = f"plan with parallel=planner.DDP({options})"
+    if target.backend != "eager" or target.in_flight is not None or target.parallel is not None:
+        remedy = "leave as much room in the budget"  # none of these plans counts them
     warn(
         f"DistributedDataParallel has buckets of {format_bytes(there)}, as large as the gradients, which the "
-        "plan does not count: the whole step takes as much more than predicted. Plan with "
-        f"parallel=planner.DDP({options})"
+        f"plan does not count: the whole step takes as much more than predicted; {remedy}"
     )
 
 
