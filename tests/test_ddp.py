@@ -147,6 +147,42 @@ def _first_call(folder: Path) -> None:
     assert raised.value.minimum_bytes > 1024
 
 
+def _step_of(models: list[Any], x: torch.Tensor) -> torch.Tensor:
+    """A loss outside of two models."""
+    first, second = models
+    loss: torch.Tensor = sum(first(x)) + second(x).square()  # type: ignore[assignment]
+    return loss
+
+
+def _trained_by(step: Callable[..., torch.Tensor], models: list[Any]) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], 1e-2)
+    losses = []
+    for number in range(3):
+        optimizer.zero_grad()
+        losses.append(step(models, _batch(number)))
+        losses[-1].backward()
+        optimizer.step()
+    return losses
+
+
+def _a_step(_folder: Path) -> None:
+    """The function is planned, and its models are wrapped."""
+    pairs = [
+        [
+            DistributedDataParallel(layers(kind)[0], bucket_cap_mb=0.01, **options)
+            for kind, options in ((Normalised, {}), (Layers, {"gradient_as_bucket_view": True}))
+        ]
+        for _ in range(2)
+    ]
+    step = planner.step(_step_of, budget="min", solver="sqrt_n")
+    with counting_runs() as runs, no_plan_warnings():
+        ours = left_by(pairs[0], lambda models: _trained_by(step, models))
+    assert runs.backward == 3
+    assert step.plan is not None
+    assert step.plan.target.parallel is not None
+    assert_same(ours, left_by(pairs[1], lambda models: _trained_by(_step_of, models)))
+
+
 def _rank(wanted: frozenset[str], plan: Path, folder: Path) -> None:
     rank = dist.get_rank()
     if rank == 0:
@@ -156,6 +192,7 @@ def _rank(wanted: frozenset[str], plan: Path, folder: Path) -> None:
     work["applied to what is wrapped"] = lambda: _applied_to_what_is_wrapped(folder)
     work["other plans"] = lambda: _other_plans(folder)
     work["planned at the first call"] = lambda: _first_call(folder)
+    work["a step with wrapped models"] = lambda: _a_step(folder)
     work["alone"] = lambda: _alone(folder)
     work["alone, at a file"] = lambda: _alone_at_a_file(folder)
     for name, run in work.items():
@@ -177,7 +214,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     tests = [item for item in request.session.items if item.path == request.path]
     wanted = frozenset(item.callspec.params["name"] for item in tests if hasattr(item, "callspec"))
     plan = tmp_path_factory.mktemp("ranks") / "plan.json"
-    plan_of(layers(Normalised)[0], (torch.randn(64, 32),), loss=sum).save(plan)
+    options: dict[str, Any] = {"loss": sum, "parallel": planner.DDP(2)}
+    plan_of(layers(Normalised)[0], (torch.randn(64, 32),), **options).save(plan)
     return run_ranks(partial(_rank, wanted, plan), tmp_path_factory, "ddp")
 
 
@@ -188,6 +226,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "applied to what is wrapped",
         "other plans",
         "planned at the first call",
+        "a step with wrapped models",
         "alone",
         "alone, at a file",
     ],

@@ -37,6 +37,7 @@ from tests.side_by_side import Layers, layers
             "fsdp2:2,no_sync=true,replicas=4",
             FSDP2(2, no_sync=True, replicas=4),
         ),
+        ("fsdp2:2,kept_gathered=norm+head", FSDP2(2, kept_gathered=("norm+head",))),
         ("ddp:4,gradient_as_bucket_view=true,bucket_cap_mb=2.5", DDP(4, 2.5, True)),
     ],
 )
@@ -55,6 +56,8 @@ def test_the_text_says_what_the_objects_do(text: str, read: object) -> None:
         ("fsdp2:8,param_dtype=int8", "param_dtype=torch.int8: expected a floating-point dtype"),
         ("fsdp2:8,no_sync=2", "no_sync=2: expected True or False"),
         ("fsdp2:8,replicas=0", "replicas=0: expected a number of groups"),
+        ("fsdp2:8,kept_gathered=,", "'kept_gathered' is not one of"),
+        ("fsdp2:8,kept_gathered=norm+", r"kept_gathered=\('norm\+',\): expected names of regions"),
         ("ddp:8,bucket_cap_mb=0", "bucket_cap_mb=0: expected a number of megabytes"),
         ("ddp:8,gradient_as_bucket_view=3", "gradient_as_bucket_view=3: expected True or False"),
         (8, "parallel=8: expected"),

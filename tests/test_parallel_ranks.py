@@ -64,6 +64,11 @@ CASES: dict[str, tuple[Callable[[int], Built], planner.FSDP2 | planner.DDP]] = {
     "transformer": (_transformer, planner.FSDP2(2)),
     "Llama, kept gathered, in half precision": (_llama, planner.FSDP2(2, False, **HALF)),
     "BERT, in half precision": (_bert, planner.FSDP2(2, **HALF)),
+    # As Accelerate shards it.
+    "Llama, with a group that stays gathered": (
+        _llama,
+        planner.FSDP2(2, None, kept_gathered=("model.norm+lm_head",)),
+    ),
     "transformer, data parallel": (_transformer, planner.DDP(2, bucket_cap_mb=1)),
     "transformer, gradients in buckets": (_transformer, planner.DDP(2, gradient_as_bucket_view=True)),
 }
@@ -80,6 +85,9 @@ def _distributed(model: nn.Module, pattern: str, parallel: planner.FSDP2 | plann
         options["mp_policy"] = MixedPrecisionPolicy(parallel.param_dtype, parallel.reduce_dtype)
     for layer in model.get_submodule(pattern.removesuffix(".*")).children():
         fully_shard(layer, **options)
+    for group in parallel.kept_gathered:
+        parts = [model.get_submodule(name) for name in group.split("+")]
+        fully_shard(parts, **{**options, "reshard_after_forward": False})
     fully_shard(model, **options)
     return model
 
@@ -131,7 +139,9 @@ def _compared(name: str) -> str:
     plain = copy.deepcopy(model)
     text: list[Any] = [None]
     if rank == 0:
-        step = planner.prepare(model, inputs, optimizer="adamw", regions=pattern, parallel=parallel)
+        kept = parallel.kept_gathered if isinstance(parallel, planner.FSDP2) else ()
+        regions = [pattern, *(name for group in kept for name in group.split("+"))]
+        step = planner.prepare(model, inputs, optimizer="adamw", regions=regions, parallel=parallel)
         text = [step.plan("min@33%", solver="sqrt_n", encodings="none").dumps()]
     dist.broadcast_object_list(text)
     plan = planner.Plan.loads(text[0])

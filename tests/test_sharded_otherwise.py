@@ -66,6 +66,31 @@ def _with_prefetches(model: nn.Module) -> None:
     second.set_modules_to_backward_prefetch([first])  # type: ignore[operator]
 
 
+def _with_an_output_cast(model: nn.Module) -> None:
+    for block in model.get_submodule("0").children():
+        fully_shard(block)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+
+
+def _without_the_last_biases(model: nn.Module) -> None:
+    last = {p for name, p in model.named_parameters() if name in ("0.2.2.bias", "1.bias")}
+    _shard(model, ignored_params=last)
+
+
+def _in_a_group(model: nn.Module) -> None:
+    first, second, third = model.get_submodule("0").children()
+    fully_shard([second, third])
+    for part in (first, model):
+        fully_shard(part)
+
+
+def _with_a_group_that_stays(model: nn.Module) -> None:
+    first, second, third = model.get_submodule("0").children()
+    fully_shard([second, third], reshard_after_forward=False)
+    for part in (first, model):
+        fully_shard(part)
+
+
 def _inside(model: nn.Module) -> None:
     fully_shard(model.get_submodule("0.1.0"))
     _shard(model)
@@ -84,6 +109,9 @@ def _inside(model: nn.Module) -> None:
         (_without_reduction_of_all, "not reduced among all replicas"),
         (_gathered_after_the_backward, "not freed after the backward"),
         (_with_prefetches, "set_modules_to_backward_prefetch"),
+        (_with_an_output_cast, "output_dtype=torch.bfloat16 casts what is returned"),
+        (_without_the_last_biases, "0.2.2.bias and 1 more are not sharded"),
+        (_in_a_group, "0.1 and 0.2 are one unit, and were not planned as one"),
     ],
 )
 def test_what_is_sharded_otherwise_is_named_once(shard: Callable[[nn.Module], object], says: str) -> None:
@@ -119,6 +147,17 @@ def test_nothing_is_said_of_what_is_sharded_as_planned(
     options: dict[str, Any], parallel: planner.FSDP2
 ) -> None:
     assert _said(lambda model: _shard(model, **options), parallel) == []
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_group_that_stays_gathered_is_planned_and_compared() -> None:
+    parallel = planner.FSDP2(1, None, kept_gathered=("0.1+0.2",))
+    assert _said(_with_a_group_that_stays, parallel) == []
+    (text,) = _said(_shard, parallel)
+    assert "0.1 and 0.2 were planned as one unit, and are not" in text
+    assert "reshard_after_forward was planned as False, and units have True" in text
+    with pytest.raises(planner.PlannerError, match=r"kept_gathered names '0\.3', which is no region"):
+        _said(_shard, planner.FSDP2(1, None, kept_gathered=("0.2+0.3",)))
 
 
 @pytest.mark.usefixtures("process_group")

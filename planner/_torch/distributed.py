@@ -17,6 +17,29 @@ def active_data_parallel_group() -> Any:
     return None if active is None else active.process_group
 
 
+@dataclass(frozen=True)
+class Wrapper:
+    """The ``DistributedDataParallel`` whose forward is running.
+
+    Attributes:
+        ranks: Among how many ranks it reduces.
+        bucket_cap_mb, gradient_as_bucket_view: As it was given them.
+    """
+
+    ranks: int
+    bucket_cap_mb: float
+    gradient_as_bucket_view: bool
+
+
+def active_wrapper() -> Wrapper | None:
+    """What is known of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
+    active: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if active is None:
+        return None
+    ranks = len(torch.distributed.get_process_group_ranks(active.process_group))
+    return Wrapper(ranks, active.bucket_bytes_cap / 2**20, active.gradient_as_bucket_view)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     found = sys.modules.get("torch.distributed.tensor")
@@ -104,6 +127,7 @@ class ShardedUnit:
     """Parameters that ``fully_shard`` gathers together, and how.
 
     Attributes:
+        names: The parts that were given to ``fully_shard`` together.
         of_root: Whether they are the root's.
         reshard_after_forward: As ``fully_shard`` was given it.
         dtypes: What the parameters are.
@@ -113,8 +137,11 @@ class ShardedUnit:
         reduces_all: Whether those of all groups of ranks are.
         reshards: Whether they are freed after the backward.
         prefetches: Whether it was said what to gather before it in the backward.
+        offloads: Whether they are kept on the CPU, and computed with elsewhere.
+        output_dtype: Of its policy.
     """
 
+    names: tuple[str, ...]
     of_root: bool
     reshard_after_forward: bool | int | None
     dtypes: frozenset[torch.dtype]
@@ -125,11 +152,14 @@ class ShardedUnit:
     reduces_all: bool
     reshards: bool
     prefetches: bool
+    offloads: bool
+    output_dtype: torch.dtype | None
 
 
 def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
     """What ``fully_shard`` shards of a module, unit by unit."""
     units = []
+    names = {part: name for name, part in module.named_modules()}
     for state in _states(module):
         for group in state._fsdp_param_groups:
             of_root = module in group.modules
@@ -138,6 +168,7 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
             given = size is not None and (size == _shards(group.mesh_info) or size)
             units.append(
                 ShardedUnit(
+                    tuple(names[part] for part in group.modules if part in names),
                     of_root,
                     None if state._auto_reshard_after_forward and of_root else given,
                     frozenset(one.sharded_param.dtype for one in group.fsdp_params),
@@ -148,6 +179,8 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
                     group.all_reduce_grads,
                     group.reshard_after_backward,
                     bool(state._states_to_backward_prefetch),
+                    any(one.offload_to_cpu for one in group.fsdp_params) and group.device.type != "cpu",
+                    state._mp_policy.output_dtype,
                 )
             )
     return units
@@ -166,6 +199,11 @@ class UnreducedGradients:
             or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
             for one in self._parameters
         )
+
+
+def names_of_whole(module: torch.nn.Module) -> list[str]:
+    """The parameters of a module that ``fully_shard`` does not shard, by name."""
+    return [name for name, parameter in module.named_parameters() if not is_dtensor(parameter)]
 
 
 def names_of_units(module: torch.nn.Module) -> list[str]:

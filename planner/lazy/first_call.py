@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from planner._torch.distributed import holds_dtensors
 from planner._torch.tracing import recording
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
@@ -15,6 +16,7 @@ from planner.errors import CaptureError, SkippedStep
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.lazy.thawed import Thawed
+from planner.parallel.data_parallel import wrapped_here
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.training_step.inputs import read_step
@@ -117,6 +119,10 @@ class PlannedAtFirstCall(InstalledCall):
         model, wanted = self._model, self.wanted
         if wanted.enlarge is not None:
             args, kwargs = wanted.enlarge(args, kwargs)
+        options = wanted.options
+        countable = options.parallel is None and options.in_flight is None and options.backend == "eager"
+        if countable and not holds_dtensors(model) and (wrapped := wrapped_here()) is not None:
+            wanted = replace(wanted, given={**wanted.given, "parallel": wrapped})
 
         def make() -> Made:
             step = read_step(

@@ -84,8 +84,9 @@ def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], optio
         packed = b"".join(store.get(f"{name}/part {number}") for number in range(answer["parts"]))
     except dist.DistError as error:
         raise PlannerError(
-            f"rank {dist.get_rank()} waited for the plan of rank 0, which did not come: every rank has to "
-            f"call the module in training mode, in the same order ({error})"
+            f"rank {dist.get_rank()} waited for the plan of rank 0, which did not come: either rank 0 has "
+            "ended, and its own error says why, or it does not plan at a first call as this rank does: every "
+            f"rank has to call the module in training mode, in the same order ({error})"
         ) from error
     plan = PlanRecord.loads(zlib.decompress(packed), source="the plan of rank 0")
     return Made(plan.remember(options), answer["how"])

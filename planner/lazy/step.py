@@ -13,6 +13,7 @@ from planner._torch import pytree
 from planner.blocks.replay import from_around, inner_function
 from planner.errors import CaptureError, SkippedStep
 from planner.lazy.auto_checkpoint import auto_checkpoint
+from planner.lazy.wrapped import call_inside, without_wrapper, without_wrappers
 from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
 from planner.runtime.install import installed_plan
@@ -49,7 +50,9 @@ def step(
     Planned is all that the function does with the models among its arguments: several calls of one model,
     several models, losses that need both, autocast regions. Models are arguments, or tuples, lists or
     mappings of models that are; each set of models gets a plan. While no model trains, or without gradients,
-    the function runs as it is. Steps of optimizers are left to the loop, as ``backward()`` is.
+    the function runs as it is. Steps of optimizers are left to the loop, as ``backward()`` is. A model may be
+    wrapped in ``DistributedDataParallel``: the function then gets the module inside, and runs within the
+    wrapper's forward, which prepares the reduction.
 
     Args:
         train_step: The function, or a method of a module (``module.training_step``), which is a model then.
@@ -112,6 +115,8 @@ class PlannedStep:
             args = (function.__self__, *args)
             function = function.__func__
         held, data, named = _split(args, kwargs)
+        models = [model for value in held.values() for model in _models(value)]
+        held = {place: without_wrappers(value) for place, value in held.items()}
         key = tuple((place, tuple(map(id, _models(value)))) for place, value in held.items())
         run = self._runs.get(key)
         if run is None:
@@ -122,7 +127,7 @@ class PlannedStep:
         self._last = weakref.ref(run)
         # Not train(): which of the models train is the loop's to say.
         run.training = any(model.training for model in run.models)
-        return run(*data, **named)
+        return call_inside(models, run, data, named)
 
     def __deepcopy__(self, _memo: Any) -> "PlannedStep":
         return self  # as functions are copied: a model may have it as an attribute
@@ -201,7 +206,7 @@ def _split(
         )
     for value in held.values():
         for model in _models(value):
-            refuse_wrappers(model, "pass")
+            refuse_wrappers(without_wrapper(model), "pass")
     return held, data, named
 
 

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
+from planner._torch.distributed import active_wrapper
 from planner.parallel.strategies import DDP
+
+
+def wrapped_here() -> DDP | None:
+    """How the ``DistributedDataParallel`` is used whose forward is running; None outside of one."""
+    found = active_wrapper()
+    if found is None:
+        return None
+    return DDP(found.ranks, found.bucket_cap_mb, found.gradient_as_bucket_view)
 
 
 def let_go_of_gradients(model: torch.nn.Module, options: DDP, added_to: Sequence[bool]) -> None:

@@ -53,21 +53,21 @@ class ShardedUnits:
         added = {id(p) for p, there in zip(parameters, added_to, strict=True) if there}
         if options.param_dtype is not None:
             self._cast_parameters(model, original, added)
-        modules = [model, *(model.get_submodule(name) for name in names)]
-        inside = {part for module in modules[1:] for part in module.modules()}
+        inside = {part for name in names for part in model.get_submodule(name).modules()}
         taken: set[int] = set()
         self.units: list[_Unit] = []
-        for module in [*modules[1:], modules[0]]:
-            parts = [p for p in module.modules() if module is not model or p not in inside]
+        for unit in [*options.units(names), ("",)]:
+            modules = [model.get_submodule(name) for name in unit]
+            root = modules == [model]
+            parts = [p for module in modules for p in module.modules() if not root or p not in inside]
             own = [
                 parameter
                 for part in parts
                 for parameter in part.parameters(recurse=False)
                 if id(parameter) not in taken and not taken.add(id(parameter))  # type: ignore[func-returns-value]
             ]
-            self.units.append(_Unit(self, own, original, added, root=module is model))
-            module.register_forward_pre_hook(self.units[-1].pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.units[-1].post_forward)
+            reshard = options.reshards(unit)
+            self.units.append(_Unit(self, own, original, added, modules, reshard, root=root))
         self.units.insert(0, self.units.pop())  # the root is the first, as named_modules() has it
         self.start()
 
@@ -127,6 +127,8 @@ class _Unit:
         parameters: Sequence[torch.nn.Parameter],
         dtypes: dict[int, torch.dtype],
         added: set[int],
+        modules: Sequence[torch.nn.Module],
+        reshard: bool | int | None,
         *,
         root: bool,
     ) -> None:
@@ -136,7 +138,6 @@ class _Unit:
         self._elements = [shard_elements(p, self._world) for p in parameters]
         self._original = [dtypes[id(p)] for p in parameters]
         self._added = [id(p) in added for p in parameters]
-        reshard = options.reshard_after_forward
         self._reshard = not root if reshard is None else bool(reshard)
         self._group = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
         self._unreduced = [
@@ -145,10 +146,15 @@ class _Unit:
             else None
             for p in parameters
         ]
+        self._modules, self._to_run = set(modules), set[torch.nn.Module]()
+        for module in modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
         self.start()
 
     def start(self) -> None:
         self.state = "idle"
+        self._to_run.clear()
         self.gathered: torch.Tensor | None = None
         self.forwards: list[int] = []
         self._unsharded: list[torch.Tensor] = []
@@ -166,6 +172,8 @@ class _Unit:
             args, kwargs = map_tensors(
                 lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, (args, kwargs)
             )
+        if not self._to_run:
+            self._to_run |= self._modules
         if not self._parameters:
             return args, kwargs
         again = self.state == "forward"
@@ -182,6 +190,9 @@ class _Unit:
         return args, kwargs
 
     def post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        self._to_run.discard(module)
+        if self._to_run:  # others are gathered with it
+            return output
         if self._parameters:
             if self._reshard:
                 self._free()

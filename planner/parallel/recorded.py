@@ -30,6 +30,7 @@ def parallel_record(options: FSDP2 | DDP | None, tensor_ranks: int) -> ParallelR
         reduce_dtype=_name(options.reduce_dtype),
         no_sync=options.no_sync,
         replicas=options.replicas,
+        kept_gathered=list(options.kept_gathered),
         tensor_ranks=tensor_ranks,
     )
 
@@ -48,6 +49,7 @@ def parallel_of(record: ParallelRecord | None) -> FSDP2 | DDP | None:
         _dtype(record.reduce_dtype),
         bool(record.no_sync),
         record.replicas,
+        tuple(record.kept_gathered),
     )
 
 

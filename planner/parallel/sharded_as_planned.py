@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from planner._torch.distributed import ShardedUnit, names_of_units, sharded_units
+from planner._torch.distributed import ShardedUnit, names_of_units, names_of_whole, sharded_units
 from planner.errors import warn
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import FSDP2
@@ -31,7 +31,12 @@ def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: tor
     """
     units = sharded_units(model)
     options = dict.fromkeys(_other_options(planned, units))
-    found = [*_other_units(plan.model.regions, model), *options]
+    found = [
+        *_other_units(plan.model.regions, model),
+        *_other_groups(planned, units),
+        *_whole(model),
+        *options,
+    ]
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         warn(
@@ -52,11 +57,27 @@ def _other_units(regions: list[str], model: torch.nn.Module) -> Iterator[str]:
             yield f"{name} is a unit of its own, and was not planned as one"
 
 
+def _whole(model: torch.nn.Module) -> Iterator[str]:
+    if names := names_of_whole(model):
+        more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+        yield f"{names[0]}{more} not sharded, as with ignored_params, which no plan counts"
+
+
+def _other_groups(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterator[str]:
+    wanted = {frozenset(name.split("+")) for name in planned.kept_gathered if "+" in name}
+    there = {frozenset(unit.names) for unit in units if len(unit.names) > 1}
+    for names in sorted(map(sorted, wanted - there)):
+        yield f"{' and '.join(names)} were planned as one unit, and are not"
+    for names in sorted(map(sorted, there - wanted)):
+        yield f"{' and '.join(names)} are one unit, and were not planned as one"
+
+
 def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterator[str]:
     options = parallel_of(planned)
     assert isinstance(options, FSDP2)
+    kept = {part for name in options.kept_gathered for part in name.split("+")}
     for unit in units:
-        reshard = options.reshard_after_forward
+        reshard = False if kept & set(unit.names) else options.reshard_after_forward
         if reshard is None and not unit.of_root:
             reshard = True
         computed, reduced = _dtypes(unit, options.param_dtype, options.reduce_dtype)
@@ -78,6 +99,10 @@ def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterato
             yield "gradients are not reduced among all replicas, and kept, which no plan counts"
         if not unit.reshards:
             yield "parameters are not freed after the backward, which no plan counts"
+        if unit.offloads:
+            yield "CPUOffloadPolicy keeps parameters on the CPU, which no plan counts"
+        if unit.output_dtype not in (None, computed):
+            yield f"output_dtype={unit.output_dtype} casts what is returned, which no plan counts"
         if unit.prefetches:
             yield "set_modules_to_backward_prefetch says what is gathered when, which no plan counts"
 

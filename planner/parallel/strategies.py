@@ -1,5 +1,6 @@
 """How a model is trained on many ranks, as ``parallel=`` says it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +30,9 @@ class FSDP2:
             ``accumulate`` do it: whole gradients are there between micro-batches. The prediction is the
             most that any of them takes.
         replicas: Of HSDP: in how many groups of ``world_size`` ranks the model is sharded, all alike.
+        kept_gathered: Regions that ``fully_shard`` is given ``reshard_after_forward=False`` for whatever the
+            others are given, by name. Accelerate does so with the last norm and the head, which it gives to
+            ``fully_shard`` together: ``"model.norm+lm_head"`` is such a group, each of which is a region.
 
     Raises:
         ParallelError: A value is of another kind, or out of its range.
@@ -40,6 +44,7 @@ class FSDP2:
     reduce_dtype: torch.dtype | None = None
     no_sync: bool = False
     replicas: int = 1
+    kept_gathered: Sequence[str] = ()
 
     kind: ClassVar[str] = "fsdp2"
 
@@ -63,6 +68,34 @@ class FSDP2:
             raise ParallelError(
                 f"replicas={self.replicas!r}: expected a number of groups of ranks, 1 or more"
             )
+        kept: Any = self.kept_gathered
+        listed = isinstance(kept, tuple | list)
+        if not listed or not all(isinstance(x, str) and all(x.split("+")) for x in kept):
+            raise ParallelError(
+                f"kept_gathered={kept!r}: expected names of regions, as in "
+                'kept_gathered=["model.embed_tokens", "model.norm+lm_head"]'
+            )
+        object.__setattr__(self, "kept_gathered", tuple(kept))
+
+    def units(self, regions: Sequence[str]) -> list[tuple[str, ...]]:
+        """Regions that are gathered together; most are by themselves.
+
+        Raises:
+            ParallelError: One of ``kept_gathered`` is no region.
+        """
+        groups = [tuple(name.split("+")) for name in self.kept_gathered]
+        together = [name for group in groups for name in group]
+        if missing := [name for name in together if name not in regions]:
+            shown = [*regions[:_SHOWN], *(["..."] if len(regions) > _SHOWN else [])]
+            raise ParallelError(
+                f"kept_gathered names {missing[0]!r}, which is no region: name it in regions= as well; the "
+                f"regions are {', '.join(shown) or 'none'}"
+            )
+        return [*((name,) for name in regions if name not in together), *groups]
+
+    def reshards(self, unit: Sequence[str]) -> bool | int | None:
+        """What ``fully_shard`` is given as ``reshard_after_forward`` for a unit."""
+        return False if "+".join(unit) in self.kept_gathered else self.reshard_after_forward
 
 
 @dataclass(frozen=True)
@@ -124,7 +157,7 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
         if name not in _KINDS[kind].__dataclass_fields__ or not text:
             known = ", ".join(n for n in _KINDS[kind].__dataclass_fields__ if n != "world_size")
             raise ParallelError(f"parallel={value!r}: {name!r} is not one of {known}")
-        arguments[name] = _read(text)
+        arguments[name] = (text.strip(),) if name == "kept_gathered" else _read(text)
     return _KINDS[kind](**arguments)
 
 
@@ -157,6 +190,8 @@ _EXPECTED = (
     'planner.FSDP2(world_size=8), planner.DDP(world_size=8), or as text "fsdp2:8" or "ddp:8", with further '
     'arguments behind commas, as in "fsdp2:8,param_dtype=bfloat16"'
 )
+_SHOWN = 8
+"""Regions that are named."""
 _WORDS = {"true": True, "false": False, "none": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 

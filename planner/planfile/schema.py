@@ -190,6 +190,12 @@ class ParallelRecord(Record):
     replicas: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         default=1, description="fsdp2: in how many groups of ranks the model is sharded, each as the others"
     )
+    kept_gathered: list[Name] = Field(
+        default=[],
+        max_length=100_000,
+        description="fsdp2: regions that stay gathered after the forward, whatever others do; joined by + if "
+        "they are gathered together",
+    )
     bucket_cap_mb: Seconds | None = Field(default=None, description="ddp: megabytes of a bucket")
     gradient_as_bucket_view: bool | None = Field(
         default=None, description="ddp: whether gradients lie in the buckets"

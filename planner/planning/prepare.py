@@ -41,9 +41,8 @@ from planner.problem.encodings import Packing, find_packings
 from planner.progress import Progress, no_report
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import RegionError, find_regions
-from planner.training_step.sharded import SHARDED
 from planner.training_step.step import Step, tensors_in, unique_storages
-from planner.training_step.wrappers import refuse_wrappers
+from planner.training_step.wrappers import refuse_sharded, refuse_wrappers
 from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
 
@@ -157,8 +156,7 @@ def prepare(
     notes = []
     if step.training and not model.training:
         notes.append(IN_EVALUATION)
-    if is_fully_sharded(model):
-        notes.append(SHARDED)
+    refuse_sharded(model, "plan")  # also inside
     for note in notes:
         warn(note)
     checked_inputs(options.inputs)
@@ -253,6 +251,8 @@ def _rank(model: torch.nn.Module, options: PlanOptions) -> tuple[Rank | None, li
             regions = []  # the whole is one unit
     else:
         regions = find_regions(model, options.regions)
+    if isinstance(parallel, FSDP2):
+        parallel.units(regions)  # says which are none
     return (None if parallel is None else Rank(parallel, tuple(regions))), regions
 
 

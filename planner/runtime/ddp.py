@@ -19,7 +19,10 @@ from planner._torch import distributed
 from planner._torch.distributed import is_fully_sharded
 from planner.errors import PlanMismatch, warn
 from planner.graph.spec import GraphSpec
+from planner.parallel.data_parallel import wrapped_here
 from planner.parallel.sharded_as_planned import warn_of_other_sharding
+from planner.parallel.strategies import DDP
+from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.training_step.sharded import SHARDED
 
@@ -86,11 +89,13 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
             f"one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
             "plan it as it is"
         )
+    group = distributed.active_data_parallel_group()
     if planned is None or planned.kind == "tensor":
         if sharded:
             warn(SHARDED)
+        elif group is not None:
+            _warn_of_buckets(plan, model, wrapped_here())
         return None
-    group = distributed.active_data_parallel_group()
     if planned.kind == "fsdp2":
         there, how = distributed.number_of_shards(model), "FSDP2"
         found = f"its parameters are sharded among {there}" if sharded else "its parameters are whole"
@@ -109,6 +114,22 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
         reduces = warn_of_other_sharding(plan, planned, model)
         return distributed.UnreducedGradients(model) if reduces and not planned.no_sync else None
     return None
+
+
+def _warn_of_buckets(plan: PlanRecord, model: torch.nn.Module, wrapped: DDP | None) -> None:
+    there = sum(distributed.local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)
+    if wrapped is None or not there:
+        return
+    target, options = plan.target, f"world_size={wrapped.world_size}"
+    if wrapped.gradient_as_bucket_view:
+        options += ", gradient_as_bucket_view=True"
+    remedy = f"plan with parallel=planner.DDP({options})"
+    if target.backend != "eager" or target.in_flight is not None or target.parallel is not None:
+        remedy = "leave as much room in the budget"  # none of these plans counts them
+    warn(
+        f"DistributedDataParallel has buckets of {format_bytes(there)}, as large as the gradients, which the "
+        f"plan does not count: the whole step takes as much more than predicted; {remedy}"
+    )
 
 
 UNREDUCED = (

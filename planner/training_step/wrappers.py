@@ -33,9 +33,27 @@ def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
             "it with use_orig_params=True"
         )
     if isinstance(model, FSDPModule):
-        raise PlanMismatch(f"this module is sharded by fully_shard: {doing} it before it is sharded")
+        refuse_sharded(model, doing)
     if is_compiled(model):
         raise PlanMismatch(
             f"this is a torch.compile()d module: {doing} the module inside, model._orig_mod, or before it is "
             "compiled; while it trains it runs by the plan then, and what is around it compiled"
         )
+
+
+def refuse_sharded(model: torch.nn.Module, doing: str) -> None:
+    """Refuse a module that ``fully_shard`` shards, or parts of it.
+
+    Raises:
+        PlanMismatch: It does.
+    """
+    sharded = next((part for part in model.modules() if isinstance(part, FSDPModule)), None)
+    if sharded is None:
+        return
+    what = "this module" if sharded is model else f"a part of this module, a {type(sharded).__name__},"
+    raise PlanMismatch(
+        f"{what} is sharded by fully_shard: {doing} it before it is sharded. Where Accelerate or a trainer "
+        "shards it, call planner.auto_checkpoint(model, args, budget=..., parallel=planner.FSDP2(...)) with "
+        "example inputs before it is given to them: a trainer's callback, or auto_checkpoint without inputs, "
+        "plans when it is sharded already"
+    )
