@@ -1,7 +1,6 @@
 """``auto_checkpoint`` without example inputs: the first training call plans."""
 
 import copy
-import errno
 import json
 import pickle
 import subprocess
@@ -205,22 +204,6 @@ def test_a_plan_is_kept_in_a_file_and_used_where_it_fits(
     path.write_text("{")
     assert "which could not be read: not valid JSON" in line()
     assert json.loads(path.read_text())["created_with"]["options"] == "solver=sqrt_n"
-
-
-@pytest.mark.heavy
-def test_a_plan_that_cannot_be_kept_is_trained_by(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_file: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("planner.planfile.atomic_file.os.fsync", full)
-    model = planner.auto_checkpoint(_model(), cache=tmp_path / "plan.json", **BY)
-    model(_batch(64)).backward()
-    said = f"; {tmp_path}/plan.json: cannot be written: No space left on device: it will be planned again\n"
-    assert capsys.readouterr().err.endswith(said)
-    assert installed_plan(model) is not None
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_kept_plan_is_not_for() -> None:

@@ -89,7 +89,7 @@ def checked_wanted(wanted: Wanted) -> Wanted:
     check_loss(options.loss)
     if not isinstance(options.training, bool):
         raise OptionError(f"training={options.training!r}: expected True or False")
-    if wanted.cache is not None:
+    if wanted.cache is not None and not os.path.isfile(wanted.cache):  # one that is there may be read only
         check_writable(wanted.cache)
     return wanted
 
