@@ -94,7 +94,7 @@ def break_where_numbers_are_read(is_ours: IsOurs) -> None:
             )
         return compare(self, tx, other, op)
 
-    builder.wrap_to_fake_tensor_and_record = without_number  # type: ignore[assignment]
+    builder.wrap_to_fake_tensor_and_record = without_number
     SymNodeVariable.richcompare_impl = unless_read  # type: ignore[method-assign]
 
 
