@@ -57,6 +57,32 @@ def test_inputs_that_are_left_alone_are_not_copied() -> None:
     assert plan.target.inputs == "unchanged"
 
 
+class HandedOn(nn.Module):
+    """A result that one graph hands to two others, of which the second writes to it; gone by the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        handed = self.first(x)
+        torch._dynamo.graph_break()
+        found = self.second(nn.functional.gelu(handed * 2).exp())
+        torch._dynamo.graph_break()
+        return (handed.add_(1) * found).square().mean()
+
+
+@pytest.mark.heavy
+def test_a_result_that_is_written_after_it_was_read_is_read_from_a_copy() -> None:
+    torch.manual_seed(0)
+    model, inputs = HandedOn(), (torch.randn(64, 32),)
+    plan = planner.plan(model, inputs, budget="min", solver="sqrt_n")
+    assert plan.target.inputs == "overwritten"
+    report = planner.verify(model, inputs, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes <= report.predicted_dynamic_peak_bytes
+
+
 class Projected(nn.Module):
     """Keeps a weight small, as orthogonal fine-tuning and clipped critics do; returns its logits as well."""
 
