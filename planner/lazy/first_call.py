@@ -89,7 +89,8 @@ class PlannedAtFirstCall(InstalledCall):
         except SkippedStep:
             return None
         except CaptureError as error:
-            return _go_on(error)
+            _go_on(error)
+            return None
         _tell(made, "; planned again, as gradients are there already when a step begins")
         self._watch(planned)
         return planned
@@ -110,7 +111,8 @@ class PlannedAtFirstCall(InstalledCall):
                 return None
             except CaptureError as error:
                 planned.when_changed = None  # not at every step
-                return _go_on(error)
+                _go_on(error)
+                return None
             again.when_accumulating = self._plan_again
             self._watch(again)
             _tell(made, f"; planned again, as {count} parameters train that were frozen")
