@@ -1,6 +1,8 @@
 """How much of a forward is captured, what is said about the rest, and that what is left out is right."""
 
+import copy
 import random
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from planner._torch import modules
 from planner.capture.capture import capture
 from planner.report.text import render
 from planner.training_step.step import Step
+from tests.side_by_side import assert_same, left_by
 from tests.small import Built, graph_break_model, small_gpt
 from tests.zoo import build
 
@@ -162,6 +165,51 @@ def test_a_loop_over_experts_is_planned_around_their_indices() -> None:
     report = planner.verify(model, args, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+class ReadsNumbers(nn.Module):
+    """Operators read a number from a tensor, as in Longformer's global attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        count = mask.long().sum(1).max()
+        return self.global_part(F.gelu(self.before(x)), count)
+
+    def global_part(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        globally = x.new_zeros(count, 64)
+        assert list(globally.size()) == [count, 64]
+        assert globally.size(0) == count
+        globally = F.gelu(globally + x.narrow(0, 0, count)).cumsum(0)
+        return self.after(torch.cat([globally, x], 0).tril(count)).square().mean()
+
+
+@pytest.mark.heavy
+def test_operators_that_read_a_number_from_a_tensor_are_planned_around() -> None:
+    torch.manual_seed(0)
+    model, x = ReadsNumbers(), torch.randn(48, 32)
+    masks = [torch.arange(16) < length for length in (12, 7)]
+    args = (x, masks[0].expand(2, 16))
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+    def loop(module: nn.Module) -> list[torch.Tensor]:
+        losses = []
+        for mask in masks:
+            module.zero_grad()
+            losses.append(module(x, mask.expand(2, 16)))
+            losses[-1].backward()
+        return losses
+
+    twin = copy.deepcopy(model)
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a part of the forward that cannot be captured", planner.PlanWarning)
+        assert_same(left_by(model, loop), left_by(twin, loop))
 
 
 class DrawsAndCounts(nn.Module):

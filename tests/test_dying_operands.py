@@ -262,6 +262,7 @@ def test_without_a_gradient_nothing_is_written_into_what_is_left() -> None:
     # y is what is left of the sum, and is read once more.
     left = without_gradients(module, frozenset({0}), 2)
     y = torch.randn(4, 8)
+    assert not any(writing(n) for n in left.graph.nodes)
     threefold, fivefold = compile_graph(left, "g")([torch.randn(4, 8), y.clone()])
     assert torch.equal(threefold, y * 3)
     assert torch.equal(fivefold, y * 5)

@@ -20,3 +20,15 @@ def test_the_backward_of_bags_is_measured_with_something_in_each(mode: int) -> N
     call = Call(aten._embedding_bag_backward.default, without_data, {})
     (memory,) = WorkspaceMeter("cpu", None).measure([call])
     assert memory.workspace_bytes + sum(memory.output_bytes) == peak
+
+
+@pytest.mark.parametrize("name", ["linalg_lu_solve", "linalg_ldl_solve", "lu_unpack"])
+def test_what_reads_a_factorisation_is_measured_with_pivots_that_exist(name: str) -> None:
+    matrices = torch.randn(4, 8, 8)
+    factorise = torch.linalg.ldl_factor if "ldl" in name else torch.linalg.lu_factor
+    given = (*factorise(matrices + matrices.mT), *([matrices] if "solve" in name else []))
+    operator = getattr(aten, name)
+    peak = measure_peak(lambda: operator(*given), "cpu").peak_bytes
+    without_data = tuple(t.to("meta") for t in given)
+    (memory,) = WorkspaceMeter("cpu", None).measure([Call(operator.default, without_data, {})])
+    assert memory.workspace_bytes + sum(memory.output_bytes) == peak

@@ -1,6 +1,7 @@
 """Parameters that are thawed while a module trains under auto_checkpoint."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -55,3 +56,22 @@ def test_what_is_frozen_by_turns_is_not_planned_without_end(capsys: pytest.Captu
         model[3].requires_grad_(turn % 2 == 1)
         _train(model, x)
     assert "were frozen" not in capsys.readouterr().err
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("thaws", [True, False], ids=["thawed", "gradients are there"])
+def test_what_cannot_be_planned_again_trains_by_its_plan(thaws: bool) -> None:
+    """A lock cannot be copied, and the module is copied to plan."""
+    model, x = _layers(), torch.randn(64, 32)
+    model[0].requires_grad_(not thaws)
+    eager = copy.deepcopy(model)
+    planner.auto_checkpoint(model, budget="min", solver="sqrt_n", loss=lambda y: y.square().mean())
+    assert _same(_train(model, x), _train(eager, x))
+    model.lock = threading.Lock()
+    for module in (model, eager):
+        module.requires_grad_(True)
+    with pytest.warns(planner.PlanWarning, match="cannot be planned again .*: it trains by its plan"):
+        model(x).square().mean().backward()
+    eager(x).square().mean().backward()
+    gradients = [[p.grad for p in module.parameters()] for module in (model, eager)]
+    assert _same(*gradients)

@@ -3,7 +3,11 @@
 Tested with torch 2.13.
 """
 
+import weakref
+from collections.abc import Callable
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -14,3 +18,12 @@ def version_of(tensor: torch.Tensor) -> int | None:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let a tensor, and all that share its memory, count from there."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def counter_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """What returns a tensor that counts with another, while there is one, and does not hold its memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout != torch.strided:
+        return weakref.ref(tensor)
+    counter = tensor.detach()
+    counter.data = counter.new_empty(0)
+    return lambda: counter

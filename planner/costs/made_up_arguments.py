@@ -42,8 +42,17 @@ def _full_bags(args: list[Any]) -> None:
     args[4].fill_(1)
 
 
+def _pivots_of_no_swap(args: list[Any]) -> None:
+    """Rows that are exchanged in a factorisation, which are counted from 1: the kernels refuse others."""
+    pivots = args[1]
+    pivots.copy_(torch.arange(1, pivots.shape[-1] + 1).expand_as(pivots))
+
+
 _CHANGES: dict[object, Callable[[list[Any]], None]] = {
     aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_reserve,
     aten._cudnn_rnn_backward: _cudnn_rnn_reserve,
     aten._embedding_bag_backward: _full_bags,
+    aten.linalg_ldl_solve: _pivots_of_no_swap,
+    aten.linalg_lu_solve: _pivots_of_no_swap,
+    aten.lu_unpack: _pivots_of_no_swap,
 }

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from planner._torch import fake
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.graph_modules import graph_module
+from planner._torch.tensors import call_tensors
 from planner.compiled.graph_hook import GraphHook
 from planner.graph.dying_operands import forget
 from planner.graph.trace import TracedGraph
@@ -90,8 +92,8 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
     gradients = [n for n in graph.nodes if n.op == "placeholder"][-count:]
     gone = {gradients[i] for i in absent}
     reached = set(gradients)  # by any gradient
+    merged: set[int] = set()  # storages that are read instead of sums as well
     for node in list(graph.nodes):
-        forget(node)  # the operand that is left of a sum may be read elsewhere
         if node.op != "call_function" or reached.isdisjoint(node.all_input_nodes):
             continue
         reached.add(node)
@@ -102,6 +104,7 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
         if not left:
             gone.add(node)
         elif _is_sum(node) and len(missing) == len(left) == 1:
+            merged |= _storages([node, left[0]])
             node.replace_all_uses_with(left[0])
             graph.erase_node(node)
         else:
@@ -109,11 +112,19 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
                 with graph.inserting_before(node):
                     zeros = _zeros(graph, absentee.meta["val"])
                 node.replace_input_with(absentee, zeros)
+    for node in graph.nodes:
+        if not merged.isdisjoint(_storages(node.all_input_nodes)):
+            forget(node)  # what it writes its result into may be read again
     output = graph.output_node()
     output.args = (torch.fx.node.map_arg(output.args[0], lambda n: None if n in gone else n),)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     result.recompile()
     return result
+
+
+def _storages(nodes: Sequence[Node]) -> set[int]:
+    """The storages that nodes' tensors lie in."""
+    return {fake.storage_key(value) for node in nodes for value in call_tensors(node.meta.get("val"))}
 
 
 def _is_sum(node: Node) -> bool:

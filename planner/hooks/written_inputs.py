@@ -1,11 +1,11 @@
 """Which inputs of a graph a step changes in place before the graph's backward, as the recorded step shows."""
 
-import weakref
 from typing import Any
 
 import torch
 
 from planner._torch import versions
+from planner._torch.fake import without_modes
 from planner.compiled.graph_hook import GraphHook
 
 
@@ -24,16 +24,17 @@ class WrittenInputs(GraphHook):
         self.positions: set[int] = set()
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        seen = [
-            (i, weakref.ref(a), versions.version_of(a))
-            for i, a in enumerate(args)
-            if isinstance(a, torch.Tensor)
-        ]
+        with without_modes():
+            seen = [
+                (i, versions.counter_of(a), version)
+                for i, a in enumerate(args)
+                if isinstance(a, torch.Tensor) and (version := versions.version_of(a)) is not None
+            ]
 
         def look(_gradients: Any) -> None:
-            for position, reference, version in seen:
-                tensor = reference()
-                if tensor is not None and version is not None and versions.version_of(tensor) != version:
+            for position, counter, version in seen:
+                tensor = counter()
+                if tensor is not None and versions.version_of(tensor) != version:
                     self.positions.add(position)
 
         node.register_prehook(look)

@@ -12,7 +12,7 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.capture.captured_step import NO_LOSS
 from planner.environment import plans_are_off, tell
-from planner.errors import CaptureError, SkippedStep
+from planner.errors import CaptureError, SkippedStep, warn
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.lazy.thawed import Thawed
@@ -90,6 +90,9 @@ class PlannedAtFirstCall(InstalledCall):
             made, planned = self._plan(args, kwargs)
         except SkippedStep:
             return None
+        except CaptureError as error:
+            _go_on(error)
+            return None
         _tell(made, "; planned again, as gradients are there already when a step begins")
         self._watch(planned)
         return planned
@@ -107,6 +110,10 @@ class PlannedAtFirstCall(InstalledCall):
             try:
                 made, again = self._plan(args, kwargs)
             except SkippedStep:
+                return None
+            except CaptureError as error:
+                planned.when_changed = None  # not at every step
+                _go_on(error)
                 return None
             again.when_accumulating = self._plan_again
             self._watch(again)
@@ -150,6 +157,11 @@ class PlannedAtFirstCall(InstalledCall):
         given.pop("loss", None)
         given.pop("optimizer", None)
         return unpickled, replace(self.wanted, given=given, progress=None)
+
+
+def _go_on(error: CaptureError) -> None:
+    """Say that a step runs by the plan there is, since it cannot be planned again."""
+    warn(f"the module cannot be planned again ({error}): it trains by its plan, and may exceed the budget")
 
 
 def _tell(made: Made, end: str) -> None:

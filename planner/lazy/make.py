@@ -89,7 +89,7 @@ def checked_wanted(wanted: Wanted) -> Wanted:
     check_loss(options.loss)
     if not isinstance(options.training, bool):
         raise OptionError(f"training={options.training!r}: expected True or False")
-    if wanted.cache is not None:
+    if wanted.cache is not None and not os.path.isfile(wanted.cache):  # one that is there may be read only
         check_writable(wanted.cache)
     return wanted
 
@@ -97,8 +97,10 @@ def checked_wanted(wanted: Wanted) -> Wanted:
 def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Made:
     """The plan of a step: the one in the file if it matches, else a new one, which is written to the file.
 
+    Where the file cannot be written any more, by now, the plan is used, and its line says so.
+
     Raises:
-        PlannerError: As :func:`planner.plan`; or the file cannot be written.
+        PlannerError: As :func:`planner.plan`.
     """
     step = replace(step, training=wanted.options.training)
     name, cache = type(model).__name__, wanted.cache
@@ -123,6 +125,9 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
     if cache is not None:
         noted = {**plan.created_with, **made_of(model, wanted.given)}
         plan = plan.model_copy(update={"created_with": noted}).remember(wanted.options)
-        plan.save(cache)
         end = f"; {os.fspath(cache)}" + (f", which {why}" if why else "")
+        try:
+            plan.save(cache)
+        except PlanFileError as error:  # a full disk, say: the plan is there all the same
+            end = f"; {error}: it will be planned again"
     return Made(plan, f"{name} planned for {plan.target.budget_text} in {seconds:.0f} s", end)

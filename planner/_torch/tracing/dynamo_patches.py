@@ -30,7 +30,11 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._logging._internal import log_state, trace_log
 
 from planner._torch.compat import private
-from planner._torch.tracing.breaks.break_patches import break_at_checkpoints_with_effects, pass_over_marks
+from planner._torch.tracing.breaks.break_patches import (
+    break_at_checkpoints_with_effects,
+    break_where_numbers_are_read,
+    pass_over_marks,
+)
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
 from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
@@ -78,6 +82,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     end_graphs_at_plans()
     pass_over_marks(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
+    break_where_numbers_are_read(_is_ours)
     break_at_swaps(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_what_is_left_later(_is_ours)

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo import decorators
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.source import FloatTensorSource
+from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -60,6 +62,40 @@ def marks_allowed() -> Iterator[None]:
     finally:
         for mark in forbidden:
             setattr(mark, _FORBIDDEN, True)
+
+
+# ---- numbers that operators read from tensors ------------------------------------------------------------
+
+
+@functools.cache
+def break_where_numbers_are_read(is_ours: IsOurs) -> None:
+    """End a graph at an operator that reads a number from a tensor which the graph is given.
+
+    ``x.new_zeros(count, 8)`` reads ``count``, where that is a tensor of one integer. Dynamo takes the number
+    for a symbol, whose value nothing in a graph of ours has. A list of sizes that is compared with one that
+    holds such a tensor is asked for its truth; Dynamo fails where a size is a symbol.
+    """
+    wrap, compare = builder.wrap_to_fake_tensor_and_record, SymNodeVariable.richcompare_impl
+
+    def without_number(e: Any, tx: Any, *args: Any, source: Any = None, **kwargs: Any) -> Any:
+        fake: Any = wrap(e, tx, *args, source=source, **kwargs)
+        # A number of Python's that Dynamo hands over as a tensor keeps what it is read back by.
+        if isinstance(fake, FakeTensor) and not isinstance(source, FloatTensorSource) and is_ours(tx):
+            fake.item_memo = None
+        return fake
+
+    def unless_read(self: Any, tx: Any, other: Any, op: str) -> Any:
+        if isinstance(other, TensorVariable) and is_ours(tx):
+            unimplemented(
+                gb_type="a size compared with data",
+                context=f"{self} {op} {other}",
+                explanation="The size of a tensor is compared with the value of another one.",
+                hints=[],
+            )
+        return compare(self, tx, other, op)
+
+    builder.wrap_to_fake_tensor_and_record = without_number
+    SymNodeVariable.richcompare_impl = unless_read  # type: ignore[method-assign]
 
 
 # ---- checkpoints of the user's that do more than run again ----------------------------------------------
