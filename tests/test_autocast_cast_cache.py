@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner.runtime.shape_policy import OnNewShape
 from tests.side_by_side import no_plan_warnings
 
 
@@ -193,3 +194,24 @@ def test_autocast_that_keeps_no_casts_in_a_part() -> None:
     plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("policy", ["replan", "reapply"])
+@pytest.mark.filterwarnings("ignore::planner.PlanWarning")
+def test_calls_of_other_sizes_that_are_planned_between_meet_as_without_a_plan(
+    policy: OnNewShape,
+) -> None:
+    def gradients(planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Encoder().train()
+        if planned:
+            planner.auto_checkpoint(
+                model, budget="min", solver="sqrt_n", loss=lambda y: y.sum(), on_new_shape=policy
+            )
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [model(torch.randn(rows, 32)) for rows in (8, 12, 20)]
+        _together([output[:8] for output in outputs])
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for expected, found in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(expected, found)

@@ -113,6 +113,16 @@ LOOPS = [
         ),
     ),
     Mutation(
+        "planned-between-calls",
+        "So are those of calls between which the module is planned again.",
+        "What is noted of a region is lost with its casts, which planning frees.",
+        (Change("planner/_torch/autocast_state.py", "again.update(notes)", "again.clear()"),),
+        (
+            "tests/test_autocast_cast_cache.py"
+            "::test_calls_of_other_sizes_that_are_planned_between_meet_as_without_a_plan[replan]",
+        ),
+    ),
+    Mutation(
         "accumulation",
         "Gradients are accumulated over several backwards; zero_grad(set_to_none=False) keeps its tensors.",
         "A planned call drops the gradients that are there when it begins.",

@@ -1,9 +1,13 @@
 """The regions of autocast that code runs in, and going back to them."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+
+from planner._torch import fake
 
 
 @contextlib.contextmanager
@@ -11,14 +15,41 @@ def without_autocast() -> Iterator[None]:
     """Backward passes run outside of autocast, as PyTorch asks of its users.
 
     A user's backward runs after the region has been left, which frees the casts of weights that it
-    keeps; here the caller's region goes on, so they are freed explicitly.
+    keeps; here the caller's region goes on, so they are freed explicitly. What is noted of that region stays.
     """
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
+    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    noted = {kind: notes for kind in enabled if (notes := notes_of_region(kind))}
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in enabled:
                 torch.clear_autocast_cache()
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+            yield
+    finally:
+        for kind, notes in noted.items():
+            again = notes_of_region(kind)
+            if again is not None:
+                again.update(notes)
+
+
+def notes_of_region(kind: str) -> dict[str, Any] | None:
+    """A dictionary that lasts as long as autocast keeps casts on a kind of device; None where it keeps none.
+
+    Autocast keeps the cast of an empty tensor with those of parameters, and the autograd node of that can
+    be written on. No kernel runs.
+    """
+    if kind == "cuda" and not torch.cuda.is_available():
+        return None
+    with fake.without_modes():
+        empty = _empty_parameter(kind)
+        used = torch.mm(empty, empty).grad_fn
+    node: Any = None if used is None else used.next_functions[0][0]
+    return node.metadata if node is not None and node.name() == "ToCopyBackward0" else None
+
+
+@functools.cache
+def _empty_parameter(kind: str) -> torch.Tensor:
+    return torch.empty((0, 0), device=kind, requires_grad=True)
 
 
 AutocastState = dict[str, tuple[bool, torch.dtype]]

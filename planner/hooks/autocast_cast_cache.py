@@ -11,7 +11,6 @@ of the sum.)
 One call in a region, the usual case, costs one cast of an empty tensor, and nothing in the backward.
 """
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,8 @@ from typing import Any
 
 import torch
 
-from planner._torch import autograd, fake
+from planner._torch import autograd
+from planner._torch.autocast_state import notes_of_region
 from planner._torch.joint import aot_metadata
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.accumulation import is_sum
@@ -77,7 +77,7 @@ class AutocastCastCache(GraphHook):
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         parameters = self._taken(args)
-        notes = _notes_of_region(parameters[0].device)
+        notes = notes_of_region(parameters[0].device.type)
         if notes is None:
             return
         region = notes.setdefault("planner", _Region())
@@ -98,26 +98,8 @@ def unplanned_call(parameters: Sequence[torch.Tensor]) -> bool:
     Returns:
         Whether the region of autocast that it is in holds a planned call too that casts the same parameters.
     """
-    notes = _notes_of_region(parameters[0].device) if parameters else None
+    notes = notes_of_region(parameters[0].device.type) if parameters else None
     return notes is not None and notes.setdefault("planner", _Region()).add_unplanned(parameters)
-
-
-def _notes_of_region(device: torch.device) -> dict[str, Any] | None:
-    """A dictionary that lasts as long as autocast keeps casts here; None where it casts nothing.
-
-    Autocast keeps the cast of an empty tensor with those of parameters, and the autograd node of that can
-    be written on. No kernel runs.
-    """
-    with fake.without_modes():
-        empty = _empty_parameter(device)
-        used = torch.mm(empty, empty).grad_fn
-    node: Any = None if used is None else used.next_functions[0][0]
-    return node.metadata if node is not None and node.name() == "ToCopyBackward0" else None
-
-
-@functools.cache
-def _empty_parameter(device: torch.device) -> torch.Tensor:
-    return torch.empty((0, 0), device=device, requires_grad=True)
 
 
 class _Call:
