@@ -49,8 +49,8 @@ STEPS = [
         (
             Change(
                 "planner/_torch/inductor/memory.py",
-                "self.overall_peak_memory = max(self._held, default=0)",
-                "self.overall_peak_memory = 2 * max(self._held, default=0)",
+                "self.overall_peak_memory = max(self.overall_peak_memory, total)",
+                "self.overall_peak_memory = max(self.overall_peak_memory, 2 * total)",
             ),
         ),
         ("tests/test_inductor_reuse.py::test_a_buffer_is_freed_where_the_most_is_held_until_its_next_use",),

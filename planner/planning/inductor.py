@@ -28,6 +28,9 @@ FUSIONS: tuple[Fusion, ...] = ("anywhere", "earlier", "in-order")
 _NEAR = 0.97
 """A peak of at least so much of what is allowed is not asked to be raised."""
 
+_FAR = 1.25
+"""A fusion that takes so many times what is allowed, and what another takes, is not tried again."""
+
 _LEAST_FACTORS = (1.1, 1.25, 1.5)
 """For the least peak: further allowances that are tried, as multiples of the least that the solver knows."""
 
@@ -99,7 +102,9 @@ def solve_for_inductor(
     unrecomputed = solve(simulated.peak_bytes, time_limit)
     if room is None:
         return _answer(_least(solve, lowered, time_limit)), lowered(unrecomputed, ("anywhere",))
-    nothing = lowered(unrecomputed, FUSIONS, room)
+    nothing = lowered(unrecomputed, ("anywhere",), room)
+    if room < nothing.step.peak_bytes <= room * _FAR:  # it holds little that others would not
+        nothing = lowered(unrecomputed, FUSIONS, room)
     if nothing.step.peak_bytes <= room:
         return _answer(nothing), nothing
     fitting, smallest = _within(solve, lowered, room, simulated.peak_bytes, nothing, time_limit)
@@ -122,12 +127,13 @@ class _Lowering:
         """A schedule with the first of the fusions that fits the room, or the one of the lowest peak."""
         steps = []
         for fusion in fusions:
-            steps.append(self._step(solution.schedule, fusion))
+            steps.append(self.step(solution.schedule, fusion))
             if steps[-1].peak_bytes <= room:
                 return Lowered(solution, steps[-1])
         return Lowered(solution, min(steps, key=lambda step: step.peak_bytes))
 
-    def _step(self, schedule: Schedule, fusion: Fusion) -> EmittedStep:
+    def step(self, schedule: Schedule, fusion: Fusion) -> EmittedStep:
+        """What the programs of a schedule take."""
         key, known = (schedule.tobytes(), fusion), self._known
         if key not in known:
             done = len(known) / (len(known) + MOST_ATTEMPTS)
@@ -147,11 +153,14 @@ def _within(
     time_limit: float,
 ) -> tuple[Lowered | None, Lowered]:
     """The fastest that fits of the schedules that are tried, and the one of the smallest peak."""
-    fitting, smallest = None, nothing
+    fitting, smallest, fusions = None, nothing, FUSIONS
     low, high = 0, most  # allowances of the solver: of which programs fit, and do not
     allowance = max(most - (nothing.step.peak_bytes - room), 0)
     for _ in range(MOST_ATTEMPTS):
-        found = lowered(solve(allowance, time_limit), FUSIONS, room)
+        found = lowered(solve(allowance, time_limit), fusions, room)
+        first = lowered.step(found.solution.schedule, fusions[0]).peak_bytes
+        if first > _FAR * max(room, found.step.peak_bytes):
+            fusions = fusions[1:]
         if found.step.peak_bytes < smallest.step.peak_bytes:
             smallest = found
         over = found.step.peak_bytes - room

@@ -4,11 +4,13 @@ Seen to work with torch 2.13.
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch._inductor.codegen import wrapper as lines
+from torch._inductor.codegen.segmented_tree import SegmentedTree
 from torch._inductor.virtualized import V
 
 from planner._torch.inductor.order import FREED
@@ -99,32 +101,28 @@ class HeldByLine:
     def __init__(self) -> None:
         live = _freed_inputs(V.graph.scheduler)
         self._place: dict[int, int] = {}
-        self._held: list[int] = []
-        self._operators: set[int] = set()
+        held: list[float] = []
+        self.overall_peak_memory = 0
         program: list[Any] = V.graph.wrapper_code.lines
         for place, line in enumerate(program):
             _follow(live, line)
             self._place[id(line)] = place
-            self._held.append(sum(live.values()))
-            if isinstance(line, lines.ExternKernelAllocLine):
-                self._operators.add(place)
-        self.overall_peak_memory = max(self._held, default=0)
+            total = sum(live.values())
+            self.overall_peak_memory = max(self.overall_peak_memory, total)
+            held.append(math.inf if isinstance(line, lines.ExternKernelAllocLine) else total)
+        self._held: Any = SegmentedTree(held or [0], operator.add, max, 0)
 
-    def _between(self, freed: Any, allocated: Any) -> range:
-        return range(self._place[id(freed)], self._place[id(allocated)])
+    def _between(self, freed: Any, allocated: Any) -> tuple[int, int]:
+        return self._place[id(freed)], self._place[id(allocated)] - 1
 
     def peak_between(self, freed: Any, allocated: Any) -> float:
         """The most that is held from a line that frees to one that allocates; infinite if unknown."""
-        between = self._between(freed, allocated)
-        if not self._operators.isdisjoint(between):
-            return math.inf
-        return max(self._held[place] for place in between)
+        most: float = self._held.summarize_range(*self._between(freed, allocated))
+        return most
 
     def update_peak_between(self, freed: Any, allocated: Any) -> None:
         """The second line uses again what the first would free."""
-        size = bytes_of(allocated.node)
-        for place in self._between(freed, allocated):
-            self._held[place] += size
+        self._held.update_range(*self._between(freed, allocated), bytes_of(allocated.node))
 
 
 def _follow(live: dict[str, int], line: Any) -> None:
