@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import planner
 from planner._torch import fake
 from planner._torch.inductor.decompositions import nll_loss_backward
+from planner._torch.inductor.fusion_names import Fusion
 from planner.lowering.inductor import InductorLowering, as_given, for_inductor
 from planner.lowering.partition import no_recomputation, partition
 from planner.planning import inductor
-from planner.planning.inductor import emitted_model
+from planner.planning.inductor import FUSIONS, emitted_model
 from solvers import portfolio
 from solvers.model.schedule import simulate
 
@@ -111,6 +113,25 @@ def test_a_backward_is_compiled_for_what_its_forward_saves() -> None:
         results = run(arguments)
     tangents = sum("tangents" in node.name for node in halves.backward.graph.find_nodes(op="placeholder"))
     assert [t.stride() for t in results[tangents:]] == [t.stride() for t in read[:-tangents]]
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_a_saved_view_that_inductor_copies_is_read_as_it_lies(fusion: Fusion) -> None:
+    def keys_of_groups(x: torch.Tensor) -> list[torch.Tensor]:
+        keys = x.view(2, 8, 2, 4).transpose(1, 2)
+        turned = keys * x.cos().sum() + torch.cat([-keys[..., 2:], keys[..., :2]], -1) * x.sin().sum()
+        groups = turned[:, :, None].expand(2, 2, 3, 8, 4)
+        queries = groups.reshape(12, 8, 4)
+        return [groups, torch.bmm(queries, queries.transpose(1, 2))]
+
+    mode = fake.fake_mode_with_sizes()
+    with mode:
+        inputs = [torch.empty(2, 8, 8)]
+    lowering = InductorLowering({}, fusion)
+    _, run, arguments = lowering.emitted(make_fx(keys_of_groups)(*inputs), "forward")
+    with fake.without_modes(), arguments[0].fake_mode:
+        results = run(arguments)
+    assert [result.stride() for result in results] == list(lowering._results)
 
 
 class Attention(nn.Module):

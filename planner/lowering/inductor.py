@@ -293,7 +293,8 @@ class InductorLowering:
     def __call__(self, module: GraphModule, role: Role) -> BoxedFunction:
         results: Sequence[Any] = module.graph.output_node().args[0]  # type: ignore[assignment]
         graph = self._graph(module, role)
-        function, digest = compiling.compiled(*self._arguments(graph), **self._keywords(role))
+        function, digest, strides = compiling.compiled(*self._arguments(graph), **self._keywords(role))
+        self._returns(graph, role, strides)
         self.digests.setdefault(role, digest)
         given = as_given(function, graph)
         return given if role == "backward" else results_apart(given, results)
@@ -311,6 +312,7 @@ class InductorLowering:
         try:
             graph = self._graph(module, role)
             program = compiling.emitted(*self._arguments(graph), **self._keywords(role))
+            self._returns(graph, role, program.strides)
         except PlannerError:
             raise
         except Exception as error:  # whatever Inductor raises
@@ -323,10 +325,16 @@ class InductorLowering:
         return program, as_given(program.run, graph), inputs
 
     def _graph(self, module: GraphModule, role: Role) -> InductorGraph:
-        graph = for_inductor(module, self._saved(module, role), in_order=self.fusion != "anywhere")
+        return for_inductor(module, self._saved(module, role), in_order=self.fusion != "anywhere")
+
+    def _returns(self, graph: InductorGraph, role: Role, found: Sequence[Strides | None]) -> None:
+        """Note how what a forward returns lies: Inductor copies some views, in the order of their strides."""
         if role == "forward":
-            self._results = graph.strides
-        return graph
+            emitted = iter(found)
+            self._results = [
+                strides if i in graph.aliases else next(emitted, strides)
+                for i, strides in enumerate(graph.strides)
+            ]
 
     def _saved(self, module: GraphModule, role: Role) -> Sequence[Strides | None]:
         """How what the forward saves lies, where this is its backward.

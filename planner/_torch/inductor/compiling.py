@@ -129,14 +129,19 @@ def compiled(
     backward: bool,
     fusion: Fusion,
     options: Mapping[str, Any],
-) -> tuple[BoxedFunction, str]:
-    """The program of a graph that :func:`retrace` returned, compiled, and its digest."""
+) -> tuple[BoxedFunction, str, list[Any]]:
+    """The program of a graph that :func:`retrace` returned, compiled; its digest; its results' strides."""
     missing = missing_compiler()
     if missing is not None:
         raise CompilerError(f"{NO_COMPILER} ({missing})")
-    with _settings(options, fusion), kernels_compiled_together(), tracing(TracingContext(mode)):
+    with (
+        _settings(options, fusion),
+        kernels_compiled_together(),
+        tracing(TracingContext(mode)),
+        TracingContext.report_output_strides() as strides,
+    ):
         function: Any = compile_fx_inner(module, list(inputs), is_backward=backward)
-    return function, digest_of(getattr(function, "source_code", ""))
+    return function, digest_of(getattr(function, "source_code", "")), list(strides or ())
 
 
 NO_COMPILER = (
@@ -152,10 +157,12 @@ class Emitted:
     Attributes:
         source: Its Python source; "" where the graph calls nothing.
         run: Runs it on tensors without data: it allocates and frees, and computes nothing.
+        strides: Of its results; None of those that are no tensors. Empty where it calls nothing.
     """
 
     source: str
     run: BoxedFunction
+    strides: Sequence[Any]
 
     @property
     def digest(self) -> str:
@@ -194,12 +201,13 @@ def emitted(
     with (
         _settings(options, fusion),
         tracing(TracingContext(mode)),
+        TracingContext.report_output_strides() as strides,
         mock.patch.object(PyCodeCache, "load_by_key_path", keep_source),
     ):
         compiled = compile_fx_inner(module, list(inputs), is_backward=backward)
     if not found:
-        return Emitted("", compiled)
-    return Emitted(found[-1][0], _dry_program(*found[-1]))
+        return Emitted("", compiled, ())
+    return Emitted(found[-1][0], _dry_program(*found[-1]), list(strides or ()))
 
 
 def _dry_program(source: str, constants: Mapping[str, Any]) -> BoxedFunction:
