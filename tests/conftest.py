@@ -99,12 +99,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to be compiled runs as it was traced for Inductor, without a compiler."""
     from planner._torch.inductor import compiling
 
-    def boxed(module: Any, *_: Any, **__: Any) -> tuple[Any, str]:
+    def boxed(module: Any, *_: Any, **__: Any) -> tuple[Any, str, list[Any]]:
         def run(args: list[Any]) -> Any:
             taken = list(args)
             args.clear()
             return module(*taken)
 
-        return run, ""
+        return run, "", []
 
     monkeypatch.setattr(compiling, "compiled", boxed)

@@ -152,8 +152,8 @@ def test_the_gradient_of_a_view_is_there_beside_an_output_that_nothing_reads(
     plan = planner.plan(model, x, loss=loss_of, budget="1GiB", backend="inductor", solver="sqrt_n")
     original = compiling.compiled
 
-    def without_aliases(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        run, digest = original(*args, **kwargs)
+    def without_aliases(*args: Any, **kwargs: Any) -> tuple[Any, str, list[Any]]:
+        run, digest, strides = original(*args, **kwargs)
 
         def as_inductor(taken: list[Any]) -> list[Any]:
             there: dict[Any, Any] = {}
@@ -162,7 +162,7 @@ def test_the_gradient_of_a_view_is_there_beside_an_output_that_nothing_reads(
                 for t in run(taken)
             ]
 
-        return as_inductor, digest
+        return as_inductor, digest, strides
 
     monkeypatch.setattr(compiling, "compiled", without_aliases)
     loss_of(plan.apply(model)(x)).backward()
@@ -346,13 +346,13 @@ def test_verify_tells_gradients_that_are_farther_off_than_unplanned_ones(
     assert planner.verify(model, x, plan=plan, repeats=0).gradients_equal
     original = compiling.compiled
 
-    def wrong(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        run, _ = original(*args, **kwargs)
+    def wrong(*args: Any, **kwargs: Any) -> tuple[Any, str, list[Any]]:
+        run, _, strides = original(*args, **kwargs)
 
         def scaled(taken: list[Any]) -> list[Any]:
             return [r * 1.001 if r is not None and r.is_floating_point() else r for r in run(taken)]
 
-        return scaled, ""
+        return scaled, "", strides
 
     monkeypatch.setattr(compiling, "compiled", wrong)
     report = planner.verify(model, x, plan=plan, repeats=0)
