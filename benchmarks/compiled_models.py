@@ -140,6 +140,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "llama": llama,
     "resnet14": lambda: resnet((1, 1, 1, 1)),
     "resnet50": lambda: resnet((3, 4, 6, 3), images=8, size=128),
+    "resnet50-64": lambda: resnet((3, 4, 6, 3)),
     "unet": unet,
     "shared": shared,
 }

@@ -202,6 +202,32 @@ def test_a_kernel_ends_where_what_it_has_read_would_raise_the_peak() -> None:
     assert emitted < single * 1.5  # in one kernel between the two products it is twice as much
 
 
+def test_a_way_of_fusing_that_takes_far_more_is_not_lowered_again() -> None:
+    beyond = {"anywhere": 4.0, "earlier": 1.3, "in-order": 1.2}  # what programs take, by what the solver says
+    asked: set[tuple[int, Fusion]] = set()
+
+    class Lowering:
+        def __call__(self, solution: Any, fusions: Any, room: int = 0) -> Any:
+            steps = [self.step(solution.schedule, fusion) for fusion in fusions]
+            return SimpleNamespace(step=min(steps, key=lambda step: step.peak_bytes), solution=solution)
+
+        def step(self, schedule: int, fusion: Fusion) -> Any:
+            asked.add((schedule, fusion))
+            return SimpleNamespace(peak_bytes=schedule * beyond[fusion])
+
+    def solve(room: int | None, _seconds: float) -> Any:
+        return SimpleNamespace(peak_bytes=room, schedule=room, seconds=1.0, feasible=True)
+
+    nothing: Any = SimpleNamespace(step=SimpleNamespace(peak_bytes=1_500))
+    lowering: Any = Lowering()
+    fitting, _ = inductor._within(solve, lowering, 1_000, 1_500, nothing, 1.0)
+    assert fitting is not None
+    assert fitting.step.peak_bytes <= 1_000
+    lowered = [fusion for _, fusion in asked]
+    assert lowered.count("anywhere") == 1
+    assert lowered.count("earlier") == lowered.count("in-order") > 2
+
+
 def lowerings(beyond: list[float]) -> int:
     """How many schedules are lowered for the least peak.
 

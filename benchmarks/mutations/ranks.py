@@ -16,6 +16,19 @@ RANKS = [
         ("tests/test_ddp.py::test_two_ranks[plain]",),
     ),
     Mutation(
+        "ddp-step-inside",
+        "A planned step of a model in DistributedDataParallel runs inside of the wrapper's forward.",
+        "It runs beside the wrapper, which then reduces nothing.",
+        (
+            Change(
+                "planner/lazy/step.py",
+                "return call_inside(models, run, data, named)",
+                "return run(*data, **named)",
+            ),
+        ),
+        ("tests/test_wrapped.py::test_a_step_runs_inside_of_the_wrappers_forward",),
+    ),
+    Mutation(
         "ddp-unused-parameters",
         "DistributedDataParallel with find_unused_parameters=True.",
         "Outputs without a gradient count as outputs with a gradient of zeros.",

@@ -72,6 +72,16 @@ STEPS = [
         ),
     ),
     Mutation(
+        "inductor-saved-as-it-lies",
+        "A backward is compiled for what its forward's program returns.",
+        "It is compiled for the strides that were traced, and Inductor copies some views.",
+        (Change("planner/lowering/inductor.py", "emitted = iter(found)", "emitted = iter(())"),),
+        (
+            "tests/test_inductor_memory.py"
+            "::test_a_saved_view_that_inductor_copies_is_read_as_it_lies[anywhere]",
+        ),
+    ),
+    Mutation(
         "inductor-unread-inputs",
         "What Inductor's program does not read is not handed to it.",
         "It is, and lives until the program returns.",

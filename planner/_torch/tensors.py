@@ -41,8 +41,10 @@ SPARSE = {
 
 
 def as_lazy_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is to be conjugated, or negated, when it is read, where another is: kernels that do not
-    know of this copy it first."""
+    """A tensor, conjugated or negated lazily where another is.
+
+    Kernels that do not know of this copy it before they read it.
+    """
     tensor = tensor.conj() if like.is_conj() else tensor
     return torch._neg_view(tensor) if like.is_neg() else tensor
 
