@@ -1,14 +1,15 @@
 """Ways to train under a memory budget, compiled and not: small models, measured peaks, gradients and times.
 
     OMP_NUM_THREADS=1 python benchmarks/compiled.py [--models gpt bert ...] [--budgets 60 80 40 min]
-        [--ratios 0.5 0] [--eager] [--fresh] [--checkpoints] [--plans-only] [--repeats 5]
+        [--ratios 0.5 0] [--eager] [--fresh] [--checkpoints] [--layouts] [--plans-only] [--repeats 5]
         [--rows out/compiled.jsonl] [-o out/compiled.md]
 
 Each model of `benchmarks/compiled_models.py` has a process of its own, with an empty cache of Inductor, which
 adds its rows to the file ``--rows``; the table is written from that file, so that models can be measured one
 by one, and a model that is measured again replaces its rows. ``--models`` without names writes the table
 only. ``--fresh`` times compilations from empty caches, ``--checkpoints`` puts a checkpoint around every
-block, ``--eager`` plans for eager, too, and ``--plans-only`` takes Inductor's peak from the file.
+block, ``--eager`` plans for eager, too, ``--layouts`` plans again, laid out as Inductor does without a plan,
+and ``--plans-only`` takes Inductor's peak from the file.
 """
 
 import argparse
@@ -31,7 +32,7 @@ WRONG = 1e-2
 NO_MMAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 """Settings of glibc by which memory that was freed is kept: page faults would be timed as well."""
 _MIB = 2**20
-_SWITCHES = ("eager", "fresh", "checkpoints", "plans-only")
+_SWITCHES = ("eager", "fresh", "checkpoints", "layouts", "plans-only")
 
 
 def wrong(row: Row, inductor: Row | None) -> bool:

@@ -40,6 +40,12 @@ from planner.verification.measure import measure_peak, time_steps
 SEED = 11
 OPTIONS: Any = {"fallback_random": True}
 BY_RATIO = "Inductor, activation_memory_budget"
+PLANNED: dict[str, dict[str, Any]] = {
+    "eager": {"backend": "eager"},
+    "Inductor": {"backend": "inductor"},
+    "Inductor's layouts": {"backend": "inductor", "backend_options": {"layout_optimization": True}},
+}
+"""Plans by what runs them."""
 Row = dict[str, Any]
 
 
@@ -154,24 +160,23 @@ class Ways:
             yield self.row("eager, checkpoint per block", module, module)
             yield self.row("Inductor, checkpoint per block", module, torch.compile(module, options=OPTIONS))
 
-    def planned(self, backend: Any, budgets: list[str], whole: int, fresh: bool) -> Iterator[Row]:
-        """By plans; the first starts with empty caches if ``fresh``."""
+    def planned(self, name: str, budgets: list[str], whole: int, fresh: bool) -> Iterator[Row]:
+        """By plans of one of :data:`PLANNED`; the first starts with empty caches if ``fresh``."""
         resident = resident_bytes(self.model, self.inputs)
         before = spent()
-        step = planner.prepare(copy.deepcopy(self.model), self.inputs, backend=backend)
-        name = {"eager": "eager", "inductor": "Inductor"}[backend]
+        step = planner.prepare(copy.deepcopy(self.model), self.inputs, **PLANNED[name])
         wanted: dict[str, int | str] = {
             f"{name} + plan {b}" + "%" * (b != "min"): b if b == "min" else int(whole * float(b) / 100)
             for b in budgets
         }
         of_inductor = next((row for row, _ in self.steps if row["way"] == "Inductor"), None)
-        for row, _ in self.steps if backend == "inductor" else []:
+        for row, _ in self.steps if name == "Inductor" else []:
             if row["way"].startswith(BY_RATIO) and not wrong(row, of_inductor):
                 ratio, peak = row["way"].removeprefix(BY_RATIO), row["peak"] + resident
                 if peak not in wanted.values():
                     wanted[f"{name} + plan, peak of budget{ratio}"] = peak
         for number, (way, room) in enumerate(wanted.items()):
-            first = number == 0 and fresh and backend == "inductor"
+            first = number == 0 and fresh and name == "Inductor"
             known: Row = {"budget": room - resident} if isinstance(room, int) else {}
             try:
                 plan = step.plan(room)
@@ -205,7 +210,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--budgets", nargs="*", default=[])
     parser.add_argument("--ratios", nargs="*", type=float, default=[])
-    for name in ("eager", "fresh", "checkpoints", "plans-only"):
+    for name in ("eager", "fresh", "checkpoints", "layouts", "plans-only"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
@@ -224,8 +229,8 @@ def main() -> None:
             if row["way"] == "Inductor":
                 whole = row["peak"] + resident_bytes(ways.model, ways.inputs)
             yield row
-        for backend in ["eager"] * options.eager + ["inductor"]:
-            yield from ways.planned(backend, options.budgets, whole, options.fresh)
+        for way in ["eager"] * options.eager + ["Inductor"] + ["Inductor's layouts"] * options.layouts:
+            yield from ways.planned(way, options.budgets, whole, options.fresh)
         if options.repeats:
             yield from ways.timed()
 

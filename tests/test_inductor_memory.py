@@ -68,14 +68,6 @@ def test_the_gradient_of_a_loss_of_classes_is_exact(
     assert torch.equal(nll_loss_backward(*taken), expected)
 
 
-def test_convolutions_keep_the_layouts_of_the_model() -> None:
-    model = nn.Sequential(nn.Conv2d(8, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3))
-    emitted, single = without_recomputation(model, torch.randn(2, 8, 8, 8))
-    assert emitted <= single
-    told, _ = without_recomputation(model, torch.randn(2, 8, 8, 8), layout_optimization=True)
-    assert told > emitted
-
-
 def test_what_is_not_read_is_not_held() -> None:
     drawn = Graph()
     a, _, c = (drawn.placeholder(name) for name in "abc")

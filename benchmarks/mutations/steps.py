@@ -82,6 +82,22 @@ STEPS = [
         ),
     ),
     Mutation(
+        "inductor-saved-as-traced",
+        "What a forward saves lies as Inductor lays it out.",
+        "It lies as it was traced: what convolutions return is copied, and statistics are rounded otherwise.",
+        (
+            Change(
+                "planner/lowering/inductor.py",
+                "as_traced = None if own is None else own - sum(i < own for i in aliases)",
+                "as_traced = None",
+            ),
+        ),
+        (
+            "tests/test_inductor_layouts.py"
+            "::test_with_inductors_layouts_buffers_are_those_of_torch_compile[1GiB]",
+        ),
+    ),
+    Mutation(
         "inductor-unread-inputs",
         "What Inductor's program does not read is not handed to it.",
         "It is, and lives until the program returns.",

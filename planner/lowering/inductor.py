@@ -27,6 +27,7 @@ from planner.errors import CaptureError, PlannerError
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias
 from planner.graph.replay import rng, rnn_reserve
+from planner.lowering.partition import user_outputs
 from planner.lowering.roles import Role
 
 Strides = tuple[int, ...]
@@ -97,7 +98,10 @@ def for_inductor(
         outputs = list(emitter.run(*arguments))
         return outputs if emitter.token is None else [*outputs, emitter.token]
 
-    traced = compiling.retrace(function, inputs, mode)
+    own = user_outputs(module)
+    # What is saved lies as Inductor lays it out, which knows what convolutions want: the backward is told.
+    as_traced = None if own is None else own - sum(i < own for i in aliases)
+    traced = compiling.retrace(function, inputs, mode, as_traced)
     outputs = iter(traced.graph.output_node().args[0])  # type: ignore[arg-type]
     found = [laid_out[i] if i in laid_out else _strides(next(outputs)) for i in range(len(results))]
     read = _without_unread(traced, _names(placeholders))

@@ -98,8 +98,16 @@ def unused_vectors() -> str | None:
     return None if there == "DEFAULT" or cpu_vec_isa.valid_vec_isa_list() else there
 
 
-def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> GraphModule:
-    """Trace a function of tensors without data with Inductor's decompositions."""
+def retrace(
+    function: Callable[..., Any], inputs: Sequence[Any], mode: Any, as_traced: int | None = None
+) -> GraphModule:
+    """Trace a function of tensors without data with Inductor's decompositions.
+
+    Args:
+        function, inputs, mode: What to trace, on what, in which fake mode.
+        as_traced: How many results lie in memory as they were traced, the others as Inductor lays them out;
+            None: all.
+    """
     with (
         without_modes(),
         torch.no_grad(),
@@ -112,8 +120,8 @@ def retrace(function: Callable[..., Any], inputs: Sequence[Any], mode: Any) -> G
             function, decomposition_table=decompositions(), _allow_non_fake_inputs=True
         )(*inputs)
     output = traced.graph.output_node()
-    # All results lie as they were traced: the backward was traced for what the forward saves.
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    visible = len(output.args[0]) if as_traced is None else as_traced  # type: ignore[arg-type]
+    output.meta["user_visible_output_idxs"] = list(range(visible))
     output.meta["original_output_strides"] = [
         value.stride() if isinstance(value, torch.Tensor) else None
         for value in (getattr(node, "meta", {}).get("val") for node in output.args[0])  # type: ignore
