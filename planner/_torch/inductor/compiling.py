@@ -29,6 +29,7 @@ from planner._torch.inductor.decompositions import decompositions
 from planner._torch.inductor.fusion import CHOICES, kernels_of_plans
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.kernels import kernels_compiled_together
+from planner._torch.inductor.remembered import work_remembered
 from planner.errors import CompilerError
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -268,6 +269,7 @@ def _settings(options: Mapping[str, Any], fusion: Fusion) -> Iterator[None]:
         config.patch({**_OURS, **_UNLESS_GIVEN, "inductor_choices_class": choices, **options}),
         V.set_choices_handler(choices()),  # made already in this thread, perhaps, whatever the setting says
         kernels_of_plans(),
+        work_remembered(),
     ):
         yield
 

@@ -130,10 +130,12 @@ class _Places:
     Attributes:
         calls: Of calls of libraries.
         readers: By the name of a buffer, of what reads it.
+        returned: The names of what the program returns.
     """
 
     calls: list[int]
     readers: dict[str, list[int]]
+    returned: frozenset[str]
 
     @staticmethod
     def of(scheduler: Any) -> "_Places":
@@ -143,7 +145,7 @@ class _Places:
                 calls.append(node.min_order)
             for name in node.used_or_aliased_buffer_names():
                 readers.setdefault(name, []).append(node.min_order)
-        return _Places(sorted(calls), readers)
+        return _Places(sorted(calls), readers, frozenset(V.graph.get_output_names()))
 
 
 def _comes_earlier(scheduler: Any, places: _Places, first: Any, second: Any) -> bool:
@@ -155,7 +157,7 @@ def _comes_earlier(scheduler: Any, places: _Places, first: Any, second: Any) -> 
     """
     if second.has_aliasing_or_mutation() or first.has_aliasing_or_mutation():
         return False
-    own, returned = second.get_buffer_names(), set(V.graph.get_output_names())
+    own, returned = second.get_buffer_names(), places.returned
     inside = {node.min_order for node in second.get_nodes()}
     dies: list[int] = []
     for name in {dep.name for dep in second.read_writes.reads} - own:

@@ -1,0 +1,58 @@
+"""What Inductor works out again and again while it lowers a program, remembered.
+
+A program that computes much again has many kernels that index alike. Inductor simplifies the same expressions
+for each, since it remembers no more than the last 128, and makes the rules of types anew for each operation.
+What is remembered here depends on nothing but its arguments, so that programs are the same. Seen to work with
+torch 2.13.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch._inductor import sizevars
+from torch._inductor.codegen import cpp
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+_MOST = 1 << 15
+"""Expressions that are remembered, by function; most programs have a few thousand."""
+
+
+@functools.cache
+def _remembering(function: Any) -> Any:
+    """The same function, which forgets what it returned later; itself if it remembers nothing now."""
+    plain = getattr(function, "__wrapped__", None)
+    return function if plain is None else functools.lru_cache(_MOST)(plain)
+
+
+class _RulesOfTypes:
+    """In the place of a method that makes the rules of all operators again for the one object there is."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        self._made: Any = None
+
+    def __get__(self, instance: Any, _owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self._once, instance)
+
+    def _once(self, instance: Any) -> None:
+        if self._made is not instance:
+            self._make(instance)
+            self._made = instance
+
+
+@contextlib.contextmanager
+def work_remembered() -> Iterator[None]:
+    """While this is open, Inductor remembers more; what it remembers outlives that."""
+    names = ("stride_at", "simplify_index_in_vec_range", "stride_at_vec_range")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            remembering = _remembering(getattr(sizevars, name))
+            stack.enter_context(mock.patch.object(sizevars, name, remembering))
+            if hasattr(cpp, name):
+                stack.enter_context(mock.patch.object(cpp, name, remembering))
+        once = _RulesOfTypes(DtypePropagationOpsHandler.__init__)
+        stack.enter_context(mock.patch.object(DtypePropagationOpsHandler, "__init__", once))
+        yield
