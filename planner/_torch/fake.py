@@ -1,7 +1,6 @@
 """Tensors without data, and what can be asked of tensors and storages by private names of PyTorch."""
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -89,12 +88,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, the same for all of its views, while the storage lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def deep_copy_with(module: torch.nn.Module, replaced: dict[int, Any]) -> torch.nn.Module:
-    """A deep copy of a module in which objects (by ``id``) are replaced rather than copied."""
-    memo: dict[int, Any] = dict(replaced)
-    return copy.deepcopy(module, memo)
 
 
 @contextlib.contextmanager

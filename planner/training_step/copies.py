@@ -14,6 +14,7 @@ from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_co
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
+from planner.module_copies import attribute_of, copied_module
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
 
@@ -125,11 +126,11 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
 def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:
     try:
-        copied = fake_.deep_copy_with(module, replaced)
+        copied = copied_module(module, replaced)
         if step.in_mode(module) is not module.training:
             copied.train(not module.training)
     except Exception as error:
-        raise CaptureError(described("copying the module (copy.deepcopy)", error)) from error
+        raise CaptureError(_not_copied(error)) from error
     own = set(module.modules())
     for part in copied.modules():
         if part not in own:  # a __deepcopy__ may return the module itself
@@ -139,6 +140,17 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
             # Scripted modules clone their parameters with history: gradients would reach the user's.
             mine.detach_().requires_grad_(original.requires_grad)
     return copied
+
+
+def _not_copied(error: Exception) -> str:
+    attribute = attribute_of(error)
+    if attribute is None:
+        return described("copying the module (copy.deepcopy)", error)
+    said = str(error).strip().partition("\n")[0]
+    return (
+        f"copying the module failed at its attribute {attribute}: {type(error).__name__}: {said}. The step "
+        "is planned on a copy: keep that outside of the module, or give its class a __deepcopy__"
+    )
 
 
 def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[str]:

@@ -5,7 +5,6 @@ asked for; what is compared is the distance from the same step in double precisi
 """
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from planner.module_copies import copied_module
 from planner.training_step.step import Step, map_tensors
 from planner.verification.outcomes import Name, Outcome, distance, same
 
@@ -78,7 +78,7 @@ def _wide(tensor: torch.Tensor | None) -> Any:
 
 
 def _detached_copy(model: torch.nn.Module) -> torch.nn.Module:
-    copied = copy.deepcopy(model)
+    copied = copied_module(model)
     copied.zero_grad(set_to_none=True)
     return copied
 

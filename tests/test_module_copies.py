@@ -1,0 +1,105 @@
+"""Modules that hold what cannot be copied are planned; a copy shares it."""
+
+import queue
+import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as distributed
+import torch.nn as nn
+import torch.nn.functional as functional
+
+import planner
+from planner.module_copies import copied_module
+
+
+class Holding(nn.Module):
+    """Holds an object, two levels down."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 32), nn.Linear(32, 8)])
+        self.layers[0].held = {"inside": [held]}
+
+    @property
+    def held(self) -> Any:
+        return self.layers[0].held["inside"][0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.layers
+        return second(functional.relu(first(x))).square().mean()  # type: ignore[no-any-return]
+
+
+class Worker(threading.Thread):
+    """A class of the user's own."""
+
+
+SHARED = {
+    "lock": threading.Lock,
+    "reentrant lock": threading.RLock,
+    "file of Python": lambda: functional,
+    "thread": Worker,
+    "queue": queue.Queue,
+    "simple queue": queue.SimpleQueue,
+    "executor": lambda: ThreadPoolExecutor(1),
+    "output": lambda: sys.__stdout__,
+    "keys": lambda: {"a": 1}.keys(),
+    "proxy": lambda: types.MappingProxyType({}),
+    "store": distributed.HashStore,
+}
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED.keys())
+def test_a_copy_shares_what_cannot_be_copied(make: Any) -> None:
+    model = Holding(make())
+    copied: Any = copied_module(model)
+    assert copied.held is model.held
+    assert copied.layers[0].held is not model.layers[0].held
+    assert copied.layers[0].weight is not model.layers[0].weight
+
+
+def test_a_module_with_files_and_locks_is_planned(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        model, x = Holding([threading.Lock(), functional, file]), torch.randn(4, 8)
+        plan = planner.plan(model, x, budget="min", costs="roofline")
+        assert planner.verify(model, x, plan=plan, repeats=0).ok
+
+
+def test_a_module_with_a_process_group_is_planned(tmp_path: Path) -> None:
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        model, x = Holding(distributed.group.WORLD), torch.randn(4, 8)
+        plan = planner.plan(model, x, budget="min", costs="roofline")
+        assert planner.verify(model, x, plan=plan, repeats=0).ok
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_variables_of_threads_are_copied() -> None:
+    local = threading.local()
+    local.seen = [torch.zeros(2)]
+    model = Holding(local)
+    copied: Any = copied_module(model)
+    copied.held.seen.append(1)
+    assert len(local.seen) == 1
+    assert copied.held.seen[0] is not local.seen[0]
+
+
+def test_outside_of_our_copies_nothing_is_shared() -> None:
+    copied_module(Holding(threading.Lock()))
+    with pytest.raises(TypeError, match="pickle"):
+        __import__("copy").deepcopy(threading.Lock())
+    assert "__deepcopy__" not in vars(threading.Thread)
+
+
+def test_an_error_names_the_attribute_that_is_not_copied() -> None:
+    model = Holding(number for number in range(3))  # a step would take from it
+    with pytest.raises(planner.CaptureError, match=r"attribute layers\.0\.held\.inside: .*generator"):
+        planner.plan(model, torch.randn(4, 8), budget="min")
