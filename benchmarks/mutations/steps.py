@@ -82,6 +82,19 @@ STEPS = [
         ),
     ),
     Mutation(
+        "unread-draws",
+        "Random numbers that the forward draws and does not use are drawn.",
+        "AOTAutograd drops them, and what is drawn later draws their numbers.",
+        (
+            Change(
+                "planner/_torch/joint/aot.py",
+                "        stack.enter_context(inductor_config.patch(fallback_random=True))\n",
+                "",
+            ),
+        ),
+        ("tests/test_unread_draws.py::test_what_is_drawn_and_not_used_is_drawn[dropout]",),
+    ),
+    Mutation(
         "inductor-saved-as-traced",
         "What a forward saves lies as Inductor lays it out.",
         "It lies as it was traced: what convolutions return is copied, and statistics are rounded otherwise.",
