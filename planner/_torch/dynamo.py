@@ -34,6 +34,7 @@ from planner._torch.tracing.hindrances import (
 )
 from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
+from planner._torch.without_data.fake_values import lists_count
 
 _DYNAMO_CONFIG: dict[str, Any] = {
     # A plan is followed also where the user's own torch.compile is switched off.
@@ -88,7 +89,8 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(dynamo.config.patch(**settings))
-        for context in (nothing_for_logs_alone, go_on_inside_modules, layouts_of_kernels, marks_allowed):
+        contexts = (nothing_for_logs_alone, go_on_inside_modules, layouts_of_kernels, marks_allowed)
+        for context in (*contexts, lists_count):
             stack.enter_context(context())
         yield
 

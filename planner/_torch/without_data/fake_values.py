@@ -237,21 +237,33 @@ def know_values(tensors: Sequence[object], known: Sequence[torch.Tensor | None])
 @contextlib.contextmanager
 def values_count() -> Iterator[None]:
     """Operations on tensors whose values are known are computed, so that they can decide what runs."""
-    limit = fake_tensors.CONSTANT_NUMEL_LIMIT
     replaced = []
     for name, function in NOT_FAKE.items():
         module = sys.modules.get(name)
         if module is not None and hasattr(module, function):
             replaced.append((module, function, getattr(module, function)))
-    fake_tensors.CONSTANT_NUMEL_LIMIT = _MOST_KNOWN_ELEMENTS
     try:
         for module, function, _ in replaced:
             setattr(module, function, _never)
+        with lists_count():
+            yield
+    finally:
+        for module, function, before in replaced:
+            setattr(module, function, before)
+
+
+@contextlib.contextmanager
+def lists_count() -> Iterator[None]:
+    """Tensors without data that are made of lists of numbers have known values, and may decide sizes.
+
+    PyTorch knows them of tensors of one element. A planned module is captured with this as it was planned.
+    """
+    limit = fake_tensors.CONSTANT_NUMEL_LIMIT
+    fake_tensors.CONSTANT_NUMEL_LIMIT = _MOST_KNOWN_ELEMENTS
+    try:
         yield
     finally:
         fake_tensors.CONSTANT_NUMEL_LIMIT = limit
-        for module, function, before in replaced:
-            setattr(module, function, before)
 
 
 def _never(_: object) -> bool:
