@@ -1,19 +1,21 @@
-"""Copies of modules that hold what cannot be copied, as locks, files, loggers' threads and process groups do.
+"""Copies of modules, and functions that refer to the copies.
 
-``copy.deepcopy`` refuses a module for one such attribute. What has neither tensors nor a state that a step
-would change belongs to the process, and a copy shares it. A thread's local variables are copied.
+``copy.deepcopy`` refuses a module for one attribute that cannot be copied, as locks, files, loggers' threads
+and process groups are. What has neither tensors nor a state that a step would change belongs to the process,
+and a copy shares it. A thread's local variables are copied.
 """
 
 import contextlib
 import contextvars
 import copy
+import functools
 import io
 import queue
 import socket
 import threading
 import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Any
 from unittest import mock
@@ -64,6 +66,88 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
     """
     with _shared():
         return copy.deepcopy(module, dict(replaced or {}))
+
+
+def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:
+    """A function like another, that refers to other modules.
+
+    Looked through are the object that it is a method of, what a ``functools.partial`` holds, variables around
+    it, global variables that it names itself, attributes of an object that is called, and functions there.
+
+    Args:
+        function: The function, which stays as it is.
+        others: The modules in the place of those that it refers to.
+    """
+    return _Referring(others)(function)
+
+
+class _Referring:
+    """Makes functions that refer to other modules; each once, as they may refer to each other."""
+
+    def __init__(self, others: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
+        self._others = others
+        self._made: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.Module):
+            return self._others.get(value, value)
+        if id(value) in self._made:
+            return self._made[id(value)]
+        self._made[id(value)] = value  # within itself
+        if isinstance(value, types.MethodType):
+            made: Any = self._changed(value, types.MethodType, value.__func__, value.__self__)
+        elif isinstance(value, functools.partial):
+            keywords = {name: self(v) for name, v in value.keywords.items()}
+            function, arguments = self(value.func), tuple(map(self, value.args))
+            same = function is value.func and _same(arguments, value.args)
+            same = same and _same(keywords.values(), value.keywords.values())
+            made = value if same else functools.partial(function, *arguments, **keywords)
+        elif isinstance(value, types.FunctionType):
+            made = self._function(value)
+        else:
+            made = self._called_object(value)
+        self._made[id(value)] = made
+        return made
+
+    def _changed(self, value: Any, make: Callable[..., Any], *parts: Any) -> Any:
+        found = tuple(map(self, parts))
+        return value if _same(found, parts) else make(*found)
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        cells = tuple(map(self._cell, function.__closure__ or ()))
+        variables = function.__globals__
+        named = {n: variables[n] for n in function.__code__.co_names if n in variables}
+        changed = {n: v for n, v in named.items() if isinstance(v, torch.nn.Module) and v in self._others}
+        if _same(cells, function.__closure__ or ()) and not changed:
+            return function
+        if changed:
+            variables = {**variables, **{n: self._others[v] for n, v in changed.items()}}
+        name, defaults = function.__name__, function.__defaults__
+        made = types.FunctionType(function.__code__, variables, name, defaults, cells)
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # it is empty
+            return cell
+        return self._changed(cell, types.CellType, content)  # type: ignore[no-any-return]
+
+    def _called_object(self, value: Any) -> Any:
+        held = getattr(value, "__dict__", None)
+        if not callable(value) or not isinstance(held, dict) or isinstance(value, type):
+            return value
+        changed = {n: v for n, v in held.items() if isinstance(v, torch.nn.Module) and v in self._others}
+        if not changed:
+            return value
+        made = copy.copy(value)
+        vars(made).update({n: self._others[v] for n, v in changed.items()})
+        return made
+
+
+def _same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(these, those, strict=True))
 
 
 def attribute_of(error: BaseException) -> str | None:

@@ -1,5 +1,6 @@
 """Modules that hold what cannot be copied are planned; a copy shares it."""
 
+import functools
 import queue
 import sys
 import threading
@@ -15,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as functional
 
 import planner
-from planner.module_copies import copied_module
+from planner.module_copies import copied_module, referring_to
 
 
 class Holding(nn.Module):
@@ -103,3 +104,71 @@ def test_an_error_names_the_attribute_that_is_not_copied() -> None:
     model = Holding(number for number in range(3))  # a step would take from it
     with pytest.raises(planner.CaptureError, match=r"attribute layers\.0\.held\.inside: .*generator"):
         planner.plan(model, torch.randn(4, 8), budget="min")
+
+
+class Balanced(nn.Module):
+    """Leaves a loss of its own in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.balance = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        self.balance = y.softmax(-1).square().mean()
+        return y
+
+    def loss(self, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+        return y.square().mean() + weight * self.balance
+
+
+class Criterion:
+    """A loss that holds its model."""
+
+    def __init__(self, model: Balanced) -> None:
+        self.model = model
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean() + self.model.balance
+
+
+def around(model: Balanced) -> Any:
+    """A loss that is a function within a function, and calls another."""
+
+    def balance() -> torch.Tensor:
+        return model.balance
+
+    return lambda y: y.square().mean() + balance()
+
+
+balanced = Balanced()
+
+
+def with_global(y: torch.Tensor) -> torch.Tensor:
+    """A loss that names a global variable."""
+    return y.square().mean() + balanced.balance
+
+
+LOSSES: dict[str, Any] = {
+    "a method": lambda model: model.loss,
+    "a partial": lambda model: functools.partial(model.loss, weight=0.5),
+    "a function": lambda model: lambda y: y.square().mean() + model.balance,
+    "functions": around,
+    "an object": Criterion,
+    "a global variable": lambda model: with_global,
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_reads_what_the_forward_of_the_copy_left(kind: str) -> None:
+    model = balanced if kind == "a global variable" else Balanced()
+    planner.remove(model)
+    x, loss = torch.randn(4, 8), LOSSES[kind](model)
+    model(x)  # leaves one that belongs to an earlier step
+    assert referring_to(loss, {}) is loss
+    plan = planner.plan(model, x, budget="min", loss=loss, costs="roofline")
+    assert all(p.grad is None for p in model.parameters())
+    report = planner.verify(model, x, plan=plan, loss=loss, repeats=0)
+    assert report.ok
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes

@@ -14,7 +14,7 @@ from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_co
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
-from planner.module_copies import attribute_of, copied_module
+from planner.module_copies import attribute_of, copied_module, referring_to
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
 
@@ -72,7 +72,7 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
         for made, original in known:
             fake_values.forget_changes(made, original)
 
-    loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))
+    loss = _on_copies(step.loss, module, copied, _paired(module, step, copied, (args, kwargs)))
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
     return StepCopy(
         copied,
@@ -111,7 +111,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
     versions = {id(mine): writes(mine) for _, mine in pairs}
     buffers = {id(buffer) for buffer in copied.buffers()}
-    loss = _on_copies(step.loss, pairs)
+    loss = _on_copies(step.loss, module, copied, pairs)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss)
     return StepCopy(
         copied,
@@ -193,15 +193,19 @@ def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs
     return list(zip(originals, [*_state(copied), *tensors_in(inputs)], strict=True))
 
 
-def _on_copies(loss: Loss | None, pairs: _Pairs) -> Loss | None:
-    """A loss that uses the copies where it reads the user's tensors, as penalties on weights do."""
+def _on_copies(
+    loss: Loss | None, module: torch.nn.Module, copied: torch.nn.Module, pairs: _Pairs
+) -> Loss | None:
+    """A loss that uses the copies where it reads the user's tensors, as penalties on weights do, or what a
+    forward leaves in an attribute of the module, as experts' losses for their balance."""
     if loss is None:
         return None
     copies = {id(original): mine for original, mine in pairs}
+    of_copy: Loss = referring_to(loss, dict(zip(module.modules(), copied.modules(), strict=False)))
 
     def run(output: Any) -> torch.Tensor:
         with _SubstituteTensors(copies):
-            return loss(output)
+            return of_copy(output)
 
     return run
 
