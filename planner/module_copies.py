@@ -64,8 +64,9 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
     Raises:
         Exception: Whatever copying one of its attributes raises.
     """
+    memo: dict[int, Any] = dict(replaced or {})
     with _shared():
-        return copy.deepcopy(module, dict(replaced or {}))
+        return copy.deepcopy(module, memo)
 
 
 def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:

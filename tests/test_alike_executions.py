@@ -143,6 +143,7 @@ def test_layers_that_share_a_graph_are_captured_as_single_operations(monkeypatch
     )  # the first layer's input needs no gradient, and the second is the first of its kind
 
 
+@pytest.mark.heavy
 def test_a_thousand_layers() -> None:
     torch.manual_seed(0)
     model, x = Deep(1100), torch.randn(2, 4)

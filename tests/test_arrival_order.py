@@ -64,7 +64,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.heavy) if "transformer" in name else name for name in CASES],
+)
 def test_gradients_arrive_in_eager_s_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, batch, options = CASES[name]
     torch.manual_seed(0)

@@ -196,7 +196,7 @@ def test_autocast_that_keeps_no_casts_in_a_part() -> None:
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("policy", ["replan", "reapply"])
+@pytest.mark.parametrize("policy", [pytest.param("replan", marks=pytest.mark.heavy), "reapply"])
 @pytest.mark.filterwarnings("ignore::planner.PlanWarning")
 def test_calls_of_other_sizes_that_are_planned_between_meet_as_without_a_plan(
     policy: OnNewShape,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 import planner
@@ -42,6 +43,7 @@ class EndsInOne(Layers):
         return y
 
 
+@pytest.mark.heavy
 def test_the_last_operation_of_a_model_is_one() -> None:
     model, args, _ = layers(EndsInOne)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n", loss=torch.sum)

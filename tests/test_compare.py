@@ -51,6 +51,7 @@ def test_diff_in_a_terminal(tmp_path: Path) -> None:
     assert "the same of every module" in same.stdout
 
 
+@pytest.mark.heavy
 def test_plans_of_different_models_say_so(tmp_path: Path) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     layered_plan().save(paths[0])

@@ -71,7 +71,9 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.heavy) if i else kind for i, kind in enumerate(PARTS)]
+)
 @pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_compiled_parts_run_uncompiled_by_a_plan_and_it_says_so(kind: str, warm: bool) -> None:
     build, named = PARTS[kind]
@@ -111,6 +113,7 @@ def _interrupted(x: torch.Tensor) -> torch.Tensor:
     return y * x.sigmoid()
 
 
+@pytest.mark.heavy
 def test_parts_that_no_graph_covers_run_uncompiled_in_planned_steps_too() -> None:
     compiled: list[int] = []
 
@@ -143,7 +146,7 @@ class _Conditional(_Net):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_operators_of_higher_order_compile_as_they_do(compiled: bool) -> None:
     model = _Conditional(torch.compile(_gated, backend="aot_eager") if compiled else _gated)
     with pytest.warns(PlanWarning, match="around _gated") if compiled else no_plan_warnings():
@@ -168,7 +171,9 @@ def test_parts_are_compiled_again_when_planning_has_ended() -> None:
     assert compiled
 
 
-@pytest.mark.parametrize("when", ["before", "after", "both"])
+@pytest.mark.parametrize(
+    "when", [*(pytest.param(when, marks=pytest.mark.heavy) for when in ("before", "after")), "both"]
+)
 def test_a_break_in_a_loop_that_the_users_compile_met_is_passed_by_a_plan(when: str) -> None:
     torch.manual_seed(0)
     model = _Net(broken=True)

@@ -36,6 +36,7 @@ def test_one_of_several_ranks_does_not_time_by_itself(monkeypatch: pytest.Monkey
     assert _plan().target.costs.startswith("roofline")
 
 
+@pytest.mark.heavy
 def test_the_largest_batch_and_estimates_time_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("something is timed")

@@ -84,7 +84,8 @@ def measured_peak(model: nn.Module) -> int:
     return measure_peak(step, "cpu").peak_bytes
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("times", [1, 2])
 def test_executions_follow_programs_of_their_own(times: int) -> None:
     model = blocks(count=4 // times, times=times)
     plan = assert_trains_alike(
@@ -143,6 +144,7 @@ def test_files_of_a_release_without_executions_are_read() -> None:
     assert Plan.loads(json.dumps(data)) == plan
 
 
+@pytest.mark.heavy
 def test_fewer_executions_than_planned_are_silent_and_more_are_warned_of_and_exact() -> None:
     model = blocks(count=1, times=2)
     plan = plan_of(model, (X,), solver="checkpoint_all")

@@ -336,6 +336,7 @@ def test_programs_compute_and_take_what_was_promised() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:Inductor emits other programs")
 def test_verify_tells_gradients_that_are_farther_off_than_unplanned_ones(

@@ -92,6 +92,7 @@ class Feeds(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.heavy
 def test_a_plan_takes_the_fastest_fusion_that_fits_its_budget(tmp_path: Path) -> None:
     torch.manual_seed(0)
     step = planner.prepare(Feeds().train(), torch.randn(128, 16), backend="inductor")

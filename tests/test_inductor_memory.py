@@ -141,6 +141,7 @@ class Attention(nn.Module):
         return x + self.out((weights @ values).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.heavy
 def test_what_runs_again_is_let_go_of_as_the_schedule_has_it() -> None:
     torch.manual_seed(0)
     layers = [part for _ in range(3) for part in (Attention(), nn.LayerNorm(32), nn.GELU())]

@@ -127,7 +127,7 @@ def test_copies_and_pickles_train_by_the_plan() -> None:
     assert_equal(gradients_of(model, args), expected)
 
 
-@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("lazily", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_shallow_copies_train_by_the_plan(lazily: bool) -> None:
     model, args, _ = layers()
     expected = gradients_of(model, args)

@@ -101,6 +101,7 @@ _ARGUMENTS: dict[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]] =
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("operator", _ARGUMENTS, ids=lambda operator: str(operator.overloadpacket))
 def test_results_of_transposed_arguments_are_laid_out_as_on_the_cpu(operator: Any) -> None:
     orders = [(0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2), (1, 0, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)]

@@ -174,6 +174,7 @@ def test_caches_that_are_frozen_hold_tensors_with_data(
     assert torch.equal(library.positions(8), WANTED["positions"])
 
 
+@pytest.mark.heavy
 def test_an_object_and_a_nested_result_hold_tensors_with_data(library: ModuleType) -> None:
     planned_as_unplanned(Adding(lambda n: library.TABLES.get(n) + library.pair(n)[1]["ones"]))
     assert torch.equal(library.TABLES.get(8), torch.arange(8.0))

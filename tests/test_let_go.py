@@ -87,7 +87,8 @@ OTHERS = [_plans, _does_not_fit, _first_call, _removes, _verifies, _plans_a_step
 @pytest.mark.parametrize(
     ("use", "build"),
     [
-        *((use, Layers) for use in USES),
+        (USES[0], Layers),
+        *(pytest.param(use, Layers, marks=pytest.mark.heavy) for use in USES[1:]),
         *(pytest.param(use, Layers, marks=pytest.mark.heavy) for use in OTHERS),
         *(pytest.param(use, Broken, marks=pytest.mark.heavy) for use in [*USES, *OTHERS, _in_regions]),
     ],

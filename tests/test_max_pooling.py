@@ -83,7 +83,7 @@ def run_backward(plan: Plan) -> list[str]:
 @pytest.mark.parametrize(
     "layout",
     [
-        torch.contiguous_format,
+        pytest.param(torch.contiguous_format, marks=pytest.mark.heavy),
         pytest.param(torch.channels_last, marks=pytest.mark.heavy),
     ],
     ids=["rows", "last"],
@@ -146,6 +146,7 @@ class Otherwise(nn.Module):
         return torch.stack([*results, read_twice.square().sum()])
 
 
+@pytest.mark.heavy
 def test_other_masks_stay_after_pooling() -> None:
     torch.manual_seed(0)
     model, x = Otherwise().train(), torch.randn(2, 3, 16, 16)

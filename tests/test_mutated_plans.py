@@ -244,7 +244,9 @@ def _trained(document: dict[str, Any], reported: str | None) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("per_use", "reported"), [([*range(40), 3, 3], "input 39"), ([], None)], ids=["all and more", "none"]
+    ("per_use", "reported"),
+    [pytest.param([*range(40), 3, 3], "input 39", marks=pytest.mark.heavy), ([], None)],
+    ids=["all and more", "none"],
 )
 def test_per_use_gradients_of_any_inputs_are_those_of_eager(per_use: list[int], reported: str | None) -> None:
     document = copy.deepcopy(_plan_document())

@@ -24,6 +24,7 @@ from tests.planned import planned_gpt
 from tests.plans import layered_plan
 
 
+@pytest.mark.heavy
 def test_its_figures_are_those_of_the_simulated_plan() -> None:
     planned = planned_gpt()
     graph, timeline = planned.problem.graph, simulate(planned.problem.graph, planned.schedule)

@@ -40,7 +40,9 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "use", [pytest.param(use, marks=pytest.mark.heavy) if i else use for i, use in enumerate(USES)]
+)
 def test_a_fresh_process_draws_what_it_draws_without_a_plan(use: str) -> None:
     program = PROGRAM.format(use=USES[use])
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

@@ -112,6 +112,7 @@ def test_more_budget_is_not_slower() -> None:
     assert seconds[-1] == graph.base_seconds
 
 
+@pytest.mark.heavy
 @settings(deadline=None, max_examples=20)
 @given(graphs(), st.lists(st.floats(0.1, 1.0), min_size=2, max_size=4))
 def test_what_an_earlier_search_found_changes_no_answer(graph: Graph, fractions: list[float]) -> None:

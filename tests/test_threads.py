@@ -41,7 +41,7 @@ def _trained(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Te
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("lazily", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_threads_that_plan_at_once(lazily: bool) -> None:
     models, x = _nets(), torch.randn(16, 32)
     twins = copy.deepcopy(models)
@@ -71,6 +71,7 @@ def _planned_in_the_end(model: Net, x: torch.Tensor) -> None:
         plan_of(model, (x,)).apply(model)
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:.*was changed since the first planned step")
 def test_a_planned_model_trains_while_others_are_planned() -> None:
     models, x = _nets(), torch.randn(16, 32)

@@ -92,6 +92,7 @@ def test_a_plan_that_runs_and_plans_of_other_budgets_trace_nothing(
     assert [g.ops for g in again.graphs] == [g.ops for g in plan.graphs]
 
 
+@pytest.mark.heavy
 def test_copies_are_what_would_have_been_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced, seen, collected = TracedBefore(), list[Any](), list[Any]()
     monkeypatch.setattr(aot, "TRACED_BEFORE", traced)

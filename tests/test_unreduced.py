@@ -190,6 +190,7 @@ def _plan(parallel: planner.FSDP2, **options: Any) -> planner.Plan:
     return planner.plan(model, (x,), budget="min", solver="sqrt_n", parallel=parallel, **options)
 
 
+@pytest.mark.heavy
 def test_whole_gradients_are_there_until_the_optimizers_step() -> None:
     sizes = [p.numel() for p in _Narrowing().parameters()]
     once, added = (_plan(planner.FSDP2(2, no_sync=no_sync), optimizer="sgd") for no_sync in (False, True))

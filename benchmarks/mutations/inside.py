@@ -2,7 +2,7 @@
 
 from benchmarks.mutations.record import Change, Mutation
 
-_COPIED = "    loss = _on_copies(step.loss, _paired(module, step, copied, (args, kwargs)))\n"
+_COPIED = "    loss = _on_copies(step.loss, module, copied, _paired(module, step, copied, (args, kwargs)))\n"
 
 
 def _ends_graphs(variable: str, method: str) -> Change:
@@ -207,15 +207,35 @@ INSIDE = [
                 "CONTAINERS = (OrderedDict, defaultdict, set, deque)\n",
             ),
             Change(
-                "planner/_torch/fake.py",
-                "    memo: dict[int, Any] = dict(replaced)\n",
-                "    memo: dict[int, Any] = dict(replaced)\n"
+                "planner/module_copies.py",
+                "    memo: dict[int, Any] = dict(replaced or {})\n",
+                "    memo: dict[int, Any] = dict(replaced or {})\n"
                 "    for part in module.modules():\n"
                 "        held = [v for n, v in vars(part).items() if not n.startswith('_')]\n"
                 "        memo.update({id(v): v for v in held if isinstance(v, dict | list)})\n",
             ),
         ),
         ("tests/test_inside.py::test_a_cache_that_the_first_forward_fills",),
+    ),
+    Mutation(
+        "loss-of-the-copy",
+        "A loss that reads what the forward leaves in the module reads that of the copy.",
+        "It reads what an earlier forward left in the user's module.",
+        (
+            Change(
+                "planner/training_step/copies.py",
+                "referring_to(loss, dict(zip(module.modules(), copied.modules(), strict=False)))",
+                "loss",
+            ),
+        ),
+        ("tests/test_module_copies.py::test_a_loss_reads_what_the_forward_of_the_copy_left[a method]",),
+    ),
+    Mutation(
+        "lists-count",
+        "Training is captured with what lists of numbers decide, as planning is.",
+        "Dynamo ends a graph where a list of several numbers decides a size.",
+        (Change("planner/_torch/dynamo.py", "(*contexts, lists_count)", "contexts"),),
+        ("tests/test_constant_lists.py::test_a_step_follows_its_plan_where_a_list_decides_sizes[repeated]",),
     ),
     Mutation(
         "path-not-planned",
