@@ -172,3 +172,14 @@ def test_a_loss_reads_what_the_forward_of_the_copy_left(kind: str) -> None:
     report = planner.verify(model, x, plan=plan, loss=loss, repeats=0)
     assert report.ok
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+def test_a_function_in_the_place_of_forward_runs_the_copy() -> None:
+    model = Balanced()
+    inner = model.layers
+    model.forward = lambda x: inner(x) + inner[0](x).mean()  # type: ignore[method-assign]
+    x, loss = torch.randn(4, 8), torch.sum
+    plan = planner.plan(model, x, budget="min", loss=loss, regions=["layers"], costs="roofline")
+    assert len(plan.graphs) == 2
+    assert planner.verify(model, x, plan=plan, loss=loss, repeats=0).ok
