@@ -210,6 +210,16 @@ def test_dropout_of_nothing_copies_nothing_and_of_everything_draws_no_numbers() 
     assert names.count("planner.draw_mask.default") == 4  # of the layers themselves
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("draw", [F.dropout, torch.rand_like, lambda x: F.dropout(x.detach()) * 2])
+def test_a_draw_that_nobody_reads_advances_the_generator(draw: Callable[..., torch.Tensor]) -> None:
+    def unread(x: torch.Tensor) -> torch.Tensor:
+        draw(x)
+        return x.tanh()
+
+    _trains(_with(unread))
+
+
 class OneImage(nn.Module):
     """Residual blocks of images, then of tokens: the gradients of a single image come back transposed.
 

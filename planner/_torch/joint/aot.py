@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._functorch import aot_autograd as functorch_aot
@@ -97,6 +98,8 @@ def compile_joint(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(settings)
+        # A draw that nobody reads advances the generator: without this it is dropped as dead code.
+        stack.enter_context(inductor_config.patch(fallback_random=True))
         stack.enter_context(written_when_needed())
         stack.enter_context(logged_when_asked())
         stack.enter_context(without_tokens())
