@@ -1,4 +1,4 @@
-"""Under DistributedDataParallel gradients arrive in eager's order, by which it adds them up."""
+"""Gradients arrive in eager's order: DistributedDataParallel adds them up by it, and hooks see it."""
 
 import copy
 import importlib
@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner._torch import distributed
+from planner._torch import distributed, tensors
 from planner.runtime import ddp
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -75,7 +75,38 @@ def test_gradients_arrive_in_eager_s_order(name: str, monkeypatch: pytest.Monkey
     expected = _arrivals(copy.deepcopy(model), x)
     assert len(expected) == len(list(model.parameters()))
     planner.plan(model, (x,), budget="min", solver="sqrt_n", **options).apply(model)
-    assert _arrivals(model, x) != expected  # a graph is one node: its gradients arrive in any order
-    monkeypatch.setattr(distributed, "active_data_parallel_group", object)
-    monkeypatch.setattr(ddp.RankCheck, "__call__", lambda self: True)
+    with monkeypatch.context() as without:
+        without.setattr(tensors, "has_hooks_on_arrival", lambda _: False)
+        assert _arrivals(model, x) != expected  # a graph is one node: its gradients arrive in any order
+        without.setattr(distributed, "active_data_parallel_group", object)
+        without.setattr(ddp.RankCheck, "__call__", lambda self: True)
+        assert _arrivals(model, x) == expected
     assert _arrivals(model, x) == expected
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_on_weights_draw_numbers_in_eager_s_order(after: bool) -> None:
+    def add_noise(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad.add_(torch.randn_like(weight))
+
+    def noisy(weight: nn.Parameter) -> None:
+        if after:
+            weight.register_post_accumulate_grad_hook(add_noise)
+        else:
+            weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(8, 16)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
+    gradients = []
+    for planned in (False, True):
+        trained = copy.deepcopy(model)
+        if planned:
+            plan.apply(trained)
+        for weight in trained.parameters():
+            noisy(weight)
+        torch.manual_seed(1)
+        trained(x).backward()
+        gradients.append([p.grad for p in trained.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

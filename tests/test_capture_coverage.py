@@ -4,6 +4,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,46 @@ def test_breaks_inside_a_loop_leave_graphs_that_are_planned() -> None:
     assert plan.coverage == "several-graphs"
     assert len(plan.graphs) == 4
     assert any(graph.recomputed for graph in plan.graphs)
+
+
+class Collects(LoopWithBreaks):
+    """Hands each layer's result to a container, by a method that waits until a number was read."""
+
+    way = "append"
+
+    def part(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x + layer(x)
+        self.seen = float(x.detach().abs().mean())
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results: list[Any] = []
+        named: dict[int, torch.Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            getattr(results, self.way)([self.part(layer, x)])
+            named.update({i: self.part(layer, x.sin())})
+        loss = torch.zeros(())
+        for result, other in zip(results, named.values(), strict=True):
+            loss = loss + (result[0] * other).square().mean()  # of an extended list: of the first row
+        return loss
+
+
+@pytest.mark.heavy
+def test_methods_of_containers_wait_while_a_graph_ends_and_are_known_again() -> None:
+    torch.manual_seed(0)
+    model, args = Collects().train(), (torch.randn(64, 32),)
+    plan = planned((model, args, {}))
+    assert plan.coverage == "several-graphs"
+    apart = copy.deepcopy(model)
+    plan.apply(model)
+
+    def step(trained: nn.Module) -> None:
+        trained.zero_grad()
+        trained(*args).backward()
+
+    for way in ("append", "append", "extend", "append"):
+        model.way = apart.way = way
+        assert_same(left_by(apart, step), left_by(model, step))
 
 
 class Translates(nn.Module):

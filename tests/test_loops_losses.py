@@ -265,6 +265,26 @@ def test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one
 
 
 @pytest.mark.heavy
+def test_a_loss_of_gradients_that_were_taken_one_after_the_other_is_warned_of() -> None:
+    model, twin, x = _critic()
+
+    def loop(model: nn.Module, together: bool = False) -> torch.Tensor:
+        outputs = model(x).flatten()
+        slopes = [torch.autograd.grad(o, x, create_graph=True)[0].square().sum() for o in outputs[:2]]
+        for loss in [slopes[0] + slopes[1]] if together else slopes:
+            loss.backward(retain_graph=True)
+        return slopes[0]
+
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always", PlanWarning)
+        assert_same(left_by(model, loop), left_by(twin, loop))
+        assert not [w for w in reported if "one after the other" in str(w.message)]
+        for _ in range(2):
+            loop(model, together=True)
+    assert len([w for w in reported if "one after the other" in str(w.message)]) == 1
+
+
+@pytest.mark.heavy
 def test_a_backward_for_each_of_several_outputs_needs_retain_graph() -> None:
     torch.manual_seed(0)
     model, x = TwoHeads(), torch.randn(64, 32)

@@ -138,6 +138,11 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def has_hooks_on_arrival(tensor: torch.Tensor) -> bool:
+    """Whether hooks run where the gradient of a leaf arrives, before or after it is accumulated."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def schema_of(operator: Any) -> Any:
     """Names and types of an operator's arguments and results."""
     return operator._schema

@@ -1,8 +1,9 @@
-"""Gradients arrive at weights in the order in which they would without a plan, where ranks add them up.
+"""Gradients arrive at weights in the order in which they would without a plan, where that is seen.
 
 ``DistributedDataParallel`` fills its buckets in the order in which gradients first arrive. Of more than two
-ranks a sum is rounded by where in a bucket an element lies. A graph is a single autograd node: what it
-returns arrives in the order that the engine's queue happens to give nodes of the same priority.
+ranks a sum is rounded by where in a bucket an element lies. Hooks on weights see the order, too: one that
+adds noise draws its numbers in it. A graph is a single autograd node: what it returns arrives in the order
+that the engine's queue happens to give nodes of the same priority.
 
 So each weight is passed to the graph as a view of itself. The nodes of these views run in the reverse order
 of their making, and each hands its gradient on at once.
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from planner._torch import distributed
+from planner._torch import distributed, tensors
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.trace import TracedGraph
 
@@ -33,16 +34,17 @@ class ArrivalOrder(GraphHook):
         ]
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled() or distributed.active_data_parallel_group() is None:
+        if not torch.is_grad_enabled():
             return args
+        ranks = distributed.active_data_parallel_group() is not None
         passed = list(args)
         for position in self._last_first:
             given = args[position]
-            if given.is_leaf and given.requires_grad:
+            if given.is_leaf and given.requires_grad and (ranks or tensors.has_hooks_on_arrival(given)):
                 passed[position] = given.view_as(given)
         return tuple(passed)
 
 
 def hook(_context: HookContext) -> ArrivalOrder:
-    """One of every graph; nothing is done outside of ``DistributedDataParallel``."""
+    """One of every graph; only weights with hooks are passed so outside of ``DistributedDataParallel``."""
     return ArrivalOrder()

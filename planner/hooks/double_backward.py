@@ -37,7 +37,7 @@ class DoubleBackward(GraphHook):
 
     def __init__(self, graph: GraphModule, obstacle: str | None, warn: Callable[[str], None]) -> None:
         self._graph, self._obstacle, self._warn = graph, obstacle, warn
-        self._warned = self._warned_of_sums = False
+        self._warned = self._warned_of_sums = self._warned_of_runs = False
         self._outputs: dict[int, int] = {}
         self._places: dict[int, int] = {}
 
@@ -82,6 +82,16 @@ class DoubleBackward(GraphHook):
         elif not autograd.graph_is_kept():
             kept.clear()  # so that holding the loss does not hold the inputs
 
+    def _several_runs(self) -> None:
+        if not self._warned_of_runs:
+            self._warned_of_runs = True
+            self._warn(
+                "a loss is made of gradients that were taken of one call of a planned module one after the "
+                "other (create_graph=True): they are added up in another order than without a plan, and "
+                "gradients may differ in the last bits. Take them in one torch.autograd.grad, or use "
+                "planner.remove(model) for such steps"
+            )
+
     def _after(
         self,
         kept: list[tuple[Any, ...]],
@@ -114,9 +124,10 @@ class DoubleBackward(GraphHook):
             create_graph=True,
             allow_unused=True,
         )
+        differentiated = through.by_another_run(self._several_runs)
         for gradient in gradients:
             if gradient is not None and gradient.grad_fn is not None:
-                gradient.grad_fn.register_prehook(through)
+                gradient.grad_fn.register_prehook(differentiated)
         replaced = {self._places[i]: g for i, g in zip(wanted, gradients, strict=True)}
         return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(found))
 
@@ -128,10 +139,25 @@ class _Differentiated:
         backward: Its number.
     """
 
-    backward: int | None = None
+    def __init__(self) -> None:
+        self.backward: int | None = None
+        self._run: object = None
 
-    def __call__(self, _gradients: Any) -> None:
-        self.backward = autograd.current_backward()
+    def by_another_run(self, several: Callable[[], None]) -> Callable[[Any], None]:
+        """What is to be called where gradients that one further run of the forward gave are differentiated.
+
+        Args:
+            several: Called where those of an earlier run are differentiated in the same backward.
+        """
+        run = object()
+
+        def differentiated(_gradients: Any) -> None:
+            now = autograd.current_backward()
+            if now == self.backward and run is not self._run:
+                several()
+            self.backward, self._run = now, run
+
+        return differentiated
 
 
 def hook(context: HookContext) -> DoubleBackward:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._functorch import aot_autograd as functorch_aot

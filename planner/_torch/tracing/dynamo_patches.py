@@ -30,6 +30,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._logging._internal import log_state, trace_log
 
 from planner._torch.compat import private
+from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
     break_where_numbers_are_read,
@@ -84,6 +85,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     break_at_checkpoints_with_effects(_is_ours)
     break_where_numbers_are_read(_is_ours)
     break_at_swaps(_is_ours)
+    know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_what_is_left_later(_is_ours)
     go_on_behind_what_was_taken(_is_ours)
