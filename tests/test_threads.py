@@ -96,3 +96,37 @@ def test_a_planned_model_trains_while_others_are_planned() -> None:
         others.result()
     assert steps > 0
     assert all(map(torch.equal, ours, _trained(twin, x, steps + 1)))
+
+
+_compiling_here_and_elsewhere: set[tuple[bool, bool]] = set()
+
+
+@torch.library.custom_op("threads::doubled", mutates_args=())
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@_doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as other:
+        elsewhere = other.submit(lambda: bool(torch.compiler.is_compiling())).result()
+    _compiling_here_and_elsewhere.add((bool(torch.compiler.is_compiling()), elsewhere))
+    return torch.empty_like(x)
+
+
+_doubled.register_autograd(lambda _, gradient: gradient * 2)
+
+
+class _Doubled(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_doubled(x + self.layers[0][0].bias.mean()))
+
+
+def test_optimizers_in_other_threads_are_not_told_that_they_are_compiled() -> None:
+    """They would compute with counts of steps in single precision, and leave other weights."""
+    model, x = _Doubled(2, nn.GELU), torch.randn(16, 32)
+    plan_of(model, (x,)).apply(model)
+    _trained(model, x, 1)
+    assert (True, False) in _compiling_here_and_elsewhere
+    assert not any(elsewhere for _, elsewhere in _compiling_here_and_elsewhere)
+    assert torch.compiler.is_compiling() is False

@@ -9,10 +9,12 @@ that trace do keep it from tracing. Tested with torch 2.13.
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -102,8 +104,33 @@ def switched_on() -> Iterator[None]:
 def no_other_thread_traces() -> Iterator[None]:
     """Let no other thread plan or compile meanwhile: both change settings and functions of PyTorch's for the
     whole process. Usable as a decorator."""
-    with compile_lock:
+    with compile_lock, patch.object(torch.compiler, "_compile_session_context", _compiling_here, create=True):
         yield
+
+
+class _InThisThread:
+    """True in the thread that made it, and false in all others."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
+@contextlib.contextmanager
+def _compiling_here() -> Iterator[None]:
+    """Have ``torch.compiler.is_compiling()`` say so in this thread alone.
+
+    PyTorch says so in every thread. Optimizers that step meanwhile would keep their counts of steps in single
+    precision, as they do in compiled code, and round differently.
+    """
+    before = torch.compiler._is_compiling_flag
+    setattr(torch.compiler, "_is_compiling_flag", _InThisThread())  # noqa: B010
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def hindering_mode() -> str | None:
