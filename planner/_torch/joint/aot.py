@@ -25,7 +25,6 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._guards import TracingContext, tracing
-from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes import _tensorify_python_scalars as tensorify_pass
 
