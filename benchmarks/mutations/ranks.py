@@ -56,7 +56,7 @@ RANKS = [
         (
             Change(
                 "planner/hooks/arrival_order.py",
-                "            if given.is_leaf and given.requires_grad:\n",
+                "            if given.is_leaf and given.requires_grad and (ranks or tensors.has_hooks_on_arrival(given)):\n",
                 "            if False:\n",
             ),
         ),
