@@ -57,6 +57,8 @@ _CONTAINERS = ("_modules", "_parameters", "_buffers")
 def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = None) -> torch.nn.Module:
     """A deep copy of a module, which shares with it what cannot be copied.
 
+    Functions among its attributes, as one in the place of ``forward``, refer to the copy.
+
     Args:
         module: The module.
         replaced: By id: objects in the place of those that are copied.
@@ -66,7 +68,13 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
     """
     memo: dict[int, Any] = dict(replaced or {})
     with _shared():
-        return copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo)
+    others: dict[Any, Any] = dict(zip(module.modules(), copied.modules(), strict=False))
+    for original, mine in others.items():
+        for name, value in vars(original).items():
+            if isinstance(value, types.FunctionType):
+                vars(mine)[name] = referring_to(value, others)
+    return copied
 
 
 def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:

@@ -183,3 +183,21 @@ def test_a_function_in_the_place_of_forward_runs_the_copy() -> None:
     plan = planner.plan(model, x, budget="min", loss=loss, regions=["layers"], costs="roofline")
     assert len(plan.graphs) == 2
     assert planner.verify(model, x, plan=plan, loss=loss, repeats=0).ok
+
+
+@pytest.mark.heavy
+def test_a_plan_for_inductor_of_such_a_model_is_verified() -> None:
+    model = Balanced()
+    layers = model.layers
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = layers(x)
+        model.balance = y.softmax(-1).square().mean()
+        return y
+
+    model.forward = forward  # type: ignore[method-assign]
+    x = torch.randn(4, 8)
+    model(x)
+    plan = planner.plan(model, x, budget="min", loss=model.loss, backend="inductor")
+    report = planner.verify(model, x, plan=plan, loss=model.loss, repeats=0)
+    assert report.ok, report.problems

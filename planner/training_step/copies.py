@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -132,11 +131,6 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
             copied.train(not module.training)
     except Exception as error:
         raise CaptureError(_not_copied(error)) from error
-    others: dict[Any, Any] = dict(zip(module.modules(), copied.modules(), strict=False))
-    for original, mine in others.items():
-        for name, value in vars(original).items():  # functions are not copied, as one in place of forward
-            if isinstance(value, FunctionType):
-                vars(mine)[name] = referring_to(value, others)
     own = set(module.modules())
     for part in copied.modules():
         if part not in own:  # a __deepcopy__ may return the module itself

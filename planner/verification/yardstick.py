@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from planner.module_copies import copied_module
+from planner.module_copies import copied_module, referring_to
 from planner.training_step.step import Step, map_tensors
 from planner.verification.outcomes import Name, Outcome, distance, same
 
@@ -44,14 +44,14 @@ class Yardstick:
         self._exact = self._inductor = eager
         with _first_line_of_errors(self, "in double precision"):
             restore()
-            wide = _detached_copy(model).double()
-            in_double = replace(step, args=_double(step.args), kwargs=_double(dict(step.kwargs)))
-            self._exact = Outcome(wide, in_double)
+            wide, on_it = _copied(model, step)
+            in_double = replace(on_it, args=_double(step.args), kwargs=_double(dict(step.kwargs)))
+            self._exact = Outcome(wide.double(), in_double)
         with _first_line_of_errors(self, "with torch.compile, without the plan"):
             restore()
-            compiled: Any = _detached_copy(model)
+            compiled, on_it = _copied(model, step)
             compiled.compile(options={**options, "fallback_random": True})
-            self._inductor = Outcome(compiled, step)
+            self._inductor = Outcome(compiled, on_it)
         restore()
 
     def holds(self, name: Name, planned: torch.Tensor | None) -> bool:
@@ -77,10 +77,14 @@ def _wide(tensor: torch.Tensor | None) -> Any:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _detached_copy(model: torch.nn.Module) -> torch.nn.Module:
-    copied = copied_module(model)
+def _copied(model: torch.nn.Module, step: Step) -> tuple[Any, Step]:
+    """A copy of a module without gradients, and its step."""
+    attributes = [value for part in model.modules() for value in vars(part).values()]
+    results = [v for v in attributes if isinstance(v, torch.Tensor) and v.grad_fn is not None]
+    copied = copied_module(model, {id(v): v.detach().clone() for v in results})
     copied.zero_grad(set_to_none=True)
-    return copied
+    parts = dict(zip(model.modules(), copied.modules(), strict=False))
+    return copied, replace(step, loss=referring_to(step.loss, parts))
 
 
 def _double(tree: Any) -> Any:
