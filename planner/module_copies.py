@@ -2,7 +2,8 @@
 
 ``copy.deepcopy`` refuses a module for one attribute that cannot be copied, as locks, files, loggers' threads
 and process groups are. What has neither tensors nor a state that a step would change belongs to the process,
-and a copy shares it. A thread's local variables are copied.
+and a copy shares it. A thread's local variables are copied, and so is what an earlier forward left in
+attributes, without its history.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+from planner._torch.tensors import strided_copy
 
 _SHARED_TYPES: tuple[type, ...] = (
     types.ModuleType,
@@ -172,7 +175,8 @@ def attribute_of(error: BaseException) -> str | None:
 @contextlib.contextmanager
 def _shared() -> Iterator[None]:
     """While this is open, ``copy.deepcopy`` returns such objects themselves."""
-    by_type = {**dict.fromkeys(_SHARED_TYPES, _itself), threading.local: _variables_of_threads}
+    others = {threading.local: _variables_of_threads, torch.Tensor: _tensor}
+    by_type = {**dict.fromkeys(_SHARED_TYPES, _itself), **others}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(copy._deepcopy_dispatch, by_type))  # type: ignore[attr-defined]
         for shared in _SHARED_CLASSES:
@@ -182,6 +186,13 @@ def _shared() -> Iterator[None]:
 
 def _itself(value: Any, _memo: dict[int, Any]) -> Any:
     return value
+
+
+def _tensor(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if value.grad_fn is None:
+        return value.__deepcopy__(memo)  # type: ignore[no-any-return]
+    made = memo[id(value)] = strided_copy(value.detach())  # PyTorch copies none that has a history
+    return made
 
 
 def _variables_of_threads(value: threading.local, memo: dict[int, Any]) -> threading.local:

@@ -201,3 +201,25 @@ def test_a_plan_for_inductor_of_such_a_model_is_verified() -> None:
     plan = planner.plan(model, x, budget="min", loss=model.loss, backend="inductor")
     report = planner.verify(model, x, plan=plan, loss=model.loss, repeats=0)
     assert report.ok, report.problems
+
+
+class Watched(Balanced):
+    """Keeps what its layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[torch.Tensor]] = {"first": []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        self.seen["first"] = [x]
+        return self.layers[2](self.layers[1](x))  # type: ignore[no-any-return]
+
+
+def test_a_model_that_kept_results_of_a_forward_is_planned() -> None:
+    model, x = Watched(), torch.randn(4, 8)
+    model(x)
+    kept = model.seen["first"]
+    plan = planner.plan(model, x, budget="min", loss=torch.sum, costs="roofline")
+    assert model.seen["first"] is kept
+    assert planner.verify(model, x, plan=plan, loss=torch.sum, repeats=0).ok

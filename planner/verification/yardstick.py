@@ -79,9 +79,7 @@ def _wide(tensor: torch.Tensor | None) -> Any:
 
 def _copied(model: torch.nn.Module, step: Step) -> tuple[Any, Step]:
     """A copy of a module without gradients, and its step."""
-    attributes = [value for part in model.modules() for value in vars(part).values()]
-    results = [v for v in attributes if isinstance(v, torch.Tensor) and v.grad_fn is not None]
-    copied = copied_module(model, {id(v): v.detach().clone() for v in results})
+    copied = copied_module(model)
     copied.zero_grad(set_to_none=True)
     parts = dict(zip(model.modules(), copied.modules(), strict=False))
     return copied, replace(step, loss=referring_to(step.loss, parts))
