@@ -82,6 +82,22 @@ STEPS = [
         ),
     ),
     Mutation(
+        "checks-of-values",
+        "A check of values in the forward checks by a plan, too.",
+        "It returns nothing that is used, and is dropped.",
+        (
+            Change(
+                "planner/_torch/joint/effects.py",
+                "torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)\n",
+                "",
+            ),
+        ),
+        (
+            "tests/test_checks_of_values.py"
+            "::test_a_step_ends_with_an_error_as_without_a_plan[on the device-eager]",
+        ),
+    ),
+    Mutation(
         "unread-draws",
         "Random numbers that the forward draws and does not use are drawn.",
         "AOTAutograd drops them, and what is drawn later draws their numbers.",

@@ -19,6 +19,10 @@ def has_effects(operator: object) -> bool:
     return isinstance(operator, torch._ops.OpOverload) and effects._get_effect(operator) is not None
 
 
+# PyTorch knows the other overload, whose error has a text, as one that is called for its effect.
+torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
+
+
 @contextlib.contextmanager
 def without_tokens() -> Iterator[None]:
     """Trace operators with effects as they are written.
