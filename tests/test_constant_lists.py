@@ -65,3 +65,19 @@ def test_another_list_is_captured_again() -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("kind", PICKS)
+def test_inductor_s_plans_refuse_it_in_one_line(kind: str) -> None:
+    model, x = Sized(PICKS[kind]), torch.randn(4, 16)
+    with pytest.raises(
+        planner.CaptureError, match=r"needs sizes that do not depend on data.*backend='eager'"
+    ):
+        planner.plan(model, x, budget="min", costs="roofline", backend="inductor")
+
+
+def test_inductor_s_plans_take_rows_by_number() -> None:
+    rows, times = torch.tensor([3, 1, 1]), torch.tensor([1, 2, 0])
+    model = Sized(lambda _, x: x[rows].repeat_interleave(times, 0, output_size=3))
+    plan = planner.plan(model, torch.randn(4, 16), budget="min", costs="roofline", backend="inductor")
+    assert plan.fusion is not None

@@ -76,9 +76,7 @@ def for_inductor(
     _refuse(module)
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in placeholders]
-    if any(map(fake.is_size, values)) or any(
-        fake.is_size(size) for v in values if isinstance(v, torch.Tensor) for size in v.shape
-    ):
+    if any(map(_is_sized_by_symbols, values)):
         raise CaptureError("backend='inductor' compiles for shapes, not for symbolic sizes")
     mode = fake.fake_mode_with_sizes()
     inputs = _without_data(values, mode, strides)
@@ -102,6 +100,12 @@ def for_inductor(
     # What is saved lies as Inductor lays it out, which knows what convolutions want: the backward is told.
     as_traced = None if own is None else own - sum(i < own for i in aliases)
     traced = compiling.retrace(function, inputs, mode, as_traced)
+    for node in traced.graph.nodes:
+        if _is_sized_by_data(node):
+            raise CaptureError(
+                f"backend='inductor' needs sizes that do not depend on data, and those of {node.target} do; "
+                "plan with backend='eager'"
+            )
     outputs = iter(traced.graph.output_node().args[0])  # type: ignore[arg-type]
     found = [laid_out[i] if i in laid_out else _strides(next(outputs)) for i in range(len(results))]
     read = _without_unread(traced, _names(placeholders))
@@ -129,6 +133,19 @@ def _without_data(values: Sequence[Any], mode: Any, strides: Sequence[Strides | 
 def _strides(node: Any) -> Strides | None:
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value.stride() if isinstance(value, torch.Tensor) else None
+
+
+def _is_sized_by_data(node: Node) -> bool:
+    """Whether the sizes of what an operator returns are found when it runs, if only of constants."""
+    if isinstance(node.kwargs.get("output_size"), int):  # the user says what it will be
+        return False
+    indexes = node.target is torch.ops.aten.index.Tensor  # as masks do, and numbers do not
+    decided = operators.sized_by_data(node.target) and not indexes
+    return decided or _is_sized_by_symbols(node.meta.get("val"))
+
+
+def _is_sized_by_symbols(value: Any) -> bool:
+    return fake.is_size(value) or (isinstance(value, torch.Tensor) and any(map(fake.is_size, value.shape)))
 
 
 def _line(error: Exception) -> str:
