@@ -9,6 +9,7 @@ import torch.nn.functional as functional
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
+from planner.errors import PlanWarning
 from planner.integrations.huggingface import PlannerCallback
 from planner.runtime.install import installed_plan
 from planner.verification.measure import measure_peak
@@ -166,6 +167,17 @@ def test_the_loss_of_smoothed_labels_is_planned(tmp_path: Path, capsys: pytest.C
     assert ours.peak == pytest.approx(ours.plan.predicted.dynamic_peak_bytes, rel=0.005)
     theirs = train([]).model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.model.state_dict().items())
+
+
+def test_compilation_that_the_trainer_is_asked_for_is_warned_of(tmp_path: Path) -> None:
+    arguments = _four_steps(TrainingArguments, tmp_path, torch_compile=True, torch_compile_backend="eager")
+    trainer = _Measured(
+        small_language_model(), arguments, train_dataset=sentences(), data_collator=padded,
+        callbacks=[PlannerCallback(budget="min", solver="sqrt_n", costs="roofline")],
+    )  # fmt: skip
+    with pytest.warns(PlanWarning, match="torch_compile=True does not reach the planned model"):
+        trainer.train()
+    assert trainer.plan is not None
 
 
 class _ForTokens(SmallLanguageModel):

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from planner.environment import tell
+from planner.errors import warn
 from planner.integrations.padding import Padded, checked_length
 from planner.lazy.auto_checkpoint import wanted_lazily
 from planner.lazy.first_call import install_lazily
@@ -33,7 +34,8 @@ class PlannerCallback(TrainerCallback):
     Outputs besides the loss are planned as dropped, as the trainer drops them. The optimizer counts, and
     gradients that are there already do where ``gradient_accumulation_steps`` is more than 1. Checkpointing
     that ``TrainingArguments`` switch on (``gradient_checkpointing=True``) is switched off: the plan goes in
-    its place. After training the plan is removed.
+    its place. A planned model is not compiled by ``torch_compile=True``, which is a warning;
+    ``backend="inductor"`` compiles it. After training the plan is removed.
 
     In TRL's trainers the loss is computed of what their models return for each token; that is planned for.
     So is the loss that the trainer computes of the logits with ``label_smoothing_factor``.
@@ -76,6 +78,12 @@ class PlannerCallback(TrainerCallback):
             getattr(model, f"{name}_checkpointing_disable")()
             tell("the model's own gradient checkpointing is switched off: the plan goes in its place")
         options: PlanKeywords = {"outputs": "dropped", **self._options}
+        if args.torch_compile and options.get("backend", "eager") == "eager":
+            warn(
+                "torch_compile=True does not reach the planned model: it runs operation by operation, as the "
+                'plan says. To have it compiled pass PlannerCallback(backend="inductor") and leave '
+                "torch_compile out"
+            )
         options.setdefault("accumulate", True if args.gradient_accumulation_steps > 1 else None)
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         options.setdefault("optimizer", inner if isinstance(inner, torch.optim.Optimizer) else None)
