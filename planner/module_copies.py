@@ -136,7 +136,8 @@ class _Referring:
             variables = {**variables, **{n: self._others[v] for n, v in changed.items()}}
         name, defaults = function.__name__, function.__defaults__
         made = types.FunctionType(function.__code__, variables, name, defaults, cells)
-        made.__kwdefaults__ = function.__kwdefaults__
+        made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+        vars(made).update({n: self(v) for n, v in vars(function).items()})  # Dynamo marks functions by these
         return made
 
     def _cell(self, cell: types.CellType) -> types.CellType:

@@ -223,3 +223,16 @@ def test_a_model_that_kept_results_of_a_forward_is_planned() -> None:
     plan = planner.plan(model, x, budget="min", loss=torch.sum, costs="roofline")
     assert model.seen["first"] is kept
     assert planner.verify(model, x, plan=plan, loss=torch.sum, repeats=0).ok
+
+
+def test_functions_of_copies_keep_what_they_are_marked_with() -> None:
+    model = Balanced()
+    model.forward = torch.compiler.disable(model.forward)  # type: ignore[method-assign]
+    copied: Any = copied_module(model)
+    marks, theirs = vars(copied.forward), vars(model.forward)
+    assert marks.keys() == theirs.keys()
+    assert marks["_torchdynamo_disable"]
+    assert marks["_torchdynamo_orig_callable"].__self__ is copied
+    copied(torch.randn(4, 8))
+    assert copied.balance.grad_fn is not None
+    assert model.balance.grad_fn is None
