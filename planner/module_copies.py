@@ -73,10 +73,10 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
     with _shared():
         copied = copy.deepcopy(module, memo)
     others: dict[Any, Any] = dict(zip(module.modules(), copied.modules(), strict=False))
-    for original, mine in others.items():
-        for name, value in vars(original).items():
-            if isinstance(value, types.FunctionType):
-                vars(mine)[name] = referring_to(value, others)
+    for mine in set(others.values()) - set(others):  # a __deepcopy__ may return the module itself
+        attributes = vars(mine)
+        functions = [n for n, value in attributes.items() if isinstance(value, types.FunctionType)]
+        attributes.update({name: referring_to(attributes[name], others) for name in functions})
     return copied
 
 
