@@ -1,7 +1,6 @@
 """Parameters that are thawed while a module trains under auto_checkpoint."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -61,13 +60,13 @@ def test_what_is_frozen_by_turns_is_not_planned_without_end(capsys: pytest.Captu
 @pytest.mark.heavy
 @pytest.mark.parametrize("thaws", [True, False], ids=["thawed", "gradients are there"])
 def test_what_cannot_be_planned_again_trains_by_its_plan(thaws: bool) -> None:
-    """A lock cannot be copied, and the module is copied to plan."""
+    """A generator cannot be copied, and the module is copied to plan."""
     model, x = _layers(), torch.randn(64, 32)
     model[0].requires_grad_(not thaws)
     eager = copy.deepcopy(model)
     planner.auto_checkpoint(model, budget="min", solver="sqrt_n", loss=lambda y: y.square().mean())
     assert _same(_train(model, x), _train(eager, x))
-    model.lock = threading.Lock()
+    model.numbers = iter(number for number in range(3))
     for module in (model, eager):
         module.requires_grad_(True)
     with pytest.warns(planner.PlanWarning, match="cannot be planned again .*: it trains by its plan"):
