@@ -37,6 +37,7 @@ def test_the_answer_takes_at_most_a_third_more_time(found: MaxBatch) -> None:
     assert found.largest.batch == found.batch
 
 
+@pytest.mark.heavy
 def test_the_choices_run_from_no_plan_to_any_price(found: MaxBatch) -> None:
     names = [choice.name for choice in found.choices]
     assert names == ["no plan", "fastest", "largest at +15%", "largest at +33%", "largest at any price"]

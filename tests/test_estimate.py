@@ -146,6 +146,7 @@ class _Cached(nn.Module):
         return torch.stack(seen).square().sum() + x.square().sum()
 
 
+@pytest.mark.heavy
 def test_what_cannot_run_twice_is_not_suggested_and_an_error_says_so() -> None:
     model, args = _Cached(), (torch.randn(64, 8),)
     torch.manual_seed(0)

@@ -190,6 +190,7 @@ class Norms(nn.Module):
         return self.last(h).square().mean()
 
 
+@pytest.mark.heavy
 def test_a_kernel_ends_where_what_it_has_read_would_raise_the_peak() -> None:
     emitted, single = without_recomputation(Norms(), torch.randn(512, 8))
     assert emitted < single * 1.5  # in one kernel between the two products it is twice as much

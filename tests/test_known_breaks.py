@@ -124,6 +124,7 @@ def _planned(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     return {"graphs": plan.graphs, "notes": plan.notes, "coverage": plan.coverage, "step": plan.step}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "kind",
     [

@@ -162,6 +162,7 @@ def test_caches_of_other_files_hold_tensors_with_data(library: ModuleType, name:
     assert torch.equal(make(8), WANTED[name])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("by_us", [True, False], ids=["by planning around it", "by somebody else"])
 def test_caches_that_are_frozen_hold_tensors_with_data(
     library: ModuleType, by_us: bool, monkeypatch: pytest.MonkeyPatch

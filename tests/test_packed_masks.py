@@ -58,6 +58,7 @@ def plan() -> Plan:
     return planned(blocks())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.heavy)])
 def test_bits_and_bytes_are_as_promised(dtype: torch.dtype) -> None:
     model, x = blocks().to(dtype), X.to(dtype)

@@ -187,6 +187,7 @@ def test_a_plan_that_was_not_planned_for_a_budget_shows_as_well(tmp_path: Path) 
     assert "budget" not in seen.result
 
 
+@pytest.mark.heavy
 @pytest.mark.browser
 def test_what_is_wrong_with_a_report_is_seen_when_it_is_measured(tmp_path: Path) -> None:
     plan, path = planned_gpt().plan, tmp_path / "report.html"

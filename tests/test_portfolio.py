@@ -90,6 +90,7 @@ def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest
     assert again.seconds <= 1.05 * found.seconds
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("share", [None, 0.5, 0.7])
 def test_what_is_found_fast_is_hardly_worse(share: float | None) -> None:
     graph = transformer(2)

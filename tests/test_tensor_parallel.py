@@ -157,6 +157,7 @@ def _run_again(plan: planner.Plan) -> set[str]:
     return {graph.ops[op].name for graph in plan.graphs for op in graph.recomputed}
 
 
+@pytest.mark.heavy
 def test_collectives_run_again_only_if_that_is_asked_for(
     ranks: int, example: dict[str, Any], plan: planner.Plan
 ) -> None:

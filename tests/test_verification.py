@@ -244,6 +244,7 @@ class Attends(torch.nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.heavy
 def test_regions_run_by_their_plan_in_each_of_its_steps() -> None:
     model, args, _ = layers(Attends)
     plan = plan_of(model, (args[0].view(4, 16, 32),), regions="auto", recompute=["aten.*"])
