@@ -16,7 +16,7 @@ import socket
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Any
 from unittest import mock
@@ -83,8 +83,8 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
 def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:
     """A function like another, that refers to other modules.
 
-    Looked through are the object that it is a method of, what a ``functools.partial`` holds, variables around
-    it, global variables that it names itself, attributes of an object that is called, and functions there.
+    Looked through are what a ``functools.partial`` holds, variables around it, global variables that it names
+    itself, attributes of the object that it is, or is a method of, and functions there.
 
     Args:
         function: The function, which stays as it is.
@@ -107,7 +107,9 @@ class _Referring:
             return self._made[id(value)]
         self._made[id(value)] = value  # within itself
         if isinstance(value, types.MethodType):
-            made: Any = self._changed(value, types.MethodType, value.__func__, value.__self__)
+            of = value.__self__
+            holder = self(of) if isinstance(of, torch.nn.Module) else self._holding(of)
+            made: Any = value if holder is of else types.MethodType(value.__func__, holder)
         elif isinstance(value, functools.partial):
             keywords = {name: self(v) for name, v in value.keywords.items()}
             function, arguments = self(value.func), tuple(map(self, value.args))
@@ -117,13 +119,9 @@ class _Referring:
         elif isinstance(value, types.FunctionType):
             made = self._function(value)
         else:
-            made = self._called_object(value)
+            made = self._holding(value) if callable(value) else value
         self._made[id(value)] = made
         return made
-
-    def _changed(self, value: Any, make: Callable[..., Any], *parts: Any) -> Any:
-        found = tuple(map(self, parts))
-        return value if _same(found, parts) else make(*found)
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         cells = tuple(map(self._cell, function.__closure__ or ()))
@@ -145,17 +143,22 @@ class _Referring:
             content = cell.cell_contents
         except ValueError:  # it is empty
             return cell
-        return self._changed(cell, types.CellType, content)  # type: ignore[no-any-return]
+        found = self(content)
+        return cell if found is content else types.CellType(found)
 
-    def _called_object(self, value: Any) -> Any:
+    def _holding(self, value: Any) -> Any:
+        """An object whose attributes are another's, but for modules."""
         held = getattr(value, "__dict__", None)
-        if not callable(value) or not isinstance(held, dict) or isinstance(value, type):
+        if not isinstance(held, dict):
             return value
         changed = {n: v for n, v in held.items() if isinstance(v, torch.nn.Module) and v in self._others}
         if not changed:
             return value
-        made = copy.copy(value)
-        vars(made).update({n: self._others[v] for n, v in changed.items()})
+        try:
+            made = object.__new__(type(value))  # nothing of the user's runs
+        except TypeError:  # its class is not written in Python
+            return value
+        vars(made).update({**held, **{n: self._others[v] for n, v in changed.items()}})
         return made
 
 
@@ -176,8 +179,8 @@ def attribute_of(error: BaseException) -> str | None:
 @contextlib.contextmanager
 def _shared() -> Iterator[None]:
     """While this is open, ``copy.deepcopy`` returns such objects themselves."""
-    others = {threading.local: _variables_of_threads, torch.Tensor: _tensor}
-    by_type = {**dict.fromkeys(_SHARED_TYPES, _itself), **others}
+    by_type: dict[type, Any] = dict.fromkeys(_SHARED_TYPES, _itself)
+    by_type |= {threading.local: _variables_of_threads, torch.Tensor: _tensor}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(copy._deepcopy_dispatch, by_type))  # type: ignore[attr-defined]
         for shared in _SHARED_CLASSES:

@@ -133,6 +133,16 @@ class Criterion:
         return y.square().mean() + self.model.balance
 
 
+class Trainer:
+    """Holds its model, and is not called."""
+
+    def __init__(self, model: Balanced) -> None:
+        self.model = model
+
+    def loss(self, y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean() + self.model.balance
+
+
 def around(model: Balanced) -> Any:
     """A loss that is a function within a function, and calls another."""
 
@@ -156,6 +166,7 @@ LOSSES: dict[str, Any] = {
     "a function": lambda model: lambda y: y.square().mean() + model.balance,
     "functions": around,
     "an object": Criterion,
+    "a method of an object": lambda model: Trainer(model).loss,
     "a global variable": lambda model: with_global,
 }
 
@@ -236,3 +247,18 @@ def test_functions_of_copies_keep_what_they_are_marked_with() -> None:
     copied(torch.randn(4, 8))
     assert copied.balance.grad_fn is not None
     assert model.balance.grad_fn is None
+
+
+class Refusing:
+    """Cannot be copied, and says why."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Refusing":
+        raise ValueError("there is one of these")
+
+
+def test_an_error_of_the_users_own_copying_names_its_line() -> None:
+    wanted = (
+        r"attribute layers\.0\.held\.inside: ValueError: there is one of these, at .*test_module_copies\.py"
+    )
+    with pytest.raises(planner.CaptureError, match=wanted):
+        planner.plan(Holding(Refusing()), torch.randn(4, 8), budget="min")

@@ -1,6 +1,7 @@
 """Copies of a module and of a step's arguments, on which the step can run without changing the originals."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,7 +147,9 @@ def _not_copied(error: Exception) -> str:
     attribute = attribute_of(error)
     if attribute is None:
         return described("copying the module (copy.deepcopy)", error)
-    said = str(error).strip().partition("\n")[0]
+    said, line = str(error).strip().partition("\n")[0], line_of(error)
+    if line is not None and not line.startswith(f"{copy.__file__}:"):
+        said += f", at {line}"  # of a __deepcopy__ or __reduce__ of the user's
     return (
         f"copying the module failed at its attribute {attribute}: {type(error).__name__}: {said}. The step "
         "is planned on a copy: keep that outside of the module, or give its class a __deepcopy__"
