@@ -376,3 +376,16 @@ def test_a_weight_that_two_plans_share_says_nothing_of_the_one_that_has_not_run(
         model(*args).backward()
     with pytest.warns(PlanWarning, match="its plan has not run"):
         other.forward(*args).backward()
+
+
+def test_a_copy_of_a_planned_model_that_failed_on_the_way_is_no_other_plan(plan: Plan) -> None:
+    broken, args = _built()
+    plan.apply(broken)
+    broken.numbers = (number for number in range(3))  # cannot be copied
+    with pytest.raises(TypeError) as failed:
+        copy.deepcopy(broken)
+    model, _ = _built()
+    plan.apply(model)
+    (text,) = _warnings_of(lambda: model.forward(*args).backward())
+    assert "not model.forward(x)" in text
+    assert failed.value.__traceback__ is not None  # it holds the half of a copy that there is

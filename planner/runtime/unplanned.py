@@ -96,6 +96,8 @@ class Unplanned:
         return False
 
     def _is_installed(self, model: torch.nn.Module) -> bool:
+        if "_modules" not in vars(model):  # a copy that failed on the way: it has its plan, and no attributes
+            return False
         return getattr(modules.installed_call(model), "unplanned", None) is self
 
     def _never_called(self) -> None:
