@@ -143,7 +143,18 @@ MODELS: dict[str, Callable[[], Built]] = {
     "resnet50-64": lambda: resnet((3, 4, 6, 3)),
     "unet": unet,
     "shared": shared,
+    "resnet14-nchw": lambda: resnet((1, 1, 1, 1)),
+    "resnet50-nchw": lambda: resnet((3, 4, 6, 3), images=8, size=128),
 }
+INDUCTOR: dict[str, dict[str, Any]] = {
+    "resnet14-nchw": {"layout_optimization": False},
+    "resnet50-nchw": {"layout_optimization": False},
+}
+"""Options of Inductor for a model, without a plan.
+
+A plan keeps the layouts of the model unless told otherwise. Where Inductor is told to keep them too, both
+compute the same convolutions.
+"""
 
 
 class Checkpointed(nn.Module):

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from benchmarks.compiled import wrong
-from benchmarks.compiled_models import build, with_checkpoints
+from benchmarks.compiled_models import INDUCTOR, build, with_checkpoints
 from planner.verification.measure import measure_peak, time_steps
 
 SEED = 11
@@ -49,12 +49,12 @@ PLANNED: dict[str, dict[str, Any]] = {
 Row = dict[str, Any]
 
 
-def by_ratio(ratio: float) -> Callable[..., Any]:
+def by_ratio(ratio: float, settings: dict[str, Any]) -> Callable[..., Any]:
     """Inductor by PyTorch's own budget; each is a backend of its own, so that none runs another's code."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         with functorch_config.patch(activation_memory_budget=ratio):
-            return compile_fx(graph, inputs, config_patches=OPTIONS)
+            return compile_fx(graph, inputs, config_patches=settings)
 
     return backend
 
@@ -82,6 +82,7 @@ class Ways:
     def __init__(self, name: str, repeats: int) -> None:
         self.name, self.repeats = name, repeats
         self.model, self.inputs = build(name)
+        self.settings = {**OPTIONS, **INDUCTOR.get(name, {})}
         self.exact, self.exact_buffers = self._exact()
         largest = {n: float(g.abs().max()) for n, g in self.exact.items()}
         whole = max(largest.values())
@@ -148,17 +149,20 @@ class Ways:
         yield self.row("eager", module, module)
         module = copy.deepcopy(self.model)
         with fresh_cache() if options.fresh else nullcontext():
-            row = self.row("Inductor", module, torch.compile(module, options=OPTIONS))
+            row = self.row("Inductor", module, torch.compile(module, options=self.settings))
         if options.fresh:
             row["compile_seconds"] = row["first_step_seconds"]
         yield row
         for ratio in options.ratios:
             module = copy.deepcopy(self.model)
-            yield self.row(f"{BY_RATIO} {ratio:g}", module, torch.compile(module, backend=by_ratio(ratio)))
+            compiled = torch.compile(module, backend=by_ratio(ratio, self.settings))
+            yield self.row(f"{BY_RATIO} {ratio:g}", module, compiled)
         module = copy.deepcopy(self.model)
         if options.checkpoints and with_checkpoints(module):
             yield self.row("eager, checkpoint per block", module, module)
-            yield self.row("Inductor, checkpoint per block", module, torch.compile(module, options=OPTIONS))
+            yield self.row(
+                "Inductor, checkpoint per block", module, torch.compile(module, options=self.settings)
+            )
 
     def planned(self, name: str, budgets: list[str], whole: int, fresh: bool) -> Iterator[Row]:
         """By plans of one of :data:`PLANNED`; the first starts with empty caches if ``fresh``."""

@@ -38,10 +38,10 @@ class UnusedOutputs(GraphHook):
 
 def _refuse(_output: int) -> None:
     raise PlanMismatch(
-        "a gradient arrives at an output of the model that the planned loss did not use. Plan again with "
-        "loss= a callable that uses the outputs that the loss you train with uses, as in loss=lambda output: "
-        "output.logits.sum(), or plan the function that computes it, with planner.step; or "
-        "planner.remove(model)"
+        "a gradient arrives at an output of the model, or at what its forward left in an attribute, that the "
+        "planned loss did not use. Plan again with loss= a callable that uses what the loss you train with "
+        "uses, as in loss=lambda output: output.logits.sum() + model.balance, or plan the function that "
+        "computes it, with planner.step; or planner.remove(model)"
     )
 
 

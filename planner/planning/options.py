@@ -100,7 +100,9 @@ class PlanOptions:
 
     Attributes:
         loss: Makes the scalar loss of the module's output, where the module does not return it
-            (itself, or as ``output.loss``). Without either, the step differentiates all outputs.
+            (itself, or as ``output.loss``). Without either, the step differentiates all outputs,
+            and scalars that the forward leaves in attributes of its modules, as experts' losses for their
+            balance.
         outputs: Whether the training loop still has the module's outputs while backward runs: "held", as
             in ``out = model(x); out.loss.backward()``, or "dropped", as in ``model(x).loss.backward()`` and
             in trainers, which pass on the loss alone. Dropped outputs are not counted.

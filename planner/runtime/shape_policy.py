@@ -255,7 +255,9 @@ class NewShapes:
         options = self._options
         if self._policy != "replan":  # only bytes are wanted
             options = replace(options, costs="roofline")
-        return prepare(self._model, Step(args, kwargs, options.loss, options.outputs), options)
+        return prepare(
+            self._model, Step.of(self._model, args, kwargs, options.loss, options.outputs), options
+        )
 
     def _program(self, plan: PlanRecord, shapes: Shapes) -> Program:
         planned, others = self._compile(plan, self._others)

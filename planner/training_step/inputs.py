@@ -58,7 +58,7 @@ def read_step(
         if twice := named.keys() & more.keys():
             raise InputError(f"{min(twice)!r} is given twice, in the mapping of inputs and in kwargs=")
         named = {**named, **more}
-    step = Step(given, named, check_loss(loss), checked_outputs(outputs))
+    step = Step.of(model, given, named, check_loss(loss), checked_outputs(outputs))
     _check_call(model, step, what)
     return step
 

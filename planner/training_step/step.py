@@ -51,6 +51,7 @@ class Step:
         training: Whether it is planned in training mode, or else in evaluation mode; None: as the module is.
         in_flight: Micro-batches of a pipeline that have had their forward when the first backward begins;
             their outputs are held until their backward has run. None where this is no stage of one.
+        left: The losses that the forward leaves in the module, where the loss is computed outside of it.
     """
 
     args: tuple[Any, ...] = ()
@@ -59,6 +60,19 @@ class Step:
     outputs: Outputs = "held"
     training: bool | None = None
     in_flight: int | None = None
+    left: "LeftInModule | None" = None
+
+    @classmethod
+    def of(
+        cls,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: Loss | None,
+        outputs: Outputs,
+    ) -> "Step":
+        """The step of a module, whose own losses count where no loss is given."""
+        return cls(args, kwargs, loss, outputs, left=None if loss is not None else LeftInModule(module))
 
     def in_mode(self, module: torch.nn.Module) -> bool:
         """Whether the step is one in training mode, of a module as it is now."""
@@ -79,6 +93,7 @@ class Step:
             The module's output where it is held, else what of it was differentiated; and the loss (None
             when the outputs themselves were differentiated, with gradients of ones).
         """
+        earlier = self.left() if self.left is not None else []
         output = module(*self.args, **self.kwargs)
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
@@ -100,6 +115,10 @@ class Step:
                 loss.backward()
             return output, loss
         outputs = differentiable_outputs(output)
+        if self.left is not None and self.in_flight is None:
+            known = {id(t) for t in (*earlier, *outputs)}
+            outputs += [t for t in self.left() if id(t) not in known]
+        del earlier
         if not outputs:
             raise CaptureError(
                 f"nothing to differentiate: the module returned {type(output).__name__} without a tensor "
@@ -112,6 +131,26 @@ class Step:
         with without_autocast():
             torch.autograd.backward(outputs, gradients)
         return output, None
+
+
+class LeftInModule:
+    """The scalars in the attributes of a module that a forward left there, to be differentiated by.
+
+    Experts' losses for their balance and quantisers' for their codes are left so, and training loops add them
+    to a loss that they compute of the module's output.
+
+    Attributes:
+        module: The module. A copy of this object, for a copy of it, refers to that.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Those that are there now, each once."""
+        held = tensors_in([list(vars(part).values()) for part in self.module.modules()])
+        found = {id(t): t for t in held if t.grad_fn is not None and t.numel() == 1}
+        return list(found.values())
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from planner.module_copies import copied_module, referring_to
-from planner.training_step.step import Step, map_tensors
+from planner.training_step.step import LeftInModule, Step, map_tensors
 from planner.verification.outcomes import Name, Outcome, distance, same
 
 _ROUNDINGS = 8
@@ -48,9 +48,13 @@ class Yardstick:
             in_double = replace(on_it, args=_double(step.args), kwargs=_double(dict(step.kwargs)))
             self._exact = Outcome(wide.double(), in_double)
         with _first_line_of_errors(self, "with torch.compile, without the plan"):
+            from planner._torch.inductor.compiling import (
+                UNLESS_GIVEN,
+            )  # Inductor is not imported without need
+
             restore()
             compiled, on_it = _copied(model, step)
-            compiled.compile(options={**options, "fallback_random": True})
+            compiled.compile(options={**UNLESS_GIVEN, **options, "fallback_random": True})
             self._inductor = Outcome(compiled, on_it)
         restore()
 
@@ -82,7 +86,8 @@ def _copied(model: torch.nn.Module, step: Step) -> tuple[Any, Step]:
     copied = copied_module(model)
     copied.zero_grad(set_to_none=True)
     parts = dict(zip(model.modules(), copied.modules(), strict=False))
-    return copied, replace(step, loss=referring_to(step.loss, parts))
+    left = None if step.left is None else LeftInModule(copied)
+    return copied, replace(step, loss=referring_to(step.loss, parts), left=left)
 
 
 def _double(tree: Any) -> Any:

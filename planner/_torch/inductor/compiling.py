@@ -50,7 +50,7 @@ Inductor's own reordering for memory undoes the order of a schedule: peaks were 
 """
 
 
-_UNLESS_GIVEN: dict[str, Any] = {"layout_optimization": False}
+UNLESS_GIVEN: dict[str, Any] = {"layout_optimization": False}
 """Settings that options may change.
 
 Inductor lays out convolutions with channels last: it copies inputs and weights, lays gradients of weights out
@@ -266,7 +266,7 @@ def _settings(options: Mapping[str, Any], fusion: Fusion) -> Iterator[None]:
         torch.no_grad(),
         _without_autocast(),
         # A part of the cache's key.
-        config.patch({**_OURS, **_UNLESS_GIVEN, "inductor_choices_class": choices, **options}),
+        config.patch({**_OURS, **UNLESS_GIVEN, "inductor_choices_class": choices, **options}),
         V.set_choices_handler(choices()),  # made already in this thread, perhaps, whatever the setting says
         kernels_of_plans(),
         work_remembered(),
