@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner._torch import compat
 from planner._torch.own_code import is_of_pytorch
 
 _DISPATCH = "__torch_dispatch__"
@@ -71,7 +72,10 @@ _IN_PLACE = {
         (("TakeBackward0",), ("put",)),
         (("TraceBackward0",), ("index_fill",)),
         (("Atan2Backward0",), ("masked_fill",)),
-        (("ClampBackward0", "ClampBackward1"), ("logical_and",)),
+        (
+            ("ClampBackward0", "ClampBackward1"),
+            ("masked_fill",) if compat.version() >= (2, 15) else ("logical_and", "logical_or"),
+        ),
         (("BinaryCrossEntropyWithLogitsBackward0",), ("sub", "mul", "div")),
         (("BinaryCrossEntropyBackward0",), ("mul",)),
     )

@@ -252,12 +252,10 @@ class NewShapes:
         return dict(self._named((r.path, tuple(r.strides or ())) for r in records))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
-        options = self._options
-        if self._policy != "replan":  # only bytes are wanted
-            options = replace(options, costs="roofline")
-        return prepare(
-            self._model, Step.of(self._model, args, kwargs, options.loss, options.outputs), options
-        )
+        # Unless it is planned again, only bytes are wanted.
+        options = self._options if self._policy == "replan" else replace(self._options, costs="roofline")
+        step = Step.of(self._model, args, kwargs, options.loss, options.outputs)
+        return prepare(self._model, step, options)
 
     def _program(self, plan: PlanRecord, shapes: Shapes) -> Program:
         planned, others = self._compile(plan, self._others)

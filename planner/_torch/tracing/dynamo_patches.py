@@ -29,7 +29,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._logging._internal import log_state, trace_log
 
-from planner._torch.compat import private
+from planner._torch.compat import private, replace
 from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
@@ -317,7 +317,3 @@ def go_on_inside_modules() -> Iterator[None]:
         yield
     finally:
         files -= added
-
-
-def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    setattr(owner, name, function)

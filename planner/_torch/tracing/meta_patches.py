@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from planner._torch import compat
 from planner._torch.fake import strides_of_view
 from planner._torch.operators import SHAPE_VIEWS
-from planner._torch.tracing.dynamo_patches import replace
 from planner._torch.tracing.elementwise_strides import ELEMENTWISE, Form, strides_of_elementwise
 
 
@@ -36,7 +35,7 @@ def widen_grouped_products() -> None:
             mat_a, mat_b, kwargs.get("offs"), kwargs.get("out_dtype")
         )
 
-    replace(_meta_registrations, "_meta_grouped_mm_common", shape)
+    compat.replace(_meta_registrations, "_meta_grouped_mm_common", shape)
 
 
 Layout = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]

@@ -21,6 +21,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner._torch.compat import version
 from planner._torch.tracing.rules import ask_handler_of
 
 IsOurs = Callable[[Any], bool]
@@ -75,7 +76,8 @@ def break_where_numbers_are_read(is_ours: IsOurs) -> None:
     for a symbol, whose value nothing in a graph of ours has. A list of sizes that is compared with one that
     holds such a tensor is asked for its truth; Dynamo fails where a size is a symbol.
     """
-    wrap, compare = builder.wrap_to_fake_tensor_and_record, SymNodeVariable.richcompare_impl
+    comparison = "tp_richcompare_impl" if version() >= (2, 14) else "richcompare_impl"
+    wrap, compare = builder.wrap_to_fake_tensor_and_record, getattr(SymNodeVariable, comparison)
 
     def without_number(e: Any, tx: Any, *args: Any, source: Any = None, **kwargs: Any) -> Any:
         fake: Any = wrap(e, tx, *args, source=source, **kwargs)
@@ -95,7 +97,7 @@ def break_where_numbers_are_read(is_ours: IsOurs) -> None:
         return compare(self, tx, other, op)
 
     builder.wrap_to_fake_tensor_and_record = without_number
-    SymNodeVariable.richcompare_impl = unless_read  # type: ignore[method-assign]
+    setattr(SymNodeVariable, comparison, unless_read)
 
 
 # ---- checkpoints of the user's that do more than run again ----------------------------------------------

@@ -24,6 +24,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner._torch.compat import replace
 from planner._torch.fake import is_size, storage_key, without_modes
 from planner._torch.operators import is_foreign
 
@@ -79,7 +80,7 @@ def _look_at_conditions(backend_of: Callable[[Any], Any]) -> None:
             return read(self, tx, *args, **kwargs)
         return VariableTracker.build(tx, value.item())
 
-    TensorVariable.method_item = read_if_unknown  # type: ignore[method-assign]
+    replace(TensorVariable, "method_item", read_if_unknown)
 
 
 def _subclasses(owner: type) -> Iterator[type]:

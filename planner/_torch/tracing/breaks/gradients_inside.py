@@ -15,6 +15,7 @@ from torch._dynamo.variables import torch as functions
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx import GraphModule
 
+from planner._torch.compat import replace
 from planner._torch.execution.function_calls import BACKWARD_OF_A_FUNCTION
 from planner._torch.tracing.rules import ask_handler_of
 
@@ -47,7 +48,7 @@ def follow_gradients_inside(is_ours: IsOurs) -> None:
             _end("a backward inside of the forward", "tensor.backward() is called.")
         return backward(self, tx, *args, **kwargs)
 
-    TensorVariable.method_backward = as_written  # type: ignore[method-assign]
+    replace(TensorVariable, "method_backward", as_written)
 
 
 def _unless_functions(differentiate: Callable[..., Any], is_ours: IsOurs) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from planner._torch.compat import private
+from planner._torch.compat import private, replace
 
 
 @functools.cache
@@ -38,8 +38,8 @@ def break_at_swaps(ours: Callable[[Any], bool]) -> None:
             _end(self)
         return set_(self, tx, *args, **kwargs)
 
-    _replace(owner, method, unless_data)
-    _replace(TensorVariable, "method_set_", unless_ours)
+    replace(owner, method, unless_data)
+    replace(TensorVariable, "method_set_", unless_ours)
 
 
 def _end(tensor: Any) -> None:
@@ -49,7 +49,3 @@ def _end(tensor: Any) -> None:
         explanation="A tensor is given other memory (by an assignment to its .data, or by set_).",
         hints=[],
     )
-
-
-def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    setattr(owner, name, function)
