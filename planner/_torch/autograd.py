@@ -74,7 +74,7 @@ _IN_PLACE = {
         (("Atan2Backward0",), ("masked_fill",)),
         (
             ("ClampBackward0", "ClampBackward1"),
-            ("masked_fill",) if compat.version() >= (2, 15) else ("logical_and", "logical_or"),
+            ("masked_fill",) if compat.version() >= (2, 14) else ("logical_and", "logical_or"),
         ),
         (("BinaryCrossEntropyWithLogitsBackward0",), ("sub", "mul", "div")),
         (("BinaryCrossEntropyBackward0",), ("mul",)),

@@ -3,7 +3,7 @@
 Inductor compiles each kernel by itself. Most of that time goes into the headers and the bindings, not into
 the kernel: a program of fifty kernels, as one that computes much again has, is compiled in a seventh of the
 time when sixteen of them are one file. What is compiled is the text that Inductor wrote. Seen to work with
-torch 2.13.
+torch 2.13 and 2.15.
 """
 
 import contextlib
@@ -28,12 +28,9 @@ _KERNEL = re.compile(
 )
 _METHODS = "static PyMethodDef py_methods[] = {{"
 _BINDING = """
-static PyObject* kernel_{number}_py(PyObject* self, PyObject* args) {{
+static PyObject* kernel_{number}_py({parameters}) {{
     try {{
-        if(!PyTuple_CheckExact(args)) [[unlikely]]
-            throw std::runtime_error("tuple args required");
-        if(PyTuple_GET_SIZE(args) != {count}) [[unlikely]]
-            throw std::runtime_error("requires {count} args");
+        {check}
         kernel_{number}::kernel({arguments}); Py_RETURN_NONE;
     }} catch(std::exception const& e) {{
         PyErr_SetString(PyExc_RuntimeError, e.what());
@@ -44,6 +41,42 @@ static PyObject* kernel_{number}_py(PyObject* self, PyObject* args) {{
     }}
 }}
 """
+
+
+@dataclass(frozen=True)
+class _Convention:
+    """How Python calls a kernel.
+
+    Attributes:
+        parameters: Of the function in C++ that it calls.
+        parsed: What stands in Inductor's own bindings if it is called so.
+        check: What sees that the number of arguments is right.
+        method: The function's entry in the table of methods.
+    """
+
+    parameters: str
+    parsed: str
+    check: str
+    method: str
+
+
+_CONVENTIONS = (
+    _Convention(
+        "PyObject* self, PyObject* args",
+        "parse_arg(PyObject* args, size_t n)",
+        'if(!PyTuple_CheckExact(args)) [[unlikely]] throw std::runtime_error("tuple args required");\n'
+        "        if(PyTuple_GET_SIZE(args) != {count}) [[unlikely]]\n"
+        '            throw std::runtime_error("requires {count} args");',
+        '{{"{name}", {name}_py, METH_VARARGS, ""}},',
+    ),
+    _Convention(  # from torch 2.15 on
+        "PyObject* self, PyObject* const* args, Py_ssize_t nargs",
+        "parse_arg(PyObject* const* args, size_t n)",
+        'if(nargs != {count}) [[unlikely]] throw std::runtime_error("requires {count} args");',
+        '{{"{name}", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>({name}_py)), '
+        'METH_FASTCALL, ""}},',
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +98,7 @@ class _Together(async_compile.AsyncCompile):
     """What a program compiles its kernels with."""
 
     def cpp_pybinding(self, argtypes: Sequence[str], source_code: str) -> Any:
-        if _KERNEL.fullmatch(source_code) is None or _METHODS not in _template():
+        if _KERNEL.fullmatch(source_code) is None or _METHODS not in _template() or _convention() is None:
             return super().cpp_pybinding(list(argtypes), source_code)
         return _Kernel(tuple(argtypes), source_code)
 
@@ -108,14 +141,25 @@ def _template() -> str:
     return str(CppPythonBindingsCodeCache.suffix_template)
 
 
+def _convention() -> _Convention | None:
+    """How this Inductor's bindings are called; None if that is not known."""
+    return next((each for each in _CONVENTIONS if each.parsed in _template()), None)
+
+
 def _bound(template: str, kernels: Sequence[_Kernel]) -> str:
     """The bindings' text, with a function for each kernel."""
+    called = _convention()
+    assert called is not None
     methods, functions = [], []
     for number, kernel in enumerate(kernels):
         types = [kind.replace("const ", "") for kind in kernel.types]
         arguments = ", ".join(f"parse_arg<{kind}>(args, {i})" for i, kind in enumerate(types))
-        functions.append(_BINDING.format(number=number, count=len(types), arguments=arguments))
-        methods.append(f'{{"kernel_{number}", kernel_{number}_py, METH_VARARGS, ""}},')
+        check = called.check.format(count=len(types))
+        parameters = called.parameters
+        functions.append(
+            _BINDING.format(number=number, parameters=parameters, check=check, arguments=arguments)
+        )
+        methods.append(called.method.format(name=f"kernel_{number}"))
     written = "".join(functions), "\n".join(methods)
     escaped = [text.replace("{", "{{").replace("}", "}}") for text in written]
     return template.replace(_METHODS, f"{escaped[0]}\n{_METHODS}\n{escaped[1]}")
