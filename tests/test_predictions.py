@@ -154,6 +154,7 @@ _OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "numbers": lambda x, rows: _divided(x, rows),
     "trace": lambda x, rows: x.trace(),
     "clamp": lambda x, rows: x.clamp(-1.0, 1.0),
+    "maximum": lambda x, rows: torch.maximum(x, x.detach().roll(1)),
     "clamp between tensors": lambda x, rows: x.clamp(x.detach() - 1.0, x + 1.0),
     "binary_cross_entropy_with_logits": lambda x, rows: nn.functional.binary_cross_entropy_with_logits(
         x, rows.new_ones(64, 64, dtype=x.dtype), pos_weight=x.new_ones(64)

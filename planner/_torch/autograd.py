@@ -55,6 +55,19 @@ def engine_calls() -> bool:
     return True  # without a frame of it in the engine's own threads
 
 
+_COMPARISONS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        (
+            *("ClampBackward0", "ClampBackward1", "ClampMaxBackward1", "ClampMinBackward1"),
+            *("MaximumBackward0", "MinimumBackward0", "FmaxBackward0", "FminBackward0"),
+        ),
+        ("masked_fill",),
+    )
+    if compat.version() >= (2, 14)
+    else (("ClampBackward0", "ClampBackward1"), ("logical_and", "logical_or")),
+)
+"""From 2.14 on gradients of equal elements are halves."""
+
 _IN_PLACE = {
     node: frozenset(names)
     for nodes, names in (
@@ -72,10 +85,7 @@ _IN_PLACE = {
         (("TakeBackward0",), ("put",)),
         (("TraceBackward0",), ("index_fill",)),
         (("Atan2Backward0",), ("masked_fill",)),
-        (
-            ("ClampBackward0", "ClampBackward1"),
-            ("masked_fill",) if compat.version() >= (2, 14) else ("logical_and", "logical_or"),
-        ),
+        *_COMPARISONS,
         (("BinaryCrossEntropyWithLogitsBackward0",), ("sub", "mul", "div")),
         (("BinaryCrossEntropyBackward0",), ("mul",)),
     )
