@@ -1,5 +1,6 @@
 """One training step, run the same way wherever it runs: on fake tensors, unplanned, or planned."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -93,7 +94,8 @@ class Step:
             The module's output where it is held, else what of it was differentiated; and the loss (None
             when the outputs themselves were differentiated, with gradients of ones).
         """
-        earlier = self.left() if self.left is not None else []
+        # Not held: what a forward replaces is freed then.
+        earlier = [weakref.ref(t) for t in self.left()] if self.left is not None else []
         output = module(*self.args, **self.kwargs)
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
@@ -116,9 +118,8 @@ class Step:
             return output, loss
         outputs = differentiable_outputs(output)
         if self.left is not None and self.in_flight is None:
-            known = {id(t) for t in (*earlier, *outputs)}
+            known = {id(t) for t in (*outputs, *(reference() for reference in earlier))}
             outputs += [t for t in self.left() if id(t) not in known]
-        del earlier
         if not outputs:
             raise CaptureError(
                 f"nothing to differentiate: the module returned {type(output).__name__} without a tensor "
