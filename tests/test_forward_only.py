@@ -77,3 +77,28 @@ def test_a_view_that_passes_gradients_on_is_none_of_them() -> None:
     model.zero_grad()
     peak = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
     assert peak == pytest.approx(plan.predicted.dynamic_peak_bytes, rel=0.005)
+
+
+class _FrozenBefore(nn.Module):
+    """What a frozen body makes is handed on behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)).requires_grad_(False)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        torch._dynamo.graph_break()
+        return self.head(y).square().mean()
+
+
+def test_what_they_allocate_inside_counts() -> None:
+    torch.manual_seed(0)
+    model, x = _FrozenBefore(), torch.ones(64, 32)
+    plan = plan_of(model, (x,))
+    assert len(plan.forward_only) == 1
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    assert plan.predicted.dynamic_peak_bytes >= 2 * 64 * 128 * 4

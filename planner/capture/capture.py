@@ -249,7 +249,8 @@ class _Capture:
             self.arriving,
             breaks=graph_breaks.distinct_places(reasons),
             eager_operations=sum(
-                e.graph is None and bool(e.allocates) for e in recording.events[:forward_events]
+                -e.graph.allocating if e.graph is not None else bool(e.allocates)
+                for e in recording.events[:forward_events]
             ),
             with_data=self.copied.data,
             autocast=autocast,

@@ -8,7 +8,7 @@ step that runs with data, what the graph computes.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
 from planner.capture.alike_executions import AlikeExecutions
 from planner.capture.fresh_results import fresh_results
+from planner.capture.graph_call import GraphCall
 from planner.compiled.graph_hook import CompiledGraph
 from planner.graph.accumulation import behind_views, is_sum
 from planner.graph.dynamo_graph import structure_of, views_handed_on
@@ -41,30 +42,6 @@ from planner.hooks.written_inputs import WrittenInputs
 from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
-
-
-@dataclass(frozen=True)
-class GraphCall:
-    """An execution of a captured graph within a step.
-
-    Attributes:
-        graph: Index of the graph.
-        instance: Which of the executions of this graph in the step, from 0.
-        backward: Its backward half?
-        arguments: Recorded storage of every input of that half (for the backward: of every
-            tangent), -1 where resident.
-        outputs: Recorded storage of every output, -1 for those that are none.
-        released: Recorded storages among the arguments that nobody else holds: they are freed at
-            their last use inside.
-    """
-
-    graph: int
-    instance: int
-    backward: bool
-    arguments: tuple[int, ...]
-    outputs: tuple[int, ...]
-    released: frozenset[int] = frozenset()
-
 
 _MANY_ALIKE = 3
 
@@ -198,7 +175,9 @@ class GraphRunner:
         self._without = self.unused_outputs
         unused = UnusedOutputs(self._without, self.gradients.received.add)
         hooks = [self.casts, unused, self._written]
-        self._compiled, self.spec = CompiledGraph(compiled.call, hooks), compiled.followed
+        runs_as_it_is = self.joint is None and not self.gradients.received
+        call = self._operation_by_operation if runs_as_it_is else compiled.call
+        self._compiled, self.spec = CompiledGraph(call, hooks), compiled.followed
         self.gradients.layouts = dict(self.spec.tangent_layouts)
 
     def _inputs_as_captured(self) -> list[Any]:
@@ -298,11 +277,26 @@ class GraphRunner:
         ]
         return outputs
 
+    def _operation_by_operation(self, *args: Any) -> Sequence[Any]:
+        """Run a graph of which the step differentiates nothing: its operations are recorded, as they run in
+        a planned step too."""
+        assert self.recorder is not None
+        execution, before = self._executions, len(self.recorder.recording.events)
+        self._executions += 1
+        results = list(self._probed(*args))
+        if not self._data:
+            self._remember(results, execution)
+        made = sum(bool(event.allocates) for event in self.recorder.recording.events[before:])
+        self._call(list(args), results, backward=False, instance=execution, allocating=made)
+        return results
+
     def _remember(self, results: list[Any], execution: int) -> None:
         if execution < len(self._known):
             fake_values.know_values(results, self._known[execution])
 
-    def _call(self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int) -> None:
+    def _call(
+        self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int, allocating: int = 0
+    ) -> None:
         recorder = self.recorder
         assert recorder is not None
         taken = [recorder.index_of(a) if isinstance(a, torch.Tensor) else -1 for a in arguments]
@@ -311,7 +305,7 @@ class GraphRunner:
         arguments.clear()
         recording = recorder.recording
         released = frozenset(i for i in taken if i >= 0 and recording.storages[i].died_after is not None)
-        call = GraphCall(self.index, instance, backward, tuple(taken), tuple(produced), released)
+        call = GraphCall(self.index, instance, backward, tuple(taken), tuple(produced), released, allocating)
         recording.events[-1] = replace(recording.events[-1], graph=call)
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from planner.capture.captured_step import CapturedStep
-from planner.capture.graph_runner import GraphCall
+from planner.capture.graph_call import GraphCall
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline, real_sizes
 from planner.costs.roofline import Costs, roofline
@@ -248,7 +248,7 @@ class _Builder:
     def _graph_event(self, event: Event, call: GraphCall, backward: bool) -> None:
         joint = self.captured.graphs[call.graph].joint
         if joint is None:
-            # Nothing to differentiate: its outputs appear as if one operation made them.
+            # Nothing to differentiate: what its operations have not made appears as if one operation made it.
             name = f"graph {call.graph}"
             made = self._values_of(event, name)
             op = Op((), made, phase=Phase(backward), recomputable=False, region=GLUE_REGION, name=name)
