@@ -107,6 +107,20 @@ def test_a_peak_over_the_budget_is_found() -> None:
 
 
 @pytest.mark.heavy
+def test_a_peak_over_the_prediction_is_found_where_no_budget_bounds_it() -> None:
+    model, args, kwargs = small_gpt()
+    plan = planner.plan(model, args, kwargs, budget="min", solver="sqrt_n")
+    assert planner.verify(model, args, kwargs, plan=plan, repeats=0).ok
+    less = int(0.9 * plan.predicted.dynamic_peak_bytes)
+    predicted = plan.predicted.model_copy(update={"dynamic_peak_bytes": less})
+    report = planner.verify(
+        model, args, kwargs, plan=plan.model_copy(update={"predicted": predicted}), repeats=0
+    )
+    assert len(report.problems) == 1
+    assert "over the prediction" in report.problems[0]
+
+
+@pytest.mark.heavy
 def test_there_must_be_a_plan_for_this_mode() -> None:
     model, args, kwargs = small_gpt()
     with pytest.raises(planner.PlanMismatch, match="needs a plan"):

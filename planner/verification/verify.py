@@ -62,7 +62,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything is equal, and the measured peak is within the budget."""
+        """Everything is equal, and the measured peak is within the budget, or as predicted for "min"."""
         return not self.problems
 
     @property
@@ -226,6 +226,8 @@ def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Paramet
     return [p for p in trained if p.grad is not None] or trained
 
 
+_AS_PREDICTED = 0.01
+"""How far a peak may be over its prediction, relative, where no budget bounds it."""
 _NOT_TWICE = (
     "; so does that of a second step without the plan: the module draws on what cannot be put back, "
     "and its steps cannot be compared"
@@ -261,6 +263,11 @@ def _report(
     if budget is not None and measured_total > budget:
         over = measured_total - budget
         problems.append(f"the measured peak of {measured_total:,} bytes is {over:,} over the budget")
+    predicted = plan.resident.total + plan.predicted.dynamic_peak_bytes
+    bounded = plan.target.budget_bytes is not None or plan.target.parallel is not None
+    if not bounded and measured_total > predicted * (1 + _AS_PREDICTED):
+        over = measured_total - predicted
+        problems.append(f"the measured peak of {measured_total:,} bytes is {over:,} over the prediction")
     return Report(
         loss_equal=equal["loss"],
         gradients_equal=equal["gradient of"],
