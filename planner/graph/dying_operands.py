@@ -137,6 +137,7 @@ class _Storages:
     """Who makes and who reads the storages of a joint graph."""
 
     def __init__(self, module: GraphModule) -> None:
+        self._same: dict[int, int] = {}  # the storages of views that have one of their own without data
         self._maker: dict[int, Node] = {}  # by storage
         self._first: dict[int, int] = {}  # by storage: the one whose memory it is written into, or itself
         self._reads: dict[int, set[int]] = {}  # by storage: what its maker, and all that write into it, read
@@ -148,7 +149,7 @@ class _Storages:
         placeholders = module.graph.find_nodes(op="placeholder")
         mutated = aot_metadata.mutated_inputs(module)
         self._mutated = {
-            fake.storage_key(tensor)
+            self._key(tensor)
             for i, n in enumerate(placeholders)
             if i in mutated
             for tensor in _strided(n.meta.get("val"))
@@ -156,10 +157,19 @@ class _Storages:
         for node in module.graph.nodes:
             self._add(node)
 
+    def _key(self, tensor: torch.Tensor) -> int:
+        key = fake.storage_key(tensor)
+        return self._same.get(key, key)
+
     def _add(self, node: Node) -> None:
-        keys = [fake.storage_key(tensor) for tensor in _strided(node.meta.get("val"))]
+        if node.target is aten._unsafe_view.default:
+            # A view, though what PyTorch remembers of calls without data may be a tensor of its own.
+            viewed, view = (self._key(n.meta["val"]) for n in (node.all_input_nodes[0], node))
+            if view != viewed:
+                self._same[view] = viewed
+        keys = [self._key(tensor) for tensor in _strided(node.meta.get("val"))]
         new = [key for key in keys if key not in self._maker]
-        read = {fake.storage_key(t) for n in node.all_input_nodes for t in _strided(n.meta.get("val"))}
+        read = {self._key(t) for n in node.all_input_nodes for t in _strided(n.meta.get("val"))}
         for key in new:
             self._maker.setdefault(key, node)
             self._first[key] = key
@@ -184,10 +194,10 @@ class _Storages:
         if (
             type(rule_of(node)) is not ReplayRule
             or not value.is_floating_point()
-            or self._maker[fake.storage_key(value)] is not node
+            or self._maker[self._key(value)] is not node
         ):
             return ()
-        read = {fake.storage_key(t) for n in node.all_input_nodes for t in _strided(n.meta.get("val"))}
+        read = {self._key(t) for n in node.all_input_nodes for t in _strided(n.meta.get("val"))}
         if read & self._mutated:
             return ()
         # Eager's sum has the strides of the first of two gradients, whatever those of the second.
@@ -204,14 +214,14 @@ class _Storages:
         operand = node.args[position] if position < len(node.args) else None
         if not isinstance(operand, Node) or not _same_form(operand.meta.get("val"), node.meta["val"]):
             return False
-        key = fake.storage_key(operand.meta["val"])
+        key = self._key(operand.meta["val"])
         maker = self._maker[self._first[key]]
         if maker.op != "call_function" or not operators.returns_no_views(maker.target):
             return False
         if operators.is_foreign(maker.target) or (maker in self._backward) is not (node in self._backward):
             return False
         others = {
-            self._first[fake.storage_key(tensor)]: tensor
+            self._first[self._key(tensor)]: tensor
             for n in node.all_input_nodes
             if n is not operand
             for tensor in _strided(n.meta.get("val"))
@@ -241,17 +251,17 @@ class _Storages:
         """The result of a node is in the memory of an argument."""
         operand = node.args[position]
         assert isinstance(operand, Node)
-        key, first = (fake.storage_key(n.meta["val"]) for n in (node, operand))
+        key, first = (self._key(n.meta["val"]) for n in (node, operand))
         self._first[key] = self._first[first]
         self._reads[self._first[key]] |= self._reads[key]
         if self._looks_at(operand):
             self._viewed.add(node)
 
     def _is_returned(self, node: Node) -> bool:
-        return any(n.op == "output" for n in self._readers.get(fake.storage_key(node.meta["val"]), ()))
+        return any(n.op == "output" for n in self._readers.get(self._key(node.meta["val"]), ()))
 
     def _looks_at(self, node: Node) -> bool:
-        maker = self._maker[fake.storage_key(node.meta["val"])]
+        maker = self._maker[self._key(node.meta["val"])]
         return node in self._viewed or (node is not maker and node.target is not operator.getitem)
 
 
