@@ -5,19 +5,26 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from planner._torch import fake
 from planner._torch.joint.graph_modules import graph_module
-from planner._torch.tensors import held_tensors
+from planner._torch.tensors import call_tensors, held_tensors
 
 
 def structure_of(graph: GraphModule) -> str:
     """Digest of a Dynamo graph's operations and their wiring, without shapes and constants.
 
-    Symbolic sizes are left out, so that it does not matter whether the graph was captured with some.
+    Symbolic sizes are left out, and numbers that are taken of them, so that it does not matter whether the
+    graph was captured with some.
     """
-    nodes = [n for n in graph.graph.nodes if not _is_size(n.meta.get("example_value"))]
+    sizes: set[Node] = set()
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        of_sizes = bool(node.all_input_nodes) and sizes.issuperset(node.all_input_nodes)
+        if _is_size(value) or (of_sizes and node.op != "output" and not call_tensors(value)):
+            sizes.add(node)
+    nodes = [n for n in graph.graph.nodes if n not in sizes]
     numbers = {n: i for i, n in enumerate(nodes)}
     digest = hashlib.sha256()
     for node in nodes:
