@@ -143,13 +143,10 @@ MODELS: dict[str, Callable[[], Built]] = {
     "resnet50-64": lambda: resnet((3, 4, 6, 3)),
     "unet": unet,
     "shared": shared,
-    "resnet14-nchw": lambda: resnet((1, 1, 1, 1)),
-    "resnet50-nchw": lambda: resnet((3, 4, 6, 3), images=8, size=128),
 }
-INDUCTOR: dict[str, dict[str, Any]] = {
-    "resnet14-nchw": {"layout_optimization": False},
-    "resnet50-nchw": {"layout_optimization": False},
-}
+_KEPT = {f"{name}-nchw": MODELS[name] for name in ("resnet14", "resnet50")}
+MODELS |= _KEPT
+INDUCTOR: dict[str, dict[str, Any]] = {name: {"layout_optimization": False} for name in _KEPT}
 """Options of Inductor for a model, without a plan.
 
 A plan keeps the layouts of the model unless told otherwise. Where Inductor is told to keep them too, both

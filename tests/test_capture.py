@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import planner
 from planner._torch import fake
@@ -208,6 +209,22 @@ def test_what_cannot_be_captured_says_why(model: nn.Module, words: str) -> None:
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     with pytest.raises(planner.CaptureError, match=r"scalar.*\(2, 4\)"):
         planner.plan(nn.Linear(4, 4), (torch.randn(2, 4),), budget="80%", loss=lambda y: y)
+
+
+def test_numbers_that_are_taken_of_sizes_are_no_part_of_a_structure() -> None:
+    def graph(index: bool) -> torch.fx.GraphModule:
+        made = torch.fx.Graph()
+        size, x = made.placeholder("i"), made.placeholder("x")
+        size.meta["example_value"] = ShapeEnv().create_unbacked_symint()
+        x.meta["example_value"] = torch.ones(2)
+        if index:  # as from PyTorch 2.15 on, where a layer is read at a place that is symbolic
+            made.call_method("__index__", (size,)).meta["example_value"] = 0
+        shifted = made.call_function(torch.add, (x, x))
+        shifted.meta["example_value"] = torch.ones(2)
+        made.output((shifted,))
+        return torch.fx.GraphModule(nn.Module(), made)
+
+    assert structure_of(graph(True)) == structure_of(graph(False))
 
 
 def test_structure_is_of_operations_and_wiring() -> None:

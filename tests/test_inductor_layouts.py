@@ -37,13 +37,16 @@ class Normalised(nn.Module):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("budget", ["1GiB", "min"])
-def test_with_inductors_layouts_buffers_are_those_of_torch_compile(budget: str) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["Inductor's", "the model's"])
+def test_with_the_same_layouts_buffers_are_those_of_torch_compile(budget: str, told: bool) -> None:
     torch.manual_seed(0)
     model, images = Normalised(), torch.randn(8, 3, 24, 24)
-    unplanned: Any = torch.compile(copy.deepcopy(model))
+    unplanned: Any = torch.compile(copy.deepcopy(model), options={"layout_optimization": told})
     unplanned(images).backward()
 
-    options: Any = {"backend": "inductor", "backend_options": {"layout_optimization": True}}
+    options: Any = {"backend": "inductor"}  # which keeps the model's unless it is told otherwise
+    if told:
+        options["backend_options"] = {"layout_optimization": True}
     plan = planner.plan(model, images, budget=budget, **options)
     plan.apply(model)
     model(images).backward()

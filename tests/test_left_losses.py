@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner.training_step.step import LeftInModule
 from planner.verification.measure import measure_peak
 
 WIDTH = 32
@@ -128,3 +129,13 @@ def test_one_of_an_earlier_forward_is_none_of_the_step() -> None:
     assert planner.verify(net, x, plan=plan, repeats=0).ok
     first.earlier.backward()  # type: ignore[operator]
     assert first.gate.weight.grad is not None
+
+
+def test_containers_may_hold_each_other() -> None:
+    net, x = model("attribute"), torch.randn(64, WIDTH)
+    first, around = net[0], {}  # type: ignore[var-annotated]
+    assert isinstance(first, Experts)
+    around["itself"] = [around]
+    first.around = around  # type: ignore[assignment]
+    net(x)
+    assert LeftInModule(net)() == [part.balance for part in net if isinstance(part, Experts)]

@@ -111,6 +111,48 @@ STEPS = [
         ("tests/test_unread_draws.py::test_what_is_drawn_and_not_used_is_drawn[dropout]",),
     ),
     Mutation(
+        "left-losses",
+        "Losses that a forward leaves in attributes are differentiated by where no loss is given.",
+        "They are not, and training by them is refused.",
+        (
+            Change(
+                "planner/training_step/step.py",
+                "            outputs += [t for t in self.left() if id(t) not in known]\n",
+                "",
+            ),
+        ),
+        (
+            "tests/test_left_losses.py"
+            "::test_losses_left_in_attributes_are_differentiated_by_where_none_is_given[whole-attribute]",
+        ),
+    ),
+    Mutation(
+        "losses-of-earlier-forwards",
+        "Losses that an earlier forward left are none of a step.",
+        "They are differentiated by again, and what they need is freed.",
+        (
+            Change(
+                "planner/training_step/step.py",
+                "(*outputs, *(reference() for reference in earlier))",
+                "outputs",
+            ),
+        ),
+        ("tests/test_left_losses.py::test_one_of_an_earlier_forward_is_none_of_the_step",),
+    ),
+    Mutation(
+        "inside-frozen-parts",
+        "What is allocated inside of a graph of which nothing is differentiated counts.",
+        "It is one operation, and its own peak is missing.",
+        (
+            Change(
+                "planner/capture/graph_runner.py",
+                "self._operation_by_operation if runs_as_it_is else compiled.call",
+                "compiled.call",
+            ),
+        ),
+        ("tests/test_forward_only.py::test_what_they_allocate_inside_counts",),
+    ),
+    Mutation(
         "inductor-saved-as-traced",
         "What a forward saves lies as Inductor lays it out.",
         "It lies as it was traced: what convolutions return is copied, and statistics are rounded otherwise.",
@@ -123,7 +165,7 @@ STEPS = [
         ),
         (
             "tests/test_inductor_layouts.py"
-            "::test_with_inductors_layouts_buffers_are_those_of_torch_compile[1GiB]",
+            "::test_with_the_same_layouts_buffers_are_those_of_torch_compile[Inductor's-1GiB]",
         ),
     ),
     Mutation(

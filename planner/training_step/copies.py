@@ -16,7 +16,7 @@ from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
 from planner.module_copies import attribute_of, copied_module, referring_to
-from planner.training_step.step import NESTED, LeftInModule, Loss, Step, map_tensors, tensors_in
+from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
 
 
@@ -74,7 +74,7 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
             fake_values.forget_changes(made, original)
 
     loss = _on_copies(step.loss, module, copied, _paired(module, step, copied, (args, kwargs)))
-    left = None if step.left is None else LeftInModule(copied)
+    left = step.left_in(copied)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss, left=left)
     return StepCopy(
         copied,
@@ -114,7 +114,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     versions = {id(mine): writes(mine) for _, mine in pairs}
     buffers = {id(buffer) for buffer in copied.buffers()}
     loss = _on_copies(step.loss, module, copied, pairs)
-    left = None if step.left is None else LeftInModule(copied)
+    left = step.left_in(copied)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss, left=left)
     return StepCopy(
         copied,

@@ -75,6 +75,10 @@ class Step:
         """The step of a module, whose own losses count where no loss is given."""
         return cls(args, kwargs, loss, outputs, left=None if loss is not None else LeftInModule(module))
 
+    def left_in(self, module: torch.nn.Module) -> "LeftInModule | None":
+        """What stands in the place of ``left`` for a copy of the module."""
+        return None if self.left is None else LeftInModule(module)
+
     def in_mode(self, module: torch.nn.Module) -> bool:
         """Whether the step is one in training mode, of a module as it is now."""
         return module.training if self.training is None else self.training
@@ -141,16 +145,25 @@ class LeftInModule:
     to a loss that they compute of the module's output.
 
     Attributes:
-        module: The module. A copy of this object, for a copy of it, refers to that.
+        module: The module.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
 
     def __call__(self) -> list[torch.Tensor]:
-        """Those that are there now, each once."""
-        held = tensors_in([list(vars(part).values()) for part in self.module.modules()])
-        found = {id(t): t for t in held if t.grad_fn is not None and t.numel() == 1}
+        """Those that are there now, each once, in order; containers may hold each other."""
+        found: dict[int, torch.Tensor] = {}
+        seen: set[int] = set()
+        pending: list[Any] = [vars(part) for part in self.module.modules()][::-1]
+        while pending:
+            held = pending.pop()
+            if isinstance(held, torch.Tensor):
+                if held.grad_fn is not None and held.numel() == 1:
+                    found[id(held)] = held
+            elif isinstance(held, dict | list | tuple) and id(held) not in seen:
+                seen.add(id(held))
+                pending += [*(held.values() if isinstance(held, dict) else held)][::-1]
         return list(found.values())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from planner.module_copies import copied_module, referring_to
-from planner.training_step.step import LeftInModule, Step, map_tensors
+from planner.training_step.step import Step, map_tensors
 from planner.verification.outcomes import Name, Outcome, distance, same
 
 _ROUNDINGS = 8
@@ -86,8 +86,7 @@ def _copied(model: torch.nn.Module, step: Step) -> tuple[Any, Step]:
     copied = copied_module(model)
     copied.zero_grad(set_to_none=True)
     parts = dict(zip(model.modules(), copied.modules(), strict=False))
-    left = None if step.left is None else LeftInModule(copied)
-    return copied, replace(step, loss=referring_to(step.loss, parts), left=left)
+    return copied, replace(step, loss=referring_to(step.loss, parts), left=step.left_in(copied))
 
 
 def _double(tree: Any) -> Any:
