@@ -101,6 +101,7 @@ def copy_tracked(target: Path) -> None:
 
 def run_tests(copy: Path, cache: Path, tests: Sequence[str], seconds: float, *options: str) -> Outcome:
     """Run tests in a copy of the repository, in a process group of its own that ends with them."""
+    inductor = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     environment = (
         {"OMP_NUM_THREADS": "1"}
         | os.environ
@@ -108,13 +109,14 @@ def run_tests(copy: Path, cache: Path, tests: Sequence[str], seconds: float, *op
             "PYTHONPATH": str(copy),
             "PYTHONDONTWRITEBYTECODE": "1",  # a change within a second of another would go unseen
             "XDG_CACHE_HOME": str(cache),  # what a mutated planner measures stays out of the cache
+            "TORCHINDUCTOR_CACHE_DIR": inductor.name,  # programs of an unchanged planner would be found there
             "COLUMNS": "1000",
             "NO_COLOR": "1",
         }
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *options, *tests]
     started = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as written:
+    with inductor, tempfile.TemporaryFile("w+") as written:
         process = subprocess.Popen(
             command,
             cwd=copy,
