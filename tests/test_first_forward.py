@@ -109,6 +109,80 @@ def test_a_call_without_gradients_before_makes_the_first_step_follow_the_plan() 
     assert (runs.captures, runs.backward) == (1, 1)
 
 
+class Shared(nn.Module):
+    """Uses values from before its setting up behind it too: two pieces add to the gradients of one tensor."""
+
+    ready = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.often, self.last = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        p = self.often(h).tanh() + h.sin() * self.often(h).cos()
+        if not self.ready:
+            print("first forward")  # noqa: T201
+            self.ready = True
+        q = self.last(h).tanh() * h.sin() + self.often(h).tanh() * h.exp()
+        return (p * q + (h * p).tanh()).square().mean()
+
+
+def test_gradients_that_pieces_of_a_first_forward_share_are_added_up_in_order() -> None:
+    model, args, _ = layers(Shared)
+    plan = plan_of(model, args)
+    assert plan.coverage == "one-graph"
+    fresh, twin = layers(Shared)[0], layers(Shared)[0]
+    plan.apply(fresh)
+
+    def step(network: nn.Module) -> torch.Tensor:
+        loss: torch.Tensor = network(*args)
+        loss.backward()
+        return loss
+
+    with pytest.warns(PlanWarning, match="first forwards") as told:
+        assert_same(left_by(fresh, step), left_by(twin, step))
+    assert len(told) == 1
+
+
+def _with_hidden_states() -> nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = CLIPVisionModel(
+        CLIPVisionConfig(image_size=8, patch_size=4, **sizes, attn_implementation="eager")
+    )
+    return model.train()
+
+
+@pytest.mark.heavy
+def test_hooks_that_transformers_puts_into_a_model_in_its_first_forward_are_there_before_it_is_traced() -> (
+    None
+):
+    inputs = {"pixel_values": torch.randn(2, 3, 8, 8), "output_hidden_states": True}
+
+    def loss(output: Any) -> torch.Tensor:
+        return sum((h * h.sin()).mean() for h in output.hidden_states)
+
+    plan = plan_of(_with_hidden_states(), (), kwargs=inputs, loss=loss)
+    planned, twin = _with_hidden_states(), _with_hidden_states()
+    plan.apply(planned)
+
+    def step(network: nn.Module) -> torch.Tensor:
+        value = loss(network(**inputs))
+        value.backward()
+        return value
+
+    with no_plan_warnings(), counting_runs() as runs:
+        ours = left_by(planned, step)
+        assert (runs.captures, runs.backward) == (1, 1)
+    assert_same(ours, left_by(twin, step))
+    # What Dynamo traces for others, it traces as before.
+    compiled = torch.compile(_with_hidden_states(), backend="eager")
+    torch.testing.assert_close(loss(compiled(**inputs)), loss(twin(**inputs)))
+
+
 class Turns(Layers):
     """Goes another way once it is told to."""
 

@@ -238,6 +238,32 @@ INSIDE = [
         ("tests/test_constant_lists.py::test_a_step_follows_its_plan_where_a_list_decides_sizes[repeated]",),
     ),
     Mutation(
+        "unseen-per-use",
+        "Graphs that the plan has not seen leave the sums of gradients that they share to the engine.",
+        "Each adds up its own uses of a tensor first.",
+        (
+            Change(
+                "planner/runtime/backend.py",
+                "                    spec = _per_use(example_inputs)\n                return",
+                "                return",
+            ),
+        ),
+        (
+            "tests/test_first_forward.py"
+            "::test_gradients_that_pieces_of_a_first_forward_share_are_added_up_in_order",
+        ),
+    ),
+    Mutation(
+        "set-up-before",
+        "What transformers does to a model in its first forward is done before that is traced.",
+        "The first step runs in pieces.",
+        (Change("planner/_torch/tracing/dynamo_patches.py", "    set_up_before_tracing(_is_ours)\n", ""),),
+        (
+            "tests/test_first_forward.py::test_hooks_that_transformers_puts_into_a_model_in_its_first_forward"
+            "_are_there_before_it_is_traced",
+        ),
+    ),
+    Mutation(
         "path-not-planned",
         "A path of the forward that the plan has not seen gives a warning.",
         "The schedule is remapped to such a path without a warning.",

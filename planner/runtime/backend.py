@@ -1,5 +1,6 @@
 """The Dynamo backend that runs a plan's graphs by their schedules."""
 
+import contextlib
 import logging
 import weakref
 from collections import Counter
@@ -106,9 +107,7 @@ class PlanBackend:
         if record is not None:
             spec = among_sizes(GraphSpec.of(record), graph, example_inputs)
         elif self._plan.coverage != "one-graph" and any(g.per_use_inputs for g in self._plan.graphs):
-            # A graph that the plan has not seen, of a model with gradients per use: any of its inputs may
-            # need them.
-            spec = GraphSpec(per_use_inputs=frozenset(range(len(example_inputs))))
+            spec = _per_use(example_inputs)
         absent = [i for i in spec.unused_outputs if not is_tensor_output(graph, i)]
         if absent:
             warn(
@@ -118,6 +117,10 @@ class PlanBackend:
             return as_written(graph).forward
         if not any(map(fake.is_size, example_inputs)):
             try:
+                if record is None and not spec.per_use_inputs:
+                    with contextlib.suppress(_NotOfThePlan):
+                        return self._compile(graph, example_inputs, record, spec, exactly=True)
+                    spec = _per_use(example_inputs)
                 return self._compile(graph, example_inputs, record, spec)
             except aot.STARTS_AGAIN:
                 self._captured[record.structure if record else structure_of(graph)] -= 1
@@ -128,7 +131,7 @@ class PlanBackend:
                 unplanned("a part of the forward", error)
             return as_written(graph).forward
         try:
-            return self._compile(graph, example_inputs, record, spec, exactly=True)
+            return self._compile(graph, example_inputs, record, spec, exactly=record is not None)
         except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
             logger.info("compiled for each shape, not for symbolic sizes: %s", error)
         return StaticShapes(
@@ -200,13 +203,13 @@ class PlanBackend:
 
         def partition(traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
             nonlocal followed, exact
-            if exactly and record is not None and not matches(record, traced.reading):
-                raise CaptureError("traced into other operations than planned")
-            for hook in hooks:
-                hook.on_traced(traced)
             if record is None:  # a structure that is not the plan's, as symbolic sizes may give it
                 followed = next((g for g in self._plan.graphs if matches(g, traced.reading)), None)
             exact = followed is not None and matches(followed, traced.reading)
+            if exactly and not exact:
+                raise _NotOfThePlan("traced into other operations than planned")
+            for hook in hooks:
+                hook.on_traced(traced)
             halves = again.emitted(traced.reading, *self._sequence(followed, traced.reading, warn_once))
             return halves.forward, halves.backward
 
@@ -316,6 +319,19 @@ class PlanBackend:
         if then != now:
             return f"under autocast {', '.join(then) or 'off'} then, {', '.join(now) or 'off'} now"
         return "other parameters to train, another version, device or shape?"
+
+
+class _NotOfThePlan(CaptureError):
+    """A graph is made of other operations than those of the plan."""
+
+
+def _per_use(inputs: Sequence[Any]) -> GraphSpec:
+    """How a graph is traced that the plan has not seen.
+
+    It may share any of its inputs with other graphs: each use has a gradient of its own, and the engine adds
+    them up in the order of the step without a plan.
+    """
+    return GraphSpec(per_use_inputs=frozenset(range(len(inputs))))
 
 
 def _say_nothing(_text: str) -> None:

@@ -39,6 +39,7 @@ from planner._torch.tracing.breaks.break_patches import (
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
 from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
+from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.long_loops import go_on_behind_what_was_taken, look_at_what_is_left_later
@@ -82,6 +83,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     numbers_of_numpy(_is_ours)
     end_graphs_at_plans()
     pass_over_marks(_is_ours)
+    set_up_before_tracing(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     break_where_numbers_are_read(_is_ours)
     break_at_swaps(_is_ours)
