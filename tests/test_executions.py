@@ -29,9 +29,12 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
-        x = x + F.dropout(self.down(F.gelu(self.up(x)).tanh()), 0.1, self.training)
+        x = x + self.inside(x)
         torch._dynamo.graph_break()
         return x
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.down(F.gelu(self.up(x)).tanh()), 0.1, self.training)
 
 
 class Blocks(nn.Module):
@@ -49,6 +52,25 @@ class Blocks(nn.Module):
             for block in self.blocks:
                 x = block(x)
         return x.square().mean()
+
+
+class Numbered(Block):
+    """Reads a number that is another one in each block: Dynamo captures the second anew, for any number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return super().inside(x) if self.number >= 0 else x
+
+
+class NumberedBlocks(Blocks):
+    """Such blocks."""
+
+    def __init__(self, count: int = 4, times: int = 1) -> None:
+        super().__init__(count, times)
+        self.blocks = nn.ModuleList(Numbered(i) for i in range(count))
 
 
 def blocks(**options: Any) -> nn.Module:
@@ -183,3 +205,37 @@ def test_other_shapes_follow_the_programs_too() -> None:
         return losses
 
     assert_same(left_by(model, other), left_by(twin, other))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_is_captured_for_one_block_follows_the_plan_for_others_too(times: int, elsewhere: bool) -> None:
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return NumberedBlocks(4 // times, times).train()
+
+    torch._dynamo.reset()  # what Dynamo knows of numbers that vary
+    plan = planner.plan(built(), (X,), budget="84%", time_limit=2)
+    alike = [g for g in plan.graphs if g.occurrences > 1]
+    assert len({tuple(run.recomputed) for graph in alike for run in graph.by_execution}) > 1
+    if elsewhere:
+        torch._dynamo.reset()
+        plan = Plan.loads(plan.dumps())
+    planned, twin = built(), built()
+    plan.apply(planned)
+
+    def step(model: nn.Module) -> torch.Tensor:
+        model.zero_grad()
+        loss: torch.Tensor = model(X)
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PlanWarning)
+        for _ in range(3):
+            assert_same(left_by(planned, step), left_by(twin, step))
+        peaks = [measure_peak(lambda: step(planned), "cpu").peak_bytes for _ in range(2)]
+    assert peaks == [plan.predicted.dynamic_peak_bytes] * 2
+    strayed = [w for w in told if "each other's part of the plan" in str(w.message)]
+    assert len(told) == len(strayed) <= (elsewhere or times > 1)

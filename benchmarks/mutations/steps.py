@@ -214,11 +214,24 @@ STEPS = [
         (
             Change(
                 "planner/runtime/executions.py",
-                "        return self._by_execution[execution](*args)\n",
-                "        return self._by_execution[0](*args)\n",
+                "        number = self._next()\n",
+                "        number = self._plan.order[0 * self._next()]\n",
             ),
         ),
         ("tests/test_executions.py::test_executions_follow_programs_of_their_own",),
+    ),
+    Mutation(
+        "programs-of-others",
+        "What Dynamo captures for one layer and runs for others follows the plan of these.",
+        "It follows the plan of the one for all.",
+        (
+            Change(
+                "planner/runtime/executions.py",
+                "        return order[position]\n",
+                "        return order[self._mine[-1]]\n",
+            ),
+        ),
+        ("tests/test_executions.py::test_what_is_captured_for_one_block_follows_the_plan_for_others_too",),
     ),
     Mutation(
         "plan-is-run",

@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from planner.hooks.unused_outputs import UnusedOutputs
 from planner.lowering.lowerings import Lowering, chosen_lowering
 from planner.lowering.partition import no_recomputation
 from planner.planfile.plan import GraphRecord, PlanRecord
-from planner.runtime.executions import Executions
+from planner.runtime.executions import Alike, Executions, alike
 from planner.runtime.first_forward import Path
 from planner.runtime.forward_only import warns_if_differentiated
 from planner.runtime.own_errors import unplanned
@@ -76,6 +77,7 @@ class PlanBackend:
         self._calls, self._on_capture = calls, on_capture
         self._captured: Counter[str] = Counter()
         self._autocast: list[str] = []
+        self._alike: dict[str, Alike] = {}
         self._warned_of_executions = False
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -171,11 +173,46 @@ class PlanBackend:
         record = record or followed
         if record is None:
             return first
-        others = [
-            self._program(graph, example_inputs, program, spec, exactly, warn_of_it=False)[0]
-            for program in record.programs[1:]
-        ]
-        return Executions([first, *others], record.executions, self._calls, self._beyond_executions)
+        plan = self._alike.get(record.structure) or alike(self._plan, record.structure)
+        self._alike[record.structure] = plan
+
+        def compile_(number: int, inputs: Sequence[Any]) -> Callable[..., Any]:
+            program = plan.programs[number]
+            spec = among_sizes(GraphSpec.of(program), graph, inputs)
+            return self._program(graph, inputs, program, spec, exactly, warn_of_it=False)[0]
+
+        def compile_later(number: int, inputs: Sequence[Any]) -> Callable[..., Any]:
+            try:
+                return compile_(number, inputs)
+            except Exception as error:
+                unplanned("a part of the forward", error)
+                return as_written(graph).forward
+
+        own = plan.of_graph[record.occurrence]
+        programs: dict[int, Callable[..., Any]] = {plan.order[own[0]]: first}
+        # Those of others are compiled when they are needed, unless their sizes are known only here.
+        known = any(map(fake.is_size, example_inputs))
+        for number in range(len(plan.programs)) if known else {plan.order[i] for i in own}:
+            if number not in programs:
+                programs[number] = compile_(number, example_inputs)
+        return Executions(
+            plan,
+            record.occurrence,
+            programs,
+            compile_later,
+            self._calls,
+            partial(self._shared, plan),
+            self._beyond_executions,
+        )
+
+    def _shared(self, plan: Alike, strayed: bool) -> None:
+        for record in plan.records.values():
+            self._path.follow(record)
+        if strayed:
+            warn(
+                "what was captured for one layer runs for others of the same code too, and in this step some "
+                "followed each other's part of the plan: it may exceed the budget. Later steps follow theirs"
+            )
 
     def _beyond_executions(self, planned: int) -> None:
         if not self._warned_of_shapes() and not self._warned_of_executions:

@@ -1,35 +1,112 @@
-"""A graph that runs several times in a step: each time its backward may run something else."""
+"""A graph that runs several times in a step: each time its backward may run something else.
+
+Layers of the same code are graphs of one structure. Dynamo captures them one by one, or captures one of them
+for all that follow, and which of the two it does changes: a number that differs between layers makes it
+capture the second anew, for any number, and from the next step on that capture may run for the first too.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from planner.compiled.calls import Calls
+from planner.graph.spec import GraphSpec
+from planner.planfile.graph_record import GraphRecord
+from planner.planfile.plan import PlanRecord
+
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """The executions, in a step, of all graphs of one structure.
+
+    Attributes:
+        records: The plan's graphs, by occurrence.
+        programs: What their executions run, each once.
+        order: For every execution, in the order of the step, which of the programs it runs.
+        of_graph: For each graph, by occurrence, which of the executions are its.
+    """
+
+    records: dict[int, GraphRecord]
+    programs: list[GraphRecord]
+    order: list[int]
+    of_graph: dict[int, list[int]]
+
+
+def alike(plan: PlanRecord, structure: str) -> Alike:
+    """What a plan says of the graphs of a structure."""
+    numbers = [i for i, graph in enumerate(plan.graphs) if graph.structure == structure]
+    runs = [(i, execution) for i in numbers for execution in range(len(plan.graphs[i].executions))]
+    if len(numbers) > 1 and plan.step is not None:
+        seen = dict.fromkeys((i, execution) for i, execution, _ in plan.step.places())
+        if seen.keys() >= {*runs}:
+            runs = [run for run in seen if run[0] in numbers]
+    by_graph = {i: plan.graphs[i].by_execution for i in numbers}
+    programs: dict[Any, tuple[int, GraphRecord]] = {}
+    order: list[int] = []
+    of_graph: dict[int, list[int]] = {plan.graphs[i].occurrence: [] for i in numbers}
+    for i, execution in runs:
+        program = by_graph[i][execution]
+        key = tuple(program.backward), tuple(program.packed), GraphSpec.of(program).digest
+        number, _ = programs.setdefault(key, (len(programs), program))
+        of_graph[plan.graphs[i].occurrence].append(len(order))
+        order.append(number)
+    records = {plan.graphs[i].occurrence: plan.graphs[i] for i in numbers}
+    return Alike(records, [program for _, program in programs.values()], order, of_graph)
 
 
 class Executions:
     """The callable of a graph that follows a plan's programs, execution by execution.
 
+    It runs the programs of the graph that it was captured for. Once it runs more often than that one, it is
+    what Dynamo runs for others of its structure too, and follows the order of the step.
+
     Args:
-        programs: The compiled graph of each program.
-        order: Which of them each execution in a call of the module runs.
+        plan: The plan's graphs of its structure.
+        occurrence: The one of them that it was captured for.
+        programs: What is compiled of the programs, by number.
+        compile_: Compiles another one, for arguments.
         calls: Counts the executions.
+        shared: Called when it turns out to run for others too, with whether executions of this step have run
+            each other's programs.
         beyond: Called with the number of planned executions where there are more; these run the last one's.
     """
 
     def __init__(
         self,
-        programs: Sequence[Callable[..., Any]],
-        order: Sequence[int],
+        plan: Alike,
+        occurrence: int,
+        programs: dict[int, Program],
+        compile_: Callable[[int, Sequence[Any]], Program],
         calls: Calls,
+        shared: Callable[[bool], None],
         beyond: Callable[[int], None],
     ) -> None:
-        self._by_execution = [programs[i] for i in order]
-        self._calls, self._beyond = calls, beyond
+        self._plan, self._mine, self._programs = plan, plan.of_graph[occurrence], programs
+        self._compile, self._calls, self._shared, self._beyond = compile_, calls, shared, beyond
+        self._is_shared, self._strayed = len(plan.of_graph) == 1, False
 
     def __call__(self, *args: Any) -> Any:
-        planned = len(self._by_execution)
-        execution = self._calls.next_execution(self)
-        if execution >= planned:
-            self._beyond(planned)
-            execution = planned - 1
-        return self._by_execution[execution](*args)
+        number = self._next()
+        program = self._programs.get(number)
+        if program is None:
+            program = self._programs[number] = self._compile(number, args)
+        return program(*args)
+
+    def _next(self) -> int:
+        """The number of the program that comes next."""
+        order = self._plan.order
+        position, mine = self._calls.next_execution(self._plan), self._calls.next_execution(self)
+        if not self._is_shared and mine < len(self._mine):
+            number = order[self._mine[mine]]
+            strays = position >= len(order) or order[position] != number
+            self._strayed = strays or (mine > 0 and self._strayed)
+            return number
+        if position >= len(order):
+            self._beyond(len(order))
+            return order[-1]
+        if not self._is_shared:
+            self._is_shared = True
+            self._shared(self._strayed)
+        return order[position]
