@@ -199,7 +199,7 @@ class PlanBackend:
             plan,
             record.occurrence,
             programs,
-            compile_later,
+            compile_later if len(programs) < len(plan.programs) else None,  # which holds the graph
             self._calls,
             partial(self._shared, plan),
             self._beyond_executions,

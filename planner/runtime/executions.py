@@ -66,7 +66,7 @@ class Executions:
         plan: The plan's graphs of its structure.
         occurrence: The one of them that it was captured for.
         programs: What is compiled of the programs, by number.
-        compile_: Compiles another one, for arguments.
+        compile_: Compiles another one, for arguments; None where all are there.
         calls: Counts the executions.
         shared: Called when it turns out to run for others too, with whether executions of this step have run
             each other's programs.
@@ -78,7 +78,7 @@ class Executions:
         plan: Alike,
         occurrence: int,
         programs: dict[int, Program],
-        compile_: Callable[[int, Sequence[Any]], Program],
+        compile_: Callable[[int, Sequence[Any]], Program] | None,
         calls: Calls,
         shared: Callable[[bool], None],
         beyond: Callable[[int], None],
@@ -91,6 +91,7 @@ class Executions:
         number = self._next()
         program = self._programs.get(number)
         if program is None:
+            assert self._compile is not None
             program = self._programs[number] = self._compile(number, args)
         return program(*args)
 
