@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.fx import GraphModule
 
 import planner
 from planner.heap import nothing_set_aside
@@ -106,3 +107,24 @@ def test_models_and_inputs(use: Callable[[nn.Module, torch.Tensor], None], build
         gc.collect()
     assert planned() is None
     assert weight() is None
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("use", [_plans, _applies, _removes, _first_call, _in_regions])
+@pytest.mark.filterwarnings("ignore::planner.PlanWarning")
+def test_what_was_compiled_of_code_behind_a_break(use: Callable[[nn.Module, torch.Tensor], None]) -> None:
+    """Dynamo hangs it on the code of the user's, or of a library's, which stays."""
+
+    def graphs() -> int:
+        model, (x,), _ = layers(Broken)
+        use(model, x)
+        del model, x
+        with nothing_set_aside():
+            gc.collect()
+            return sum(GraphModule in type(found).__mro__ for found in gc.get_objects())
+
+    first = graphs()
+    assert graphs() <= first
+    assert graphs() <= first
+    assert graphs() <= first
+    assert graphs() <= first

@@ -4,6 +4,19 @@ from benchmarks.mutations.record import Change, Mutation
 
 BELONGINGS = [
     Mutation(
+        "let-go-of-captured",
+        "What was captured of code behind a break is let go of with what it was captured for.",
+        "Dynamo keeps it as long as the process runs.",
+        (
+            Change(
+                "planner/_torch/dynamo.py",
+                "            self.captured.add(result)\n",
+                "",
+            ),
+        ),
+        ("tests/test_let_go.py::test_what_was_compiled_of_code_behind_a_break",),
+    ),
+    Mutation(
         "gradients-after-planning",
         "Planning leaves the user's gradients alone, whatever a copy of the module still holds on to.",
         "Gradients that arrived are not taken away again.",

@@ -32,6 +32,7 @@ from planner._torch.tracing.hindrances import (
     switched_on,
     trace_methods_of,
 )
+from planner._torch.tracing.let_go import Captured
 from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
 from planner._torch.without_data.fake_values import lists_count
@@ -117,6 +118,7 @@ class _WithSettings(Callback):
         super().__init__(callback)
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often, self._captures = often, 0
+        self.captured = Captured(self)
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
         if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
@@ -130,6 +132,7 @@ class _WithSettings(Callback):
             dynamo.config.patch(allow_empty_graphs=empty),
         ):
             result = self._torchdynamo_orig_backend(frame, *rest)
+        self.captured.add(result)
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
             self._given_up()

@@ -1,0 +1,47 @@
+"""Private PyTorch APIs that let go of what was captured of a user's code, which Dynamo keeps as long as that.
+
+What follows a break is code of the user's, or of a library's: what Dynamo compiles of it hangs on that code,
+with the graphs of the plan in it, and would stay until the process ends. Tested with torch 2.13.
+"""
+
+import weakref
+from typing import Any
+
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
+from torch._dynamo.utils import get_metrics_context
+
+Guards = weakref.ref[Any]
+
+_GONE = "what it was compiled for is gone"
+
+
+class Captured:
+    """What was captured through one callback, which is let go of with the callback."""
+
+    def __init__(self, callback: object) -> None:
+        self._guards: list[Guards] = []
+        self.let_go = weakref.finalize(callback, _let_go, self._guards)
+
+    def add(self, result: Any) -> None:
+        """Note what Dynamo's callback has returned."""
+        code = result.guarded_code
+        if code is not None:
+            self._guards.append(weakref.ref(code.guard_manager))
+        timed = get_metrics_context()
+        if (
+            not timed.in_progress()
+        ):  # where times were noted, code included: for an error message, and for good
+            timed._edits.clear()
+
+
+def _let_go(guards: list[Guards]) -> None:
+    managers = {id(manager): manager for reference in guards if (manager := reference()) is not None}
+    guards.clear()
+    for manager in managers.values():
+        if manager.cache_entry is not None and manager.extra_state is not None:
+            manager.extra_state.invalidate(manager.cache_entry, DeletedGuardManagerWrapper(_GONE))
+    # Guards know where in the code they are from. They wait for the end of what they guard, as of classes.
+    for waiting, info in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
+        checks = getattr(getattr(info.func, "func", None), "__self__", None)
+        if isinstance(checks, CheckFunctionManager) and id(checks.guard_manager) in managers:
+            waiting.detach()
