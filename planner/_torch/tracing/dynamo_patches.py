@@ -33,6 +33,7 @@ from planner._torch.compat import private, replace
 from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
+    break_at_checks_of_data,
     break_where_numbers_are_read,
     pass_over_marks,
 )
@@ -84,6 +85,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     pass_over_marks(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     break_where_numbers_are_read(_is_ours)
+    break_at_checks_of_data(_is_ours)
     break_at_swaps(_is_ours)
     know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
