@@ -16,6 +16,7 @@ import socket
 import threading
 import traceback
 import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Any
@@ -54,13 +55,17 @@ _SHARED_CLASSES: tuple[type, ...] = (
     ),
 )
 """Of these, and of classes derived from them."""
+_HELD = (dict, list, set, deque, torch.Tensor)
+"""What a variable around a function may hold of a module's."""
+_HOLDS_FUNCTIONS = {dict, list, OrderedDict, defaultdict}
+"""Of these, not of classes derived from them: what is looked into for functions."""
 _CONTAINERS = ("_modules", "_parameters", "_buffers")
 
 
 def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = None) -> torch.nn.Module:
     """A deep copy of a module, which shares with it what cannot be copied.
 
-    Functions among its attributes, as one in the place of ``forward``, refer to the copy.
+    Functions among its attributes, as one in the place of ``forward``, and its hooks refer to the copy.
 
     Args:
         module: The module.
@@ -73,11 +78,26 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
     with _shared():
         copied = copy.deepcopy(module, memo)
     others: dict[Any, Any] = dict(zip(module.modules(), copied.modules(), strict=False))
+    refer, made = _Referring(others, memo), {id(value) for value in memo.values()}
     for mine in set(others.values()) - set(others):  # a __deepcopy__ may return the module itself
-        attributes = vars(mine)
-        functions = [n for n, value in attributes.items() if isinstance(value, types.FunctionType)]
-        attributes.update({name: referring_to(attributes[name], others) for name in functions})
+        _change_functions(vars(mine), refer, made)
     return copied
+
+
+def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
+    """Let functions in a copied dictionary or list, and in those inside, refer to copies: hooks are in such.
+
+    Args:
+        held: The dictionary or list, which is changed.
+        refer: What makes such a function.
+        made: By id: what is a copy, and not the user's. Each is looked into once.
+    """
+    for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        if isinstance(value, types.FunctionType):
+            held[key] = refer(value)
+        elif type(value) in _HOLDS_FUNCTIONS and id(value) in made:
+            made.remove(id(value))
+            _change_functions(value, refer, made)
 
 
 def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:
@@ -94,10 +114,17 @@ def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module
 
 
 class _Referring:
-    """Makes functions that refer to other modules; each once, as they may refer to each other."""
+    """Makes functions that refer to other modules; each once, as they may refer to each other.
 
-    def __init__(self, others: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
-        self._others = others
+    Args:
+        others: The modules in the place of those that functions refer to.
+        copies: By id: what variables around functions hold in the place of containers and tensors.
+    """
+
+    def __init__(
+        self, others: Mapping[torch.nn.Module, torch.nn.Module], copies: Mapping[int, Any] | None = None
+    ) -> None:
+        self._others, self._copies = others, copies or {}
         self._made: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -143,7 +170,9 @@ class _Referring:
             content = cell.cell_contents
         except ValueError:  # it is empty
             return cell
-        found = self(content)
+        found = self._copies.get(id(content)) if isinstance(content, _HELD) else None
+        if found is None:
+            found = self(content)
         return cell if found is content else types.CellType(found)
 
     def _holding(self, value: Any) -> Any:

@@ -236,6 +236,49 @@ def test_a_model_that_kept_results_of_a_forward_is_planned() -> None:
     assert planner.verify(model, x, plan=plan, loss=torch.sum, repeats=0).ok
 
 
+class Featured(nn.Module):
+    """Takes its features from what functions within its own constructor keep, or compute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers, self.kind = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), kind
+        self.scale = nn.Parameter(torch.ones(()))
+        kept = self.kept = {}
+        scale = self.scale
+
+        def keep(_module: nn.Module, _args: Any, result: torch.Tensor) -> None:
+            self.kept["a"] = result * self.scale
+
+        def keep_in_variable(_module: nn.Module, _args: Any, result: torch.Tensor) -> None:
+            kept["a"] = result * scale
+
+        if kind != "steps":
+            hook = keep if kind == "hook" else keep_in_variable
+            self.layers[1].register_forward_hook(hook)
+        self.steps = {"all": [lambda x: self.layers[0](x), lambda x: self.layers[1](x) * scale]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "steps":
+            for step in self.steps["all"]:
+                x = step(x)
+            return self.layers[2](x).square().mean()  # type: ignore[no-any-return]
+        y = self.layers(x)
+        return y.square().mean() + self.kept.pop("a").square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["hook", "hook and variables", "steps"])
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+def test_hooks_and_functions_in_containers_refer_to_the_copy(kind: str) -> None:
+    model, x = Featured(kind), torch.randn(4, 8)
+    plan = planner.plan(model, x, budget="min", costs="roofline")
+    assert model.kept == {}
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    losses = [model(x), plan.apply(model)(x)]
+    assert losses[0] == losses[1]
+
+
 def test_functions_of_copies_keep_what_they_are_marked_with() -> None:
     model = Balanced()
     model.forward = torch.compiler.disable(model.forward)  # type: ignore[method-assign]
