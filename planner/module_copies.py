@@ -56,7 +56,7 @@ _SHARED_CLASSES: tuple[type, ...] = (
 )
 """Of these, and of classes derived from them."""
 _HELD = (dict, list, set, deque, torch.Tensor)
-"""What a variable around a function may hold of a module's."""
+"""What a variable around a function, or a default, may hold of a module's."""
 _HOLDS_FUNCTIONS = {dict, list, OrderedDict, defaultdict}
 """Of these, not of classes derived from them: what is looked into for functions."""
 _CONTAINERS = ("_modules", "_parameters", "_buffers")
@@ -93,7 +93,7 @@ def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
         made: By id: what is a copy, and not the user's. Each is looked into once.
     """
     for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, types.FunctionType | functools.partial):
             held[key] = refer(value)
         elif type(value) in _HOLDS_FUNCTIONS and id(value) in made:
             made.remove(id(value))
@@ -103,8 +103,8 @@ def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
 def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:
     """A function like another, that refers to other modules.
 
-    Looked through are what a ``functools.partial`` holds, variables around it, global variables that it names
-    itself, attributes of the object that it is, or is a method of, and functions there.
+    Looked through are what a ``functools.partial`` holds, defaults, variables around it, global variables
+    that it names itself, attributes of the object that it is, or is a method of, and functions there.
 
     Args:
         function: The function, which stays as it is.
@@ -155,13 +155,17 @@ class _Referring:
         variables = function.__globals__
         named = {n: variables[n] for n in function.__code__.co_names if n in variables}
         changed = {n: v for n, v in named.items() if isinstance(v, torch.nn.Module) and v in self._others}
-        if _same(cells, function.__closure__ or ()) and not changed:
+        defaults, by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
+        own_defaults = tuple(map(self._held, defaults))
+        own_by_name = {n: self._held(v) for n, v in by_name.items()}
+        same = _same(cells, function.__closure__ or ()) and _same(own_defaults, defaults)
+        if same and _same(own_by_name.values(), by_name.values()) and not changed:
             return function
         if changed:
             variables = {**variables, **{n: self._others[v] for n, v in changed.items()}}
-        name, defaults = function.__name__, function.__defaults__
-        made = types.FunctionType(function.__code__, variables, name, defaults, cells)
-        made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+        name = function.__name__
+        made = types.FunctionType(function.__code__, variables, name, own_defaults or None, cells)
+        made.__kwdefaults__, made.__qualname__ = own_by_name or None, function.__qualname__
         vars(made).update({n: self(v) for n, v in vars(function).items()})  # Dynamo marks functions by these
         return made
 
@@ -170,10 +174,13 @@ class _Referring:
             content = cell.cell_contents
         except ValueError:  # it is empty
             return cell
-        found = self._copies.get(id(content)) if isinstance(content, _HELD) else None
-        if found is None:
-            found = self(content)
+        found = self._held(content)
         return cell if found is content else types.CellType(found)
+
+    def _held(self, content: Any) -> Any:
+        """What a variable or default of a function holds, or the copy of it."""
+        copied = self._copies.get(id(content)) if isinstance(content, _HELD) else None
+        return self(content) if copied is None else copied
 
     def _holding(self, value: Any) -> Any:
         """An object whose attributes are another's, but for modules."""

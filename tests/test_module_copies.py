@@ -252,9 +252,18 @@ class Featured(nn.Module):
         def keep_in_variable(_module: nn.Module, _args: Any, result: torch.Tensor) -> None:
             kept["a"] = result * scale
 
-        if kind != "steps":
-            hook = keep if kind == "hook" else keep_in_variable
-            self.layers[1].register_forward_hook(hook)
+        def keep_in_default(
+            scale: torch.Tensor, _m: Any, _args: Any, result: torch.Tensor, kept: Any = kept
+        ) -> None:
+            kept["a"] = result * scale
+
+        hooks: dict[str, Any] = {
+            "hook": keep,
+            "hook and variables": keep_in_variable,
+            "hook and defaults": functools.partial(keep_in_default, scale),
+        }
+        if kind in hooks:
+            self.layers[1].register_forward_hook(hooks[kind])
         self.steps = {"all": [lambda x: self.layers[0](x), lambda x: self.layers[1](x) * scale]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -266,7 +275,7 @@ class Featured(nn.Module):
         return y.square().mean() + self.kept.pop("a").square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["hook", "hook and variables", "steps"])
+@pytest.mark.parametrize("kind", ["hook", "hook and variables", "hook and defaults", "steps"])
 @pytest.mark.filterwarnings("error::planner.PlanWarning")
 def test_hooks_and_functions_in_containers_refer_to_the_copy(kind: str) -> None:
     model, x = Featured(kind), torch.randn(4, 8)
