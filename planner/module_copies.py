@@ -16,8 +16,9 @@ import socket
 import threading
 import traceback
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor
 from typing import Any
 from unittest import mock
@@ -75,7 +76,7 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
         Exception: Whatever copying one of its attributes raises.
     """
     memo: dict[int, Any] = dict(replaced or {})
-    with _shared():
+    with _shared(set(module.modules())):
         copied = copy.deepcopy(module, memo)
     others: dict[Any, Any] = dict(zip(module.modules(), copied.modules(), strict=False))
     refer, made = _Referring(others, memo), {id(value) for value in memo.values()}
@@ -95,6 +96,8 @@ def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
     for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
         if isinstance(value, types.FunctionType | functools.partial):
             held[key] = refer(value)
+        elif type(value) is tuple and any(isinstance(v, types.FunctionType) for v in value):
+            held[key] = tuple(refer(v) if isinstance(v, types.FunctionType) else v for v in value)
         elif type(value) in _HOLDS_FUNCTIONS and id(value) in made:
             made.remove(id(value))
             _change_functions(value, refer, made)
@@ -213,10 +216,21 @@ def attribute_of(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def _shared() -> Iterator[None]:
-    """While this is open, ``copy.deepcopy`` returns such objects themselves."""
+def _shared(parts: Set[torch.nn.Module]) -> Iterator[None]:
+    """While this is open, ``copy.deepcopy`` returns such objects themselves.
+
+    Args:
+        parts: Modules that are copied: a weak reference to one becomes one to its copy.
+    """
+
+    def reference(value: "weakref.ref[Any]", memo: dict[int, Any]) -> Any:
+        to = value()
+        if not isinstance(to, torch.nn.Module) or to not in parts:
+            return value
+        return type(value)(copy.deepcopy(to, memo))
+
     by_type: dict[type, Any] = dict.fromkeys(_SHARED_TYPES, _itself)
-    by_type |= {threading.local: _variables_of_threads, torch.Tensor: _tensor}
+    by_type |= {threading.local: _variables_of_threads, torch.Tensor: _tensor, weakref.ref: reference}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(copy._deepcopy_dispatch, by_type))  # type: ignore[attr-defined]
         for shared in _SHARED_CLASSES:

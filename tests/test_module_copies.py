@@ -5,6 +5,7 @@ import queue
 import sys
 import threading
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -264,20 +265,26 @@ class Featured(nn.Module):
         }
         if kind in hooks:
             self.layers[1].register_forward_hook(hooks[kind])
-        self.steps = {"all": [lambda x: self.layers[0](x), lambda x: self.layers[1](x) * scale]}
+        self.steps = {"all": [lambda x: self.layers[0](x), (lambda x: self.layers[1](x) * scale,)]}
+        object.__setattr__(self.layers[0], "parent", weakref.ref(self))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 1e6:  # the copy has data then
+            x = -x
         if self.kind == "steps":
-            for step in self.steps["all"]:
-                x = step(x)
-            return self.layers[2](x).square().mean()  # type: ignore[no-any-return]
+            first, (second,) = self.steps["all"]
+            return self.layers[2](second(first(x))).square().mean()  # type: ignore[no-any-return]
+        if self.kind == "weak reference":
+            return (self.layers(x) * self.layers[0].parent().scale).square().mean()  # type: ignore[no-any-return]
         y = self.layers(x)
         return y.square().mean() + self.kept.pop("a").square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["hook", "hook and variables", "hook and defaults", "steps"])
+@pytest.mark.parametrize(
+    "kind", ["hook", "hook and variables", "hook and defaults", "steps", "weak reference"]
+)
 @pytest.mark.filterwarnings("error::planner.PlanWarning")
-def test_hooks_and_functions_in_containers_refer_to_the_copy(kind: str) -> None:
+def test_hooks_functions_in_containers_and_weak_references_refer_to_the_copy(kind: str) -> None:
     model, x = Featured(kind), torch.randn(4, 8)
     plan = planner.plan(model, x, budget="min", costs="roofline")
     assert model.kept == {}
@@ -286,6 +293,8 @@ def test_hooks_and_functions_in_containers_refer_to_the_copy(kind: str) -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
     losses = [model(x), plan.apply(model)(x)]
     assert losses[0] == losses[1]
+    later = planner.auto_checkpoint(Featured(kind), budget="min", costs="roofline")
+    later(x).backward()
 
 
 def test_functions_of_copies_keep_what_they_are_marked_with() -> None:
