@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -173,3 +174,33 @@ def test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs
 
 def _loss(output: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return output[0].square().sum()
+
+
+class Cut(torch.autograd.Function):
+    """Its backward returns no gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: torch.Tensor) -> None:
+        return None
+
+
+class Rounding(Scored):
+    """One graph's output leads to such a function, which runs as written."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden, other = self.first(x).tanh(), self.second(x)
+        torch._dynamo.graph_break()
+        rounded: torch.Tensor = torch.compiler.disable(Cut.apply)(hidden)
+        return (other * rounded).square().mean()
+
+
+def test_an_output_that_gets_no_gradient_from_a_function_of_the_users() -> None:
+    model, x = Rounding(), torch.randn(8, 16)
+    plan = plan_of(model, (x,))
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
