@@ -16,7 +16,9 @@ import socket
 import threading
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor
 from typing import Any
 from unittest import mock
@@ -54,13 +56,17 @@ _SHARED_CLASSES: tuple[type, ...] = (
     ),
 )
 """Of these, and of classes derived from them."""
+_HELD = (dict, list, set, deque, torch.Tensor)
+"""What a variable around a function, or a default, may hold of a module's."""
+_HOLDS_FUNCTIONS = {dict, list, OrderedDict, defaultdict}
+"""Of these, not of classes derived from them: what is looked into for functions."""
 _CONTAINERS = ("_modules", "_parameters", "_buffers")
 
 
 def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = None) -> torch.nn.Module:
     """A deep copy of a module, which shares with it what cannot be copied.
 
-    Functions among its attributes, as one in the place of ``forward``, refer to the copy.
+    Functions among its attributes, as one in the place of ``forward``, and its hooks refer to the copy.
 
     Args:
         module: The module.
@@ -70,21 +76,38 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
         Exception: Whatever copying one of its attributes raises.
     """
     memo: dict[int, Any] = dict(replaced or {})
-    with _shared():
+    with _shared(set(module.modules())):
         copied = copy.deepcopy(module, memo)
     others: dict[Any, Any] = dict(zip(module.modules(), copied.modules(), strict=False))
+    refer, made = _Referring(others, memo), {id(value) for value in memo.values()}
     for mine in set(others.values()) - set(others):  # a __deepcopy__ may return the module itself
-        attributes = vars(mine)
-        functions = [n for n, value in attributes.items() if isinstance(value, types.FunctionType)]
-        attributes.update({name: referring_to(attributes[name], others) for name in functions})
+        _change_functions(vars(mine), refer, made)
     return copied
+
+
+def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
+    """Let functions in a copied dictionary or list, and in those inside, refer to copies: hooks are in such.
+
+    Args:
+        held: The dictionary or list, which is changed.
+        refer: What makes such a function.
+        made: By id: what is a copy, and not the user's. Each is looked into once.
+    """
+    for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        if isinstance(value, types.FunctionType | functools.partial):
+            held[key] = refer(value)
+        elif type(value) is tuple and any(isinstance(v, types.FunctionType) for v in value):
+            held[key] = tuple(refer(v) if isinstance(v, types.FunctionType) else v for v in value)
+        elif type(value) in _HOLDS_FUNCTIONS and id(value) in made:
+            made.remove(id(value))
+            _change_functions(value, refer, made)
 
 
 def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module]) -> Any:
     """A function like another, that refers to other modules.
 
-    Looked through are what a ``functools.partial`` holds, variables around it, global variables that it names
-    itself, attributes of the object that it is, or is a method of, and functions there.
+    Looked through are what a ``functools.partial`` holds, defaults, variables around it, global variables
+    that it names itself, attributes of the object that it is, or is a method of, and functions there.
 
     Args:
         function: The function, which stays as it is.
@@ -94,10 +117,17 @@ def referring_to(function: Any, others: Mapping[torch.nn.Module, torch.nn.Module
 
 
 class _Referring:
-    """Makes functions that refer to other modules; each once, as they may refer to each other."""
+    """Makes functions that refer to other modules; each once, as they may refer to each other.
 
-    def __init__(self, others: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
-        self._others = others
+    Args:
+        others: The modules in the place of those that functions refer to.
+        copies: By id: what variables around functions hold in the place of containers and tensors.
+    """
+
+    def __init__(
+        self, others: Mapping[torch.nn.Module, torch.nn.Module], copies: Mapping[int, Any] | None = None
+    ) -> None:
+        self._others, self._copies = others, copies or {}
         self._made: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -128,13 +158,17 @@ class _Referring:
         variables = function.__globals__
         named = {n: variables[n] for n in function.__code__.co_names if n in variables}
         changed = {n: v for n, v in named.items() if isinstance(v, torch.nn.Module) and v in self._others}
-        if _same(cells, function.__closure__ or ()) and not changed:
+        defaults, by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
+        own_defaults = tuple(map(self._held, defaults))
+        own_by_name = {n: self._held(v) for n, v in by_name.items()}
+        same = _same(cells, function.__closure__ or ()) and _same(own_defaults, defaults)
+        if same and _same(own_by_name.values(), by_name.values()) and not changed:
             return function
         if changed:
             variables = {**variables, **{n: self._others[v] for n, v in changed.items()}}
-        name, defaults = function.__name__, function.__defaults__
-        made = types.FunctionType(function.__code__, variables, name, defaults, cells)
-        made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+        name = function.__name__
+        made = types.FunctionType(function.__code__, variables, name, own_defaults or None, cells)
+        made.__kwdefaults__, made.__qualname__ = own_by_name or None, function.__qualname__
         vars(made).update({n: self(v) for n, v in vars(function).items()})  # Dynamo marks functions by these
         return made
 
@@ -143,8 +177,13 @@ class _Referring:
             content = cell.cell_contents
         except ValueError:  # it is empty
             return cell
-        found = self(content)
+        found = self._held(content)
         return cell if found is content else types.CellType(found)
+
+    def _held(self, content: Any) -> Any:
+        """What a variable or default of a function holds, or the copy of it."""
+        copied = self._copies.get(id(content)) if isinstance(content, _HELD) else None
+        return self(content) if copied is None else copied
 
     def _holding(self, value: Any) -> Any:
         """An object whose attributes are another's, but for modules."""
@@ -177,10 +216,21 @@ def attribute_of(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def _shared() -> Iterator[None]:
-    """While this is open, ``copy.deepcopy`` returns such objects themselves."""
+def _shared(parts: Set[torch.nn.Module]) -> Iterator[None]:
+    """While this is open, ``copy.deepcopy`` returns such objects themselves.
+
+    Args:
+        parts: Modules that are copied: a weak reference to one becomes one to its copy.
+    """
+
+    def reference(value: "weakref.ref[Any]", memo: dict[int, Any]) -> Any:
+        to = value()
+        if not isinstance(to, torch.nn.Module) or to not in parts:
+            return value
+        return type(value)(copy.deepcopy(to, memo))
+
     by_type: dict[type, Any] = dict.fromkeys(_SHARED_TYPES, _itself)
-    by_type |= {threading.local: _variables_of_threads, torch.Tensor: _tensor}
+    by_type |= {threading.local: _variables_of_threads, torch.Tensor: _tensor, weakref.ref: reference}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(copy._deepcopy_dispatch, by_type))  # type: ignore[attr-defined]
         for shared in _SHARED_CLASSES:

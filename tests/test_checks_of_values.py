@@ -67,3 +67,35 @@ def test_a_step_ends_with_an_error_as_without_a_plan(kind: str, backend: Any) ->
     model.zero_grad()
     model(x).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+class Voice(nn.Module):
+    """Goes through a spectrum, as vocoders do; ``torch.istft`` checks its window."""
+
+    def __init__(self, *, method: bool) -> None:
+        super().__init__()
+        self.before, self.after, self.method = nn.Linear(64, 64), nn.Linear(64, 64), method
+        self.register_buffer("window", torch.hann_window(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.stft(self.before(x), 16, 4, window=self.window, return_complex=True)
+        spectrum = spectrum * spectrum.abs().tanh()
+        if self.method:
+            y = spectrum.istft(16, 4, window=self.window)
+        else:
+            y = torch.istft(spectrum, 16, 4, window=self.window)
+        return self.after(y).tanh().square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_an_operator_that_checks_data_runs_as_written_between_graphs(method: bool) -> None:
+    model, args = Voice(method=method), (torch.randn(4, 64),)
+    plan = planner.plan(model, args, budget="min", solver="sqrt_n")
+    assert plan.coverage == "partly-captured"
+    assert len(plan.graphs) == 2
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    with torch.no_grad():
+        model.window.zero_()
+    with pytest.raises(RuntimeError, match="window overlap add"):
+        plan.apply(model)(*args)

@@ -126,5 +126,3 @@ def test_what_was_compiled_of_code_behind_a_break(use: Callable[[nn.Module, torc
     first = graphs()
     assert graphs() <= first
     assert graphs() <= first
-    assert graphs() <= first
-    assert graphs() <= first

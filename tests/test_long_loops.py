@@ -1,6 +1,7 @@
 """Loops over many regions: one capture serves all iterations that are alike, and none that is not."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -127,3 +128,26 @@ def test_captures_of_a_step_do_not_grow_with_its_layers() -> None:
         _step(model, x)
         captured.append(torch._dynamo.utils.counters["frames"]["total"])
     assert captured[0] == captured[1] > 0
+
+
+class Chunked(nn.Module):
+    """Asks for the signature of a method of each layer, as Hugging Face's chunked feed-forwards do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Bilinear(SIZE, SIZE, SIZE) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            count = len(inspect.signature(layer.forward).parameters)
+            x = x + layer(*[x] * count).tanh()
+            torch._dynamo.graph_break()
+        return x.square().sum()
+
+
+def test_a_loop_asks_for_the_identity_of_what_it_comes_to() -> None:
+    model, x = Chunked(), torch.randn(8, SIZE)
+    plan = planner.plan(model, x, budget="min", solver="sqrt_n")
+    assert plan.coverage == "several-graphs"
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems

@@ -5,6 +5,7 @@ import queue
 import sys
 import threading
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,66 @@ def test_a_model_that_kept_results_of_a_forward_is_planned() -> None:
     plan = planner.plan(model, x, budget="min", loss=torch.sum, costs="roofline")
     assert model.seen["first"] is kept
     assert planner.verify(model, x, plan=plan, loss=torch.sum, repeats=0).ok
+
+
+class Featured(nn.Module):
+    """Takes its features from what functions within its own constructor keep, or compute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers, self.kind = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), kind
+        self.scale = nn.Parameter(torch.ones(()))
+        kept = self.kept = {}
+        scale = self.scale
+
+        def keep(_module: nn.Module, _args: Any, result: torch.Tensor) -> None:
+            self.kept["a"] = result * self.scale
+
+        def keep_in_variable(_module: nn.Module, _args: Any, result: torch.Tensor) -> None:
+            kept["a"] = result * scale
+
+        def keep_in_default(
+            scale: torch.Tensor, _m: Any, _args: Any, result: torch.Tensor, kept: Any = kept
+        ) -> None:
+            kept["a"] = result * scale
+
+        hooks: dict[str, Any] = {
+            "hook": keep,
+            "hook and variables": keep_in_variable,
+            "hook and defaults": functools.partial(keep_in_default, scale),
+        }
+        if kind in hooks:
+            self.layers[1].register_forward_hook(hooks[kind])
+        self.steps = {"all": [lambda x: self.layers[0](x), (lambda x: self.layers[1](x) * scale,)]}
+        object.__setattr__(self.layers[0], "parent", weakref.ref(self))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 1e6:  # the copy has data then
+            x = -x
+        if self.kind == "steps":
+            first, (second,) = self.steps["all"]
+            return self.layers[2](second(first(x))).square().mean()  # type: ignore[no-any-return]
+        if self.kind == "weak reference":
+            return (self.layers(x) * self.layers[0].parent().scale).square().mean()  # type: ignore[no-any-return]
+        y = self.layers(x)
+        return y.square().mean() + self.kept.pop("a").square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "kind", ["hook", "hook and variables", "hook and defaults", "steps", "weak reference"]
+)
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+def test_hooks_functions_in_containers_and_weak_references_refer_to_the_copy(kind: str) -> None:
+    model, x = Featured(kind), torch.randn(4, 8)
+    plan = planner.plan(model, x, budget="min", costs="roofline")
+    assert model.kept == {}
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    losses = [model(x), plan.apply(model)(x)]
+    assert losses[0] == losses[1]
+    later = planner.auto_checkpoint(Featured(kind), budget="min", costs="roofline")
+    later(x).backward()
 
 
 def test_functions_of_copies_keep_what_they_are_marked_with() -> None:

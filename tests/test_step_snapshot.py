@@ -142,6 +142,24 @@ def test_generators_of_the_operating_system_have_no_state() -> None:
     assert planner.plan(Given(8, 8), args, budget="100%", solver="none").graphs
 
 
+def test_modules_without_data_that_serve_as_templates_have_no_state() -> None:
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights, self.template = nn.Parameter(torch.randn(3, 8, 8)), [nn.Linear(8, 8, False, "meta")]
+
+        def forward(self, x: Tensor) -> Tensor:
+            def member(weight: Tensor) -> Tensor:
+                result: Tensor = torch.func.functional_call(self.template[0], {"weight": weight}, (x,))
+                return result
+
+            return torch.vmap(member)(self.weights).tanh().var(0).mean()
+
+    model, args = Ensemble(), (torch.randn(4, 8),)
+    plan = planner.plan(model, args, budget="100%", solver="none")
+    assert planner.verify(model, args, plan=plan, repeats=0).ok
+
+
 def test_modes_are_as_they_were_where_a_step_changes_them() -> None:
     class Off(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

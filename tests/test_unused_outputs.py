@@ -1,6 +1,8 @@
 """Outputs of a graph that the loss does not use, and what users may do with them."""
 
 import copy
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,47 @@ def test_an_output_that_the_loss_does_not_use_is_written_to_in_place() -> None:
         theirs[1].div_(2)
         loss(theirs).backward()
         assert torch.equal(ours[1], theirs[1])
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None
+        assert its.grad is not None
+        assert torch.equal(mine.grad, its.grad)
+
+
+class Branching(nn.Module):
+    """What one step has no use for, at its end, another goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 16)
+        self.draws = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = torch.zeros(())
+        for draw in self.draws:
+            hidden = self.first(x)
+            loss = loss + hidden.square().mean()
+            torch._dynamo.graph_break()
+            x = self.second(hidden) if draw else 2 * hidden
+        return loss
+
+
+@pytest.mark.parametrize("regions", [None, ["first", "second"]])
+def test_a_path_that_uses_what_the_planned_one_did_not(regions: list[str] | None) -> None:
+    torch.manual_seed(0)
+    model, x = Branching(), torch.randn(8, 16)
+    twin = copy.deepcopy(model)
+    plan_of(model, (x,), regions=regions).apply(model)
+    for path in ([0], [0, 1], [1, 0, 0]):
+        model.draws = twin.draws = path
+        twin(x).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", planner.PlanWarning)
+            loss = model(x)
+        if regions is None and path == [0, 1]:
+            with pytest.raises(planner.PlanMismatch, match=r"whose path .* data decide.* with regions="):
+                loss.backward()
+            return
+        loss.backward()
     for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
         assert mine.grad is not None
         assert its.grad is not None
@@ -131,3 +174,33 @@ def test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs
 
 def _loss(output: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return output[0].square().sum()
+
+
+class Cut(torch.autograd.Function):
+    """Its backward returns no gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: torch.Tensor) -> None:
+        return None
+
+
+class Rounding(Scored):
+    """One graph's output leads to such a function, which runs as written."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden, other = self.first(x).tanh(), self.second(x)
+        torch._dynamo.graph_break()
+        rounded: torch.Tensor = torch.compiler.disable(Cut.apply)(hidden)
+        return (other * rounded).square().mean()
+
+
+def test_an_output_that_gets_no_gradient_from_a_function_of_the_users() -> None:
+    model, x = Rounding(), torch.randn(8, 16)
+    plan = plan_of(model, (x,))
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes

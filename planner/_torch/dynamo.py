@@ -28,7 +28,9 @@ from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
 from planner._torch.tracing.hindrances import (
     RunsAsItIs,
     guarded,
+    left_alone,
     no_other_thread_traces,
+    saved_tensors_are_changed,
     switched_on,
     trace_methods_of,
 )
@@ -103,7 +105,8 @@ MANY_CAPTURES = 16
 class _WithSettings(Callback):
     """Dynamo's callback for a frame that it has no code for; runs under :func:`dynamo_settings`.
 
-    Calls that find their code do not come here, and pay nothing for the settings.
+    Calls that find their code do not come here, and pay nothing for the settings. What a forward does inside
+    of hooks on saved tensors that it sets runs as it is: these see what the step saves without a plan.
     """
 
     def __init__(
@@ -121,6 +124,8 @@ class _WithSettings(Callback):
         self.captured = Captured(self)
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
+        if saved_tensors_are_changed():
+            return left_alone()
         if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
             trace_methods_of(module)
         # One call without an operation, of a step that skips a batch, and it would never be looked at again.

@@ -21,6 +21,7 @@ from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.module_paths import name_modules, source_name
+from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
 from planner.capture.alike_executions import AlikeExecutions
@@ -105,6 +106,8 @@ class GraphRunner:
         return tuple(sorted(self.gradients.awaited - self.gradients.received))
 
     def __call__(self, *args: Any) -> Any:
+        if saved_tensors_are_changed():
+            return tuple(self._probed(*args))
         if meet_outside(args, self._differentiated, siblings=self._compiled is None):
             raise RuntimeError(MEET_OUTSIDE)
         if self._compiled is not None:

@@ -45,7 +45,9 @@ class TangentLayouts:
         steps = None if of_input else memory_steps(tensor)
         tensor.register_hook(functools.partial(self._receive, output, steps))
 
-    def _receive(self, output: int, steps: tuple[int, ...] | None, gradient: torch.Tensor) -> None:
+    def _receive(self, output: int, steps: tuple[int, ...] | None, gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # an autograd function of the user's returned none
+            return
         self.received.add(output)
         arrived = memory_steps(gradient)
         if steps is not None and 0 not in arrived and arrived != steps:

@@ -41,7 +41,9 @@ def _refuse(_output: int) -> None:
         "a gradient arrives at an output of the model, or at what its forward left in an attribute, that the "
         "planned loss did not use. Plan again with loss= a callable that uses what the loss you train with "
         "uses, as in loss=lambda output: output.logits.sum() + model.balance, or plan the function that "
-        "computes it, with planner.step; or planner.remove(model)"
+        "computes it, with planner.step; or planner.remove(model). It can also be a result inside of "
+        "a forward whose path random numbers or data decide, where the planned path had no use for it: plan "
+        "the parts that are the same on each path, with regions="
     )
 
 

@@ -5,7 +5,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from planner._torch.autocast_state import autocast_regions
 from planner._torch.execution.checkpoints import as_written
 from planner._torch.joint import aot
 from planner._torch.module_paths import name_modules
+from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.compiled.calls import Calls
 from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
@@ -88,8 +89,11 @@ class PlanBackend:
         self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
         apart = numbers_apart(graph) if any(map(fake.is_size, example_inputs)) else None
         if apart is None or self._knows(graph) or not self._knows(apart.rest):
-            return self._callable(graph, example_inputs)
-        return apart.together(self._callable(apart.rest, example_inputs))
+            call = self._callable(graph, example_inputs)
+        else:
+            call = apart.together(self._callable(apart.rest, example_inputs))
+        written = cache(lambda: as_written(graph).forward)
+        return lambda *args: (written() if saved_tensors_are_changed() else call)(*args)
 
     def _knows(self, graph: GraphModule) -> bool:
         structure = structure_of(graph)

@@ -87,7 +87,7 @@ class StepSnapshot:
             apart = {id(tensor) for tensor in own}
             for tensor in found:
                 before, then = tensors[id(tensor)], known.get(id(tensor))
-                if before.data is None and id(tensor) not in apart:
+                if before.data is None and id(tensor) not in apart and not tensor.is_meta:
                     same = then is not None and _is_like(tensor, then.data)
                     before.data = then.data if then is not None and same else on_host(tensor)
         return cls(

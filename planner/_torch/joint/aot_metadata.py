@@ -95,6 +95,14 @@ def gradients_of_results(joint: torch.fx.Graph) -> dict[int, torch.fx.Node]:
     return found
 
 
+def gradients_of_inputs(joint: torch.fx.Graph) -> tuple[list[torch.fx.Node], dict[int, torch.fx.Node]]:
+    """All gradients that a joint graph takes, and those of values that are written into the forward's inputs,
+    by position of these."""
+    pairs = _gradients(joint)
+    written = [(n, s.mutated_input) for n, s in pairs if isinstance(s, InputMutationAOTOutput)]
+    return [n for n, _ in pairs], {d.idx: n for n, d in written if isinstance(d, PlainAOTInput)}
+
+
 def _gradients(joint: torch.fx.Graph) -> list[tuple[torch.fx.Node, Any]]:
     descriptions = [(n, n.meta.get("desc")) for n in joint.find_nodes(op="placeholder")]
     return [(n, d.output) for n, d in descriptions if isinstance(d, TangentAOTInput)]

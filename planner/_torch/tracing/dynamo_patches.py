@@ -33,6 +33,7 @@ from planner._torch.compat import private, replace
 from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
+    break_at_checks_of_data,
     break_where_numbers_are_read,
     pass_over_marks,
 )
@@ -42,7 +43,11 @@ from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.inside_compile import call_planned_modules
-from planner._torch.tracing.long_loops import go_on_behind_what_was_taken, look_at_what_is_left_later
+from planner._torch.tracing.long_loops import (
+    go_on_behind_what_was_taken,
+    know_what_is_left_by_value,
+    look_at_what_is_left_later,
+)
 from planner._torch.tracing.optimizers import read_optimizers_alone
 from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
@@ -86,10 +91,12 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     set_up_before_tracing(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     break_where_numbers_are_read(_is_ours)
+    break_at_checks_of_data(_is_ours)
     break_at_swaps(_is_ours)
     know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_what_is_left_later(_is_ours)
+    know_what_is_left_by_value()
     go_on_behind_what_was_taken(_is_ours)
     break_where_it_broke(_is_ours)
     read_optimizers_alone(_is_ours)

@@ -48,10 +48,15 @@ class RunsAsItIs(Callback):
             return self._torchdynamo_orig_backend(*frame)
         except Exception as error:
             self._failed(error)
-        # What it calls runs as it is, too. The next call is captured again: the error may be of the user's
-        # own code, which raises it as it runs, and may not raise it the next time.
-        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
+        # The next call is captured again: the error may be of the user's own code, which raises it as it
+        # runs, and may not raise it the next time.
+        return left_alone()
+
+
+def left_alone() -> ConvertFrameReturn:
+    """What a callback returns for a frame to run as it is, this time, with all that it calls."""
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
 
 
 def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,8 +149,7 @@ def hindering_mode() -> str | None:
         return f"{_transform()} is on, and plans do not go through transforms of functions"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation (dual_level) is on, and plans have backwards alone"
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and not _is_of_torch(hooks[0]):
+    if saved_tensors_are_changed():
         return "saved_tensors_hooks are on, and plans save other tensors than the step does without"
     if not torch._C._len_torch_dispatch_stack():
         return None
@@ -161,6 +165,12 @@ def hindering_mode() -> str | None:
 def _transform() -> str:
     key = torch._C._functorch.peek_interpreter_stack().key()
     return f"torch.func.{key.name.lower()}"
+
+
+def saved_tensors_are_changed() -> bool:
+    """Whether hooks of the user's are on that may hand back others than the tensors that a step saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not _is_of_torch(hooks[0])
 
 
 def _is_of_torch(hook: Any) -> bool:

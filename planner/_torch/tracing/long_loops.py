@@ -9,12 +9,15 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars, get_verbose_code_parts
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TupleIteratorGetItemSource
 from torch._dynamo.utils import tuple_iterator, tuple_iterator_getitem, tuple_iterator_len
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListIteratorVariable, TupleIteratorVariable
+
+from planner._torch.compat import replace
 
 
 @functools.cache
@@ -43,6 +46,23 @@ def look_at_what_is_left_later(is_ours: Callable[[Any], bool]) -> None:
         return self.tx.output.side_effects.track_mutable(value, result)
 
     VariableBuilder.wrap_tuple_iterator = when_come_to  # type: ignore[method-assign]
+
+
+@functools.cache
+def know_what_is_left_by_value() -> None:
+    """Give Dynamo the functions by which it looks up what a loop still comes to, as it does for its guards.
+
+    It looks up a function there whose identity the forward asks for, as ``inspect.signature`` does, and
+    failed with a ``NameError`` of its own.
+    """
+
+    def value_of(self: Any, source: Any) -> Any:
+        frame = self.root_tx
+        named = {**_get_closure_vars(), "G": frame.f_globals, "L": frame.f_locals}
+        return source.get_value(named, {}, {})
+
+    if hasattr(OutputGraph, "resolve_source_value"):
+        replace(OutputGraph, "resolve_source_value", value_of)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Corrections of joint graphs to what eager computes, one a file; :data:`JOINT_PASSES` is their order."""
 
 from planner.graph.joint_pass import JointPass
+from planner.graph.passes.absent_gradients import expect_no_gradient_of_leaves
 from planner.graph.passes.autocast_cast_cache import share_casts
 from planner.graph.passes.collectives import wait_in_place
 from planner.graph.passes.cpu_dropout import divide_masks
@@ -10,6 +11,7 @@ from planner.graph.passes.max_pooling import keep_nothing_pooled
 from planner.graph.passes.per_use_gradients import hand_out_unsummed
 
 JOINT_PASSES: tuple[JointPass, ...] = (
+    expect_no_gradient_of_leaves,
     wait_in_place,
     share_casts,
     hand_out_unsummed,

@@ -21,7 +21,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner._torch.compat import version
+from planner._torch.compat import replace, version
 from planner._torch.tracing.rules import ask_handler_of
 
 IsOurs = Callable[[Any], bool]
@@ -98,6 +98,41 @@ def break_where_numbers_are_read(is_ours: IsOurs) -> None:
 
     builder.wrap_to_fake_tensor_and_record = without_number
     setattr(SymNodeVariable, comparison, unless_read)
+
+
+# ---- checks of data inside of operators ------------------------------------------------------------------
+
+
+@functools.cache
+def break_at_checks_of_data(is_ours: IsOurs) -> None:
+    """End a graph at ``torch.istft``, which asks its window whether its sum is zero anywhere.
+
+    Dynamo puts it into the graph, and AOTAutograd then refuses that: data decide.
+    """
+    ask_handler_of(torch.istft)
+
+    def unless_ours(_variable: Any, tx: Any, *_args: Any, **_kwargs: Any) -> Any:
+        if is_ours(tx):
+            _end_at_a_check()
+
+    TorchInGraphFunctionVariable._get_handlers()[torch.istft] = unless_ours
+    method = TensorVariable.call_method
+
+    def unless_istft(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "istft" and is_ours(tx):
+            _end_at_a_check()
+        return method(self, tx, name, *args, **kwargs)
+
+    replace(TensorVariable, "call_method", unless_istft)
+
+
+def _end_at_a_check() -> None:
+    unimplemented(
+        gb_type="an operator that checks data",
+        context="torch.istft",
+        explanation="torch.istft looks at the values of its window.",
+        hints=[],
+    )
 
 
 # ---- checkpoints of the user's that do more than run again ----------------------------------------------

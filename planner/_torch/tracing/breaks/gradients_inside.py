@@ -26,6 +26,8 @@ GRADIENTS_INSIDE = {"trace_autograd_ops": True}
 """Dynamo's setting by which it follows such calls."""
 
 _NONE: set[Any] = set()
+_CREATE_GRAPH = 4
+"""The position of that argument, of both functions that differentiate."""
 
 
 @functools.cache
@@ -40,7 +42,8 @@ def follow_gradients_inside(is_ours: IsOurs) -> None:
     handlers = functions.TorchInGraphFunctionVariable._get_handlers()
     for differentiate in (torch.autograd.grad, torch._functorch.eager_transforms._autograd_grad):
         ask_handler_of(differentiate)
-        handlers[differentiate] = _unless_functions(handlers[differentiate], is_ours)
+        by_default = differentiate is not torch.autograd.grad
+        handlers[differentiate] = _unless_functions(handlers[differentiate], by_default, is_ours)
     backward = TensorVariable.method_backward
 
     def as_written(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,12 +54,16 @@ def follow_gradients_inside(is_ours: IsOurs) -> None:
     replace(TensorVariable, "method_backward", as_written)
 
 
-def _unless_functions(differentiate: Callable[..., Any], is_ours: IsOurs) -> Callable[..., Any]:
+def _unless_functions(
+    differentiate: Callable[..., Any], by_default: bool, is_ours: IsOurs
+) -> Callable[..., Any]:
+    """Give up gradients of gradients (``create_graph``, or ``by_default``) of functions of the user's."""
+
     def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(tx):
             return differentiate(variable, tx, *args, **kwargs)
-        again = kwargs.get("create_graph")
-        if (again is None or again.as_python_constant()) and _calls_functions(tx.output):
+        again = args[_CREATE_GRAPH] if len(args) > _CREATE_GRAPH else kwargs.get("create_graph")
+        if (by_default if again is None else again.as_python_constant()) and _calls_functions(tx.output):
             # Dynamo traces their backwards without gradients: these would be missing, silently.
             _end(
                 "gradients of gradients through an autograd function",

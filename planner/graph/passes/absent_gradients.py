@@ -1,0 +1,99 @@
+"""Gradients that never arrive: a joint or backward graph without all that only they lead to.
+
+So it is with parameters that the forward overwrites under ``torch.no_grad()``, as clipped or normalised
+weights are. AOTAutograd returns the new value as one more result of the forward, with a gradient of its own,
+and copies it into the parameter; but a leaf has no history.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from planner._torch import fake
+from planner._torch.joint import aot_metadata
+from planner._torch.tensors import call_tensors
+from planner.graph.joint_pass import TraceContext
+
+aten = torch.ops.aten
+
+
+def expect_no_gradient_of_leaves(joint: GraphModule, context: TraceContext) -> None:
+    """Leave out the gradients of values that are written into leaves that require gradients.
+
+    Others, as a result that is made empty and filled, belong to what they are filled with from then on.
+    """
+    gradients, of_inputs = aot_metadata.gradients_of_inputs(joint.graph)
+    absent = {
+        gradient
+        for position, gradient in of_inputs.items()
+        if position < len(context.inputs) and _is_leaf(context.inputs[position])
+    }
+    if absent:
+        leave_out(joint.graph, gradients, absent)
+
+
+def leave_out(graph: Graph, gradients: Sequence[Node], absent: Collection[Node]) -> list[Node]:
+    """Take out of a graph, in place, what absent gradients lead to.
+
+    An output that only absent gradients lead to becomes None; where they are combined with others they are
+    left out of sums, and are zeros elsewhere, as in the engine. What nobody reads then stays in the graph.
+
+    Args:
+        graph: A backward, or forward and backward.
+        gradients: The inputs that are gradients of the forward's outputs.
+        absent: Those of them that are not there.
+
+    Returns:
+        What reads storages that are now read instead of sums as well: none of it may be written into.
+    """
+    gone, reached = set(absent), set(gradients)
+    merged: set[int] = set()  # storages that are read instead of sums as well
+    for node in list(graph.nodes):
+        if node.op != "call_function" or reached.isdisjoint(node.all_input_nodes):
+            continue
+        reached.add(node)
+        missing = [n for n in node.all_input_nodes if n in gone]
+        if not missing:
+            continue
+        left = [n for n in node.all_input_nodes if n in reached and n not in gone]
+        if not left:
+            gone.add(node)
+        elif _is_sum(node) and len(missing) == len(left) == 1:
+            merged |= _storages([node, left[0]])
+            node.replace_all_uses_with(left[0])
+            graph.erase_node(node)
+        else:
+            for absentee in missing:
+                with graph.inserting_before(node):
+                    zeros = _zeros(graph, absentee.meta["val"])
+                node.replace_input_with(absentee, zeros)
+    output = graph.output_node()
+    output.args = (torch.fx.node.map_arg(output.args[0], lambda n: None if n in gone else n),)
+    return [node for node in graph.nodes if not merged.isdisjoint(_storages(node.all_input_nodes))]
+
+
+def _storages(nodes: Sequence[Node]) -> set[int]:
+    """The storages that nodes' tensors lie in."""
+    return {fake.storage_key(value) for node in nodes for value in call_tensors(node.meta.get("val"))}
+
+
+def _is_sum(node: Node) -> bool:
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return False
+    shapes = [n.meta["val"].shape for n in (node, *node.args) if isinstance(n, Node)]
+    return len(shapes) == 3 and shapes[0] == shapes[1] == shapes[2]
+
+
+def _zeros(graph: Graph, like: Any) -> Node:
+    if isinstance(like, list | tuple):
+        raise AssertionError("a member of a tuple is taken before it is used")
+    options = {"dtype": like.dtype, "device": like.device}
+    node = graph.call_function(aten.zeros.default, (list(like.shape),), options)
+    node.meta = {"val": like}
+    return node
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
