@@ -4,6 +4,51 @@ from benchmarks.mutations.record import Change, Mutation
 
 BELONGINGS = [
     Mutation(
+        "hooks-of-the-copy",
+        "Hooks, and functions in a module's lists and dictionaries, refer to the copy that is planned.",
+        "They write to the user's module, and the copy reads its own.",
+        (
+            Change(
+                "planner/module_copies.py",
+                "        elif type(value) in _HOLDS_FUNCTIONS and id(value) in made:\n",
+                "        elif False:\n",
+            ),
+        ),
+        (
+            "tests/test_module_copies.py"
+            "::test_hooks_functions_in_containers_and_weak_references_refer_to_the_copy",
+        ),
+    ),
+    Mutation(
+        "no-gradient-of-leaves",
+        "What a forward writes into a weight has no gradient, and takes no memory for one.",
+        "The one that AOTAutograd expects is counted.",
+        (
+            Change(
+                "planner/graph/passes/__init__.py", "    expect_no_gradient_of_leaves,\n    wait", "    wait"
+            ),
+        ),
+        ("tests/test_overwritten_leaves.py::test_the_peak_counts_no_gradient_of_what_is_written",),
+    ),
+    Mutation(
+        "saved-tensors-in-a-forward",
+        "What a forward does inside of hooks on saved tensors runs as written.",
+        "A graph of the same code as an earlier layer saves through the user's hooks.",
+        (
+            Change(
+                "planner/runtime/backend.py",
+                "(written() if saved_tensors_are_changed() else call)(*args)",
+                "call(*args)",
+            ),
+            Change(
+                "planner/_torch/dynamo.py",
+                "        if saved_tensors_are_changed():\n            return left_alone()\n",
+                "",
+            ),
+        ),
+        ("tests/test_saved_tensors.py::test_hooks_that_change_what_is_saved",),
+    ),
+    Mutation(
         "let-go-of-captured",
         "What was captured of code behind a break is let go of with what it was captured for.",
         "Dynamo keeps it as long as the process runs.",

@@ -117,8 +117,8 @@ EXACTNESS = [
         (
             Change(
                 "planner/hooks/undefined_gradients.py",
-                "            forget(node)  # what it writes its result into may be read again\n",
-                "            pass\n",
+                "        forget(node)  # what it writes its result into may be read again\n",
+                "        pass\n",
             ),
         ),
         ("tests/test_dying_operands.py::test_without_a_gradient_nothing_is_written_into_what_is_left",),

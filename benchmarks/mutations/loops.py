@@ -270,7 +270,13 @@ LOOPS = [
         "iterators-taken-whole",
         "An iterator that a call takes whole between two graphs is left empty, as in eager.",
         "The code behind a graph is not told.",
-        (Change("planner/_torch/tracing/long_loops.py", "            self.index = len(self.items)\n", ""),),
+        (
+            Change(
+                "planner/_torch/tracing/breaks/long_loops.py",
+                "            self.index = len(self.items)\n",
+                "",
+            ),
+        ),
         ("tests/test_long_loops.py::test_a_step_is_the_unplanned_one",),
     ),
     Mutation(
@@ -279,7 +285,7 @@ LOOPS = [
         "How many items are left never counts.",
         (
             Change(
-                "planner/_torch/tracing/long_loops.py",
+                "planner/_torch/tracing/breaks/long_loops.py",
                 "    if iterator.is_exhausted or items.were_taken_together or iterator.items is not items:\n",
                 "    if False:\n",
             ),

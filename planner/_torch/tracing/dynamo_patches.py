@@ -39,15 +39,15 @@ from planner._torch.tracing.breaks.break_patches import (
 )
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
 from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
-from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
-from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
-from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
-from planner._torch.tracing.inside_compile import call_planned_modules
-from planner._torch.tracing.long_loops import (
+from planner._torch.tracing.breaks.long_loops import (
     go_on_behind_what_was_taken,
     know_what_is_left_by_value,
     look_at_what_is_left_later,
 )
+from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
+from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
+from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
+from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.optimizers import read_optimizers_alone
 from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
