@@ -55,7 +55,7 @@ BELONGINGS = [
         (
             Change(
                 "planner/_torch/dynamo.py",
-                "            self.captured.add(result)\n",
+                "        self._captured.add(result)\n",
                 "",
             ),
         ),

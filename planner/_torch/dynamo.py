@@ -121,7 +121,7 @@ class _WithSettings(Callback):
         super().__init__(callback)
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often, self._captures = often, 0
-        self.captured = Captured(self)
+        self._captured = Captured(self)
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
         if saved_tensors_are_changed():
@@ -137,7 +137,7 @@ class _WithSettings(Callback):
             dynamo.config.patch(allow_empty_graphs=empty),
         ):
             result = self._torchdynamo_orig_backend(frame, *rest)
-        self.captured.add(result)
+        self._captured.add(result)
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
             self._given_up()
