@@ -20,17 +20,16 @@ class Captured:
 
     def __init__(self, callback: object) -> None:
         self._guards: list[Guards] = []
-        self.let_go = weakref.finalize(callback, _let_go, self._guards)
+        weakref.finalize(callback, _let_go, self._guards).atexit = False
 
     def add(self, result: Any) -> None:
         """Note what Dynamo's callback has returned."""
         code = result.guarded_code
         if code is not None:
             self._guards.append(weakref.ref(code.guard_manager))
+        # For an error message Dynamo keeps each place where it noted a time, with its code, for good.
         timed = get_metrics_context()
-        if (
-            not timed.in_progress()
-        ):  # where times were noted, code included: for an error message, and for good
+        if not timed.in_progress():
             timed._edits.clear()
 
 
