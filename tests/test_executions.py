@@ -209,8 +209,8 @@ def test_other_shapes_follow_the_programs_too() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_is_captured_for_one_block_follows_the_plan_for_others_too(times: int, elsewhere: bool) -> None:
+@pytest.mark.parametrize("where", ["here", "elsewhere", "in an older file"])
+def test_what_is_captured_for_one_block_follows_the_plan_for_others_too(times: int, where: str) -> None:
     def built() -> nn.Module:
         torch.manual_seed(0)
         return NumberedBlocks(4 // times, times).train()
@@ -219,9 +219,12 @@ def test_what_is_captured_for_one_block_follows_the_plan_for_others_too(times: i
     plan = planner.plan(built(), (X,), budget="84%", time_limit=2)
     alike = [g for g in plan.graphs if g.occurrences > 1]
     assert len({tuple(run.recomputed) for graph in alike for run in graph.by_execution}) > 1
-    if elsewhere:
+    if where != "here":
         torch._dynamo.reset()
-        plan = Plan.loads(plan.dumps())
+        data = json.loads(plan.dumps())
+        for graph in data["graphs"] if where == "in an older file" else []:
+            del graph["occurrence"], graph["occurrences"]
+        plan = Plan.loads(json.dumps(data))
     planned, twin = built(), built()
     plan.apply(planned)
 
@@ -238,4 +241,4 @@ def test_what_is_captured_for_one_block_follows_the_plan_for_others_too(times: i
         peaks = [measure_peak(lambda: step(planned), "cpu").peak_bytes for _ in range(2)]
     assert peaks == [plan.predicted.dynamic_peak_bytes] * 2
     strayed = [w for w in told if "each other's part of the plan" in str(w.message)]
-    assert len(told) == len(strayed) <= (elsewhere or times > 1)
+    assert len(told) == len(strayed) <= (where == "elsewhere" or times > 1)

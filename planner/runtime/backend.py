@@ -192,11 +192,11 @@ class PlanBackend:
                 unplanned("a part of the forward", error)
                 return as_written(graph).forward
 
-        own = plan.of_graph[record.occurrence]
-        programs: dict[int, Callable[..., Any]] = {plan.order[own[0]]: first}
+        programs: dict[int, Callable[..., Any]] = {plan.number(record.programs[0]): first}
         # Those of others are compiled when they are needed, unless their sizes are known only here.
         known = any(map(fake.is_size, example_inputs))
-        for number in range(len(plan.programs)) if known else {plan.order[i] for i in own}:
+        own = map(plan.number, record.by_execution)
+        for number in range(len(plan.programs)) if known else own:
             if number not in programs:
                 programs[number] = compile_(number, example_inputs)
         return Executions(

@@ -33,6 +33,14 @@ class Alike:
     order: list[int]
     of_graph: dict[int, list[int]]
 
+    def number(self, program: GraphRecord) -> int:
+        """Which of the programs one of them is."""
+        return next(i for i, known in enumerate(self.programs) if _key(known) == _key(program))
+
+
+def _key(program: GraphRecord) -> tuple[Any, ...]:
+    return tuple(program.backward), tuple(program.packed), GraphSpec.of(program).digest
+
 
 def alike(plan: PlanRecord, structure: str) -> Alike:
     """What a plan says of the graphs of a structure."""
@@ -48,8 +56,7 @@ def alike(plan: PlanRecord, structure: str) -> Alike:
     of_graph: dict[int, list[int]] = {plan.graphs[i].occurrence: [] for i in numbers}
     for i, execution in runs:
         program = by_graph[i][execution]
-        key = tuple(program.backward), tuple(program.packed), GraphSpec.of(program).digest
-        number, _ = programs.setdefault(key, (len(programs), program))
+        number, _ = programs.setdefault(_key(program), (len(programs), program))
         of_graph[plan.graphs[i].occurrence].append(len(order))
         order.append(number)
     records = {plan.graphs[i].occurrence: plan.graphs[i] for i in numbers}
