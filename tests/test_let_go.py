@@ -1,6 +1,8 @@
 """What was planned is freed once the user lets go of it: models and inputs."""
 
+import functools
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch._dynamo.guards import CheckFunctionManager
 from torch.fx import GraphModule
 
 import planner
@@ -126,3 +129,15 @@ def test_what_was_compiled_of_code_behind_a_break(use: Callable[[nn.Module, torc
     first = graphs()
     assert graphs() <= first
     assert graphs() <= first
+
+
+def test_guards_of_a_capture_that_failed_do_not_hinder_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished, code = object.__new__(CheckFunctionManager), Layers(1)
+    waiting = weakref.finalize(code, functools.partial(unfinished.invalidate, obj_str="code"))
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", found.append)
+    model, (x,), _ = layers(Broken)
+    _plans(model, x)
+    gc.collect()
+    assert not found
+    assert waiting.alive

@@ -4,6 +4,7 @@ What follows a break is code of the user's, or of a library's: what Dynamo compi
 with the graphs of the plan in it, and would stay until the process ends. Tested with torch 2.13.
 """
 
+import functools
 import weakref
 from typing import Any
 
@@ -41,6 +42,10 @@ def _let_go(guards: list[Guards]) -> None:
             manager.extra_state.invalidate(manager.cache_entry, DeletedGuardManagerWrapper(_GONE))
     # Guards know where in the code they are from. They wait for the end of what they guard, as of classes.
     for waiting, info in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
-        checks = getattr(getattr(info.func, "func", None), "__self__", None)
-        if isinstance(checks, CheckFunctionManager) and id(checks.guard_manager) in managers:
-            waiting.detach()
+        checks = (
+            getattr(info.func.func, "__self__", None) if isinstance(info.func, functools.partial) else None
+        )
+        if isinstance(checks, CheckFunctionManager):
+            manager = getattr(checks, "guard_manager", None)  # of a capture that failed there is none
+            if id(manager) in managers:
+                waiting.detach()
