@@ -193,10 +193,10 @@ class PlanBackend:
                 return as_written(graph).forward
 
         programs: dict[int, Callable[..., Any]] = {plan.number(record.programs[0]): first}
-        # Those of others are compiled when they are needed, unless their sizes are known only here.
-        known = any(map(fake.is_size, example_inputs))
+        # Those of others are compiled when they are needed, but for symbolic sizes, known only here.
+        symbolic = any(map(fake.is_size, example_inputs))
         own = map(plan.number, record.by_execution)
-        for number in range(len(plan.programs)) if known else own:
+        for number in range(len(plan.programs)) if symbolic else own:
             if number not in programs:
                 programs[number] = compile_(number, example_inputs)
         return Executions(

@@ -32,10 +32,11 @@ class Alike:
     programs: list[GraphRecord]
     order: list[int]
     of_graph: dict[int, list[int]]
+    _numbers: dict[Any, int]
 
     def number(self, program: GraphRecord) -> int:
         """Which of the programs one of them is."""
-        return next(i for i, known in enumerate(self.programs) if _key(known) == _key(program))
+        return self._numbers[_key(program)]
 
 
 def _key(program: GraphRecord) -> tuple[Any, ...]:
@@ -51,16 +52,18 @@ def alike(plan: PlanRecord, structure: str) -> Alike:
         if seen.keys() >= {*runs}:
             runs = [run for run in seen if run[0] in numbers]
     by_graph = {i: plan.graphs[i].by_execution for i in numbers}
-    programs: dict[Any, tuple[int, GraphRecord]] = {}
+    programs: list[GraphRecord] = []
+    numbered: dict[Any, int] = {}
     order: list[int] = []
     of_graph: dict[int, list[int]] = {plan.graphs[i].occurrence: [] for i in numbers}
     for i, execution in runs:
         program = by_graph[i][execution]
-        number, _ = programs.setdefault(_key(program), (len(programs), program))
+        number = numbered.setdefault(_key(program), len(programs))
+        programs += [program] if number == len(programs) else []
         of_graph[plan.graphs[i].occurrence].append(len(order))
         order.append(number)
     records = {plan.graphs[i].occurrence: plan.graphs[i] for i in numbers}
-    return Alike(records, [program for _, program in programs.values()], order, of_graph)
+    return Alike(records, programs, order, of_graph, numbered)
 
 
 class Executions:
