@@ -14,6 +14,7 @@ from torch._dynamo.guards import CheckFunctionManager
 from torch.fx import GraphModule
 
 import planner
+from planner._torch.tracing.let_go import Captured
 from planner.heap import nothing_set_aside
 from tests.side_by_side import Layers, layers, plan_of
 from tests.small import Broken
@@ -141,3 +142,29 @@ def test_guards_of_a_capture_that_failed_do_not_hinder_it(monkeypatch: pytest.Mo
     gc.collect()
     assert not found
     assert waiting.alive
+
+
+def test_the_collector_may_run_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it ends then leaves the list that is looked through."""
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", found.append)
+    callback, before = Layers(1), gc.get_threshold()
+    captured = Captured(callback)
+    ends = [Layers(1) for _ in range(1000)]
+    for waits in ends:
+        weakref.finalize(waits, int)
+    del waits
+
+    def end_one(*_: Any) -> None:
+        del ends[:1]
+
+    gc.callbacks.append(end_one)
+    gc.set_threshold(1)
+    try:
+        del callback
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(end_one)
+    assert len(ends) < 1000
+    assert not found
+    assert captured is not None

@@ -6,6 +6,7 @@ with the graphs of the plan in it, and would stay until the process ends. Tested
 
 import functools
 import weakref
+from types import MethodType
 from typing import Any
 
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
@@ -41,10 +42,13 @@ def _let_go(guards: list[Guards]) -> None:
         if manager.cache_entry is not None and manager.extra_state is not None:
             manager.extra_state.invalidate(manager.cache_entry, DeletedGuardManagerWrapper(_GONE))
     # Guards know where in the code they are from. They wait for the end of what they guard, as of classes.
-    for waiting, info in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
-        checks = (
-            getattr(info.func.func, "__self__", None) if isinstance(info.func, functools.partial) else None
-        )
+    # Names alone are listed in one go: a pair made for each could start the collector, which ends others.
+    registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    for waiting in list(registry):
+        info = registry.get(waiting)
+        told = info.func if info is not None else None
+        method = told.func if isinstance(told, functools.partial) else None
+        checks = method.__self__ if isinstance(method, MethodType) else None
         if isinstance(checks, CheckFunctionManager):
             manager = getattr(checks, "guard_manager", None)  # of a capture that failed there is none
             if id(manager) in managers:
