@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.mutations.belongings import BELONGINGS
 from benchmarks.mutations.exactness import EXACTNESS
 from benchmarks.mutations.files import FILES
+from benchmarks.mutations.in_place import IN_PLACE
 from benchmarks.mutations.inside import INSIDE
 from benchmarks.mutations.loops import LOOPS
 from benchmarks.mutations.models import MODELS
@@ -49,6 +50,7 @@ THEMES = {
     "Models": MODELS,
     "What users have inside": INSIDE,
     "Exactness": EXACTNESS,
+    "Sums and writes in place": IN_PLACE,
     "What is the user's": BELONGINGS,
     "Data-parallel training": RANKS,
     "Plan files and solvers": FILES,

@@ -52,78 +52,6 @@ EXACTNESS = [
         ),
     ),
     Mutation(
-        "sums-in-place",
-        "Gradients of a single image lie in memory as the engine's sums in place leave them.",
-        "Sums are new tensors.",
-        (
-            Change(
-                "planner/graph/passes/in_place_accumulation.py",
-                "                node.meta[IN_PLACE] = True\n",
-                "                pass\n",
-            ),
-        ),
-        ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
-    ),
-    Mutation(
-        "sums-into-views",
-        "Gradients are not added in place to a view of another.",
-        "They are.",
-        (
-            Change(
-                "planner/graph/passes/in_place_accumulation.py",
-                "            if made and _without_views(first) is maker[key] and last[key] is node:\n",
-                "            if made and last[key] is node:\n",
-            ),
-        ),
-        (
-            "tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",
-            "tests/test_dying_operands.py::test_nothing_is_added_in_place_to_a_view_nor_written_into_one_whose_strides_are_not_known",
-        ),
-    ),
-    Mutation(
-        "strides-of-operands",
-        "A result has the strides of a new tensor, whatever those of an operand that it is written into.",
-        "Strides of dimensions of one element are taken as traced.",
-        (
-            Change(
-                "planner/graph/dying_operands.py",
-                "        if has_one(value) and not self._known_strides.issuperset("
-                "(node, *node.all_input_nodes)):\n",
-                "        if False:\n",
-            ),
-        ),
-        (
-            "tests/test_dying_operands.py::"
-            "test_nothing_is_written_into_what_may_have_other_strides_than_traced",
-        ),
-    ),
-    Mutation(
-        "dying-operands-that-are-read",
-        "Only what nobody reads afterwards is written into.",
-        "An operand is written into though something else reads it later.",
-        (
-            Change(
-                "planner/graph/dying_operands.py",
-                "        if readers[-1] is not node or self._first[key] in others:\n",
-                "        if self._first[key] in others:\n",
-            ),
-        ),
-        ("tests/test_dying_operands.py::test_only_what_dies_is_written_into",),
-    ),
-    Mutation(
-        "dying-operands-of-absent-gradients",
-        "What is left of a sum without one of its gradients is not written into.",
-        "It is, though it may be a gradient that is read again.",
-        (
-            Change(
-                "planner/hooks/undefined_gradients.py",
-                "        forget(node)  # what it writes its result into may be read again\n",
-                "        pass\n",
-            ),
-        ),
-        ("tests/test_dying_operands.py::test_without_a_gradient_nothing_is_written_into_what_is_left",),
-    ),
-    Mutation(
         "wrappers-around-functions",
         "A wrapper that stands in the place of one of PyTorch's functions is run once.",
         "Graphs call functions by name, and find the wrapper that was followed into them.",
@@ -188,13 +116,6 @@ EXACTNESS = [
             ),
         ),
         ("tests/test_patches.py::test_patches_after_the_first_step_count",),
-    ),
-    Mutation(
-        "writes-in-place",
-        "What is written in place into a stretch of something larger lies in memory as without a plan.",
-        "Results of such writes are tensors of their own.",
-        (Change("planner/_torch/joint/aot.py", "        stack.enter_context(results_in_place())\n", ""),),
-        ("tests/test_in_place.py::test_recurrent_cells[GRUCell-20]",),
     ),
     Mutation(
         "occurrences",
@@ -288,21 +209,6 @@ EXACTNESS = [
             ),
         ),
         ("tests/test_in_place.py::test_writes_into_a_stretch_of_a_result",),
-    ),
-    Mutation(
-        "gradients-that-arrive-later",
-        "A graph whose output turns out to get a gradient is traced again with it.",
-        "It stays as it was traced first.",
-        (
-            Change(
-                "planner/capture/graph_runner.py",
-                "        return self._compiled is not None and self._without != self.unused_outputs\n",
-                "        return False\n",
-            ),
-        ),
-        (
-            "tests/test_unused_outputs.py::test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs",
-        ),
     ),
     Mutation(
         "masks-before-pooling",

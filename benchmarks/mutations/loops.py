@@ -136,10 +136,10 @@ LOOPS = [
         (
             Change(
                 "planner/lowering/lowerings.py",
-                "    return compile_graph(module, role, fixed_outputs=fixed)\n",
+                "    return compile_graph(module, role, fixed_outputs=fixed, gradients=gradients)\n",
                 "    import torch\n"
                 "\n"
-                "    run = compile_graph(module, role, fixed_outputs=fixed)\n"
+                "    run = compile_graph(module, role, fixed_outputs=fixed, gradients=gradients)\n"
                 "\n"
                 "    def rounding(args):\n"
                 "        results = list(run(args))\n"

@@ -28,10 +28,10 @@ def _reused_buffers(made: str, key: str) -> Change:
     """What the forward saves lies in buffers that a later call writes to."""
     return Change(
         "planner/lowering/lowerings.py",
-        "    return compile_graph(module, role, fixed_outputs=fixed)\n",
+        "    return compile_graph(module, role, fixed_outputs=fixed, gradients=gradients)\n",
         "    import torch\n"
         "\n"
-        "    run = compile_graph(module, role, fixed_outputs=fixed)\n"
+        "    run = compile_graph(module, role, fixed_outputs=fixed, gradients=gradients)\n"
         f"    held = {made}\n"
         "\n"
         "    def reusing(args):\n"

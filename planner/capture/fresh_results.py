@@ -1,6 +1,6 @@
 """Tensors without data in place of a graph's results."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,26 @@ from planner._torch.without_data.data_free import stand_ins
 
 
 @stand_ins()
-def fresh_results(values: Sequence[Any], input_values: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Tensors without data like ``values``, aliasing each other and the arguments as those do."""
+def fresh_results(
+    values: Sequence[Any],
+    input_values: Sequence[Any],
+    arguments: Sequence[Any],
+    views: Collection[int] = (),
+) -> list[Any]:
+    """Tensors without data like ``values``, aliasing each other and the arguments as those do.
+
+    Args:
+        values: What the results are like.
+        input_values: What the arguments are like, in the same step as ``values``.
+        arguments: The arguments.
+        views: Positions of results that are views also where they are all of their memory.
+    """
     bases: dict[int, torch.Tensor] = {}
     for value, argument in zip(input_values, arguments, strict=True):
         if isinstance(value, torch.Tensor) and isinstance(argument, torch.Tensor):
             bases[fake.storage_key(value)] = argument
     results: list[Any] = []
-    for value in values:
+    for i, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
             results.append(value)
             continue
@@ -31,7 +43,7 @@ def fresh_results(values: Sequence[Any], input_values: Sequence[Any], arguments:
             bytes_ = value.untyped_storage().nbytes()
             if value.storage_offset() == 0 and whole.untyped_storage().nbytes() == bytes_:
                 bases[key] = whole
-                results.append(whole)
+                results.append(whole.view_as(whole) if i in views else whole)
                 continue
             span = bytes_ // max(value.element_size(), 1)
             bases[key] = torch.empty(span, dtype=value.dtype, device=value.device)

@@ -34,6 +34,7 @@ from planner.graph.joint_graph import JointGraph
 from planner.graph.joint_pass import AutocastContext
 from planner.graph.overwritten import to_copy
 from planner.graph.passes import JOINT_PASSES
+from planner.graph.passes.in_place_accumulation import leaves_as_view
 from planner.graph.spec import GraphSpec
 from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import TracedGraph, trace_joint
@@ -245,6 +246,8 @@ class GraphRunner:
     def _backward_stub(self, _module: GraphModule) -> aot.BoxedFunction:
         halves = self._halves
         backward = None if halves is None else self._lower(halves.backward, "backward")
+        gradients = self.joint.outputs[1] if self.joint is not None else []
+        views = [i for i, g in enumerate(gradients) if isinstance(g, torch.fx.Node) and leaves_as_view(g)]
 
         def run(args: list[Any]) -> Sequence[Any]:
             token, *tangents = args
@@ -257,7 +260,7 @@ class GraphRunner:
                     results = list(backward([*self._saved.pop(instance), *tangents]))
                 else:
                     values = [_value(o) for o in self.joint.outputs[1]]
-                    results = fresh_results(values, [_value(t) for t in self.joint.tangents], tangents)
+                    results = fresh_results(values, [_value(t) for t in self.joint.tangents], tangents, views)
             self._call(tangents, results, backward=True, instance=instance)
             return results
 

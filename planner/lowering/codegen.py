@@ -29,6 +29,7 @@ from planner._torch.joint.aot import BoxedFunction
 from planner.graph.dying_operands import writing
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.passes.in_place_accumulation import add_as_in_place, is_sum_in_place
+from planner.lowering.gradients_handed_out import hand_out_no_views
 from planner.lowering.view_elimination import simplify
 
 aten = torch.ops.aten
@@ -44,18 +45,23 @@ _OWN = (
 )
 
 
-def compile_graph(module: GraphModule, name: str, *, fixed_outputs: int | None = None) -> BoxedFunction:
+def compile_graph(
+    module: GraphModule, name: str, *, fixed_outputs: int | None = None, gradients: bool = False
+) -> BoxedFunction:
     """Compile a graph of operator calls into a boxed function.
 
     Args:
         module: The graph and its constants. Superfluous views are taken out of it.
         name: What tracebacks and profiles call the function.
         fixed_outputs: How many outputs, from the first, go to the user, see :func:`simplify`.
+        gradients: Whether outputs are gradients that the autograd engine may add others to.
 
     Returns:
         A function of one list. It empties the list and returns the list of outputs.
     """
     simplify(module.graph, fixed_outputs)
+    if gradients:
+        hand_out_no_views(module.graph)
     source, constants = generate(module.graph, module, name)
     filename = f"<planner {name} {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)

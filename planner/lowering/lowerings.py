@@ -33,7 +33,8 @@ class Lowering(Protocol):
 def python_code(module: GraphModule, role: Role) -> BoxedFunction:
     """Generated Python code that calls the operators one by one, as eager does."""
     fixed = user_outputs(module) if role == "forward" else 0
-    return compile_graph(module, role, fixed_outputs=fixed)
+    gradients = role == "backward"
+    return compile_graph(module, role, fixed_outputs=fixed, gradients=gradients)
 
 
 def chosen_lowering(

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from planner._torch.execution import op_bindings
 from planner._torch.operators import returns_no_views
+from planner.graph.passes.in_place_accumulation import leaves_as_view
 
 aten = torch.ops.aten
 
@@ -37,6 +38,7 @@ def simplify(graph: FxGraph, fixed_outputs: int | None = None) -> None:
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     fixed = set(_nodes(results if fixed_outputs is None else results[:fixed_outputs]))
     returned = set(_nodes(results))
+    fixed |= {node for node in returned if leaves_as_view(node)}
     for node in nodes:
         if node.op != "call_function":
             continue

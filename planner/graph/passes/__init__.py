@@ -6,7 +6,7 @@ from planner.graph.passes.autocast_cast_cache import share_casts
 from planner.graph.passes.collectives import wait_in_place
 from planner.graph.passes.cpu_dropout import divide_masks
 from planner.graph.passes.forms import keep_forms_only
-from planner.graph.passes.in_place_accumulation import mark_sums_in_place
+from planner.graph.passes.in_place_accumulation import mark_sums_in_place, mark_views_that_leave
 from planner.graph.passes.max_pooling import keep_nothing_pooled
 from planner.graph.passes.per_use_gradients import hand_out_unsummed
 
@@ -19,5 +19,6 @@ JOINT_PASSES: tuple[JointPass, ...] = (
     keep_nothing_pooled,
     keep_forms_only,
     mark_sums_in_place,
+    mark_views_that_leave,
 )
 """All of them. Casts that are shared are added up once, so that comes before sums are taken apart."""

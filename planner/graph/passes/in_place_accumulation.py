@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from planner._torch import fake
 from planner._torch.execution import op_bindings
+from planner._torch.operators import returns_no_views
 from planner.graph.accumulation import is_sum
 from planner.graph.joint_pass import TraceContext
 
@@ -44,6 +45,31 @@ def mark_sums_in_place(joint: GraphModule, context: TraceContext) -> None:
             made = maker[key].op == "call_function" and first.meta.get("partitioner_tag") == "is_backward"
             if made and _without_views(first) is maker[key] and last[key] is node:
                 node.meta[IN_PLACE] = True
+
+
+VIEW = "planner_leaves_as_view"
+"""Key in a node's ``meta``: see :func:`leaves_as_view`."""
+
+
+def mark_views_that_leave(joint: GraphModule, context: TraceContext) -> None:
+    """Mark the gradients that leave a graph as views of what it made, where that shows in later strides."""
+    if context.cuda:
+        return
+    for node in joint.graph.output_node().all_input_nodes:
+        value = node.meta.get("val")
+        if (
+            node.meta.get("partitioner_tag") == "is_backward"
+            and isinstance(value, torch.Tensor)
+            and _may_be_image(value)
+        ):
+            first = _without_views(node)
+            if first.op == "call_function" and not returns_no_views(first.target):
+                node.meta[VIEW] = True
+
+
+def leaves_as_view(node: Node) -> bool:
+    """Whether a gradient leaves its graph as a view, to which the engine adds nothing in place."""
+    return VIEW in node.meta
 
 
 def is_sum_in_place(node: Node) -> bool:
