@@ -225,6 +225,25 @@ def test_gradients_lie_in_memory_as_without_a_plan() -> None:
     assert plan.graphs[0].gradient_layouts[0].dimensions == [0, 2, 1]
 
 
+class Thirds(nn.Module):
+    """Returns a part of what it computes, on which a loss works as on a tensor with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x).split(32, -1)[2]
+
+
+def test_gradients_of_parts_lie_in_memory_as_without_a_plan() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan, _ = _exactly((Thirds(), (torch.randn(4, 16, 32),), lambda y: y.square().mean()), "min")
+    assert plan.graphs[0].gradient_layouts[0].dimensions == [0, 1, 2]
+
+
 @pytest.mark.heavy
 def test_an_order_that_views_change_is_warned_of() -> None:
     torch.manual_seed(0)

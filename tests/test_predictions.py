@@ -180,6 +180,29 @@ def test_backwards_change_what_they_made_in_place(operation: str) -> None:
     assert predicted == measure_peak(step, "cpu").peak_bytes
 
 
+class Normalised(nn.Module):
+    """Normalises what nobody trains, and takes most in the backward of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.norm(x.sigmoid())[..., :32].cumsum(1) / 20).square().mean()
+
+
+@pytest.mark.parametrize("affine", ["weight", "bias", "both"])
+def test_a_normalisation_of_what_is_frozen_has_no_gradient_for_it(affine: str) -> None:
+    model, x = Normalised().train(), torch.randn(4, 48, 64)
+    for name, parameter in model.norm.named_parameters():
+        parameter.requires_grad_(affine in (name, "both"))
+    plan = planner.plan(model, (x,), budget="min")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
+
+
 def _inputs(model: nn.Module) -> torch.Tensor:
     if isinstance(model, Relative):
         return torch.randn(16, 24, 32)

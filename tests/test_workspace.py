@@ -184,6 +184,16 @@ def test_outputs_in_order() -> None:
     assert measured(aten.convolution_backward.default, *call).output_bytes == (0, 48, 16)
 
 
+@pytest.mark.parametrize("mask", [[True, False, True], [False, False, True]])
+def test_results_that_nobody_asks_for_are_scratch(mask: list[bool]) -> None:
+    """A convolution's backward makes the weights' gradient for that of its biases."""
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
+    images, weights = meta(4, 48, 8, 8), meta(48, 48, 3, 3)
+    memory = measured(aten.convolution_backward.default, images, images, weights, [48], *rest)
+    assert memory.output_bytes == (4 * 48 * 8 * 8 * 4 * mask[0], 0, 48 * 4)
+    assert memory.workspace_bytes >= 48 * 48 * 3 * 3 * 4
+
+
 def test_outputs_that_are_inputs_count_nothing() -> None:
     assert measured(aten.add_.Tensor, meta(10), meta(10)) == OpMemory(0, (0,))
     assert measured(aten.reshape.default, meta(10, 10), [100]) == OpMemory(0, (0,))

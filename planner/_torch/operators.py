@@ -40,6 +40,21 @@ def last_argument(operator: OpOverload) -> str:
     return name
 
 
+def not_asked_for(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of the results that a call of a backward does not ask for, by its mask of results.
+
+    Kernels return nothing there, or memory that nobody reads; shape functions are not always of one mind with
+    them.
+    """
+    if not isinstance(operator, OpOverload):
+        return ()
+    schema = operator._schema
+    for argument, value in zip(schema.arguments, args, strict=False):
+        if argument.name == "output_mask" and len(value) == len(schema.returns):
+            return tuple(i for i, asked in enumerate(value) if not asked)
+    return ()
+
+
 _NUMBERS = (int, float, complex)
 
 

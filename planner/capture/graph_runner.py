@@ -25,6 +25,7 @@ from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
 from planner.capture.alike_executions import AlikeExecutions
+from planner.capture.copies_apart import copy_apart
 from planner.capture.fresh_results import fresh_results
 from planner.capture.graph_call import GraphCall
 from planner.compiled.graph_hook import CompiledGraph
@@ -123,7 +124,7 @@ class GraphRunner:
                 # it shares no memory no view, because a change in place of a view goes past the view.
                 key = fake.storage_key(tensor)
                 alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
-                outputs[i] = tensor.clone() if alone else tensor.view_as(tensor)
+                outputs[i] = copy_apart(tensor) if alone else tensor.view_as(tensor)
                 self.gradients.watch(i, outputs[i], of_input=key in given, alone=alone)
         return tuple(outputs)
 

@@ -37,7 +37,7 @@ def default_cache_path() -> Path:
 def environment(device: torch.device) -> str:
     """What measured workspaces and seconds depend on besides the operator: which kernels are chosen, and how
     many threads there are to have scratch of their own."""
-    parts = [f"torch {torch.__version__}"]
+    parts = [f"torch {torch.__version__}", f"format {_FORMAT}"]
     if device.type == "cuda":
         parts += [
             str(torch.cuda.get_device_properties(device).name),
@@ -54,6 +54,9 @@ def environment(device: torch.device) -> str:
     parts.append(f"deterministic {torch.are_deterministic_algorithms_enabled()}")
     return "; ".join(parts)
 
+
+_FORMAT = 2
+"""Counts up where something else is noted of an operator than before."""
 
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",

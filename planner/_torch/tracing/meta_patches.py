@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner._torch import compat
 from planner._torch.fake import strides_of_view
-from planner._torch.operators import SHAPE_VIEWS
+from planner._torch.operators import SHAPE_VIEWS, not_asked_for
 from planner._torch.tracing.elementwise_strides import ELEMENTWISE, Form, strides_of_elementwise
 
 
@@ -332,10 +332,11 @@ def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Call
         results = _typed(operator, shapes(*args, **kwargs), args)
         if kwargs.get("memory_format") not in (None, torch.preserve_format):
             return results
-        one = isinstance(results, torch.Tensor)
+        one, unwanted = isinstance(results, torch.Tensor), not_asked_for(operator, args)
+        made = (results,) if one else [None if i in unwanted else r for i, r in enumerate(results)]
         laid_out = tuple(
             result if result is None or result.device.type != "cpu" else layout(result, args)
-            for result in ((results,) if one else results)
+            for result in made
         )
         return laid_out[0] if one else laid_out
 
