@@ -127,6 +127,39 @@ class Divided(nn.Module):
         return x.square().mean()
 
 
+class InFront(nn.Module):
+    """Of what comes first nothing is differentiated; whether the rest needs it for its backward is said."""
+
+    def __init__(self, needed: bool) -> None:
+        super().__init__()
+        self.needed = needed
+        self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x * 2.0 if self.needed else x.repeat(1, 8)
+        torch._dynamo.graph_break()
+        x = x + first.mean(1, keepdim=True)
+        for part in self.parts:
+            x = x + (part(x).tanh() * first if self.needed else part(x).tanh())
+        return x
+
+
+class Viewed(nn.Module):
+    """A part that hands on a view, and draws numbers that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(x)
+        torch._dynamo.graph_break()
+        turned = x.t()
+        nn.functional.dropout(turned.repeat(8, 1), 0.5)
+        torch._dynamo.graph_break()
+        return turned.square().mean()
+
+
 class Backward(nn.Module):
     """A step that takes most in the backward of one operation."""
 
@@ -180,6 +213,35 @@ def test_backwards_change_what_they_made_in_place(operation: str) -> None:
     assert predicted == measure_peak(step, "cpu").peak_bytes
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_what_comes_first_is_not_held_for_a_second_run(needed: bool) -> None:
+    torch.manual_seed(0)
+    model, x = InFront(needed).train(), torch.randn(64, 32)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.repeat(1, 16).tanh().mean()
+
+    def differentiated_twice() -> torch.Tensor:
+        model.zero_grad()
+        (gradient,) = torch.autograd.grad(loss(model(x)), model.parts[0].weight, create_graph=True)
+        gradient.square().sum().backward()
+        assert model.parts[1].weight.grad is not None
+        return model.parts[1].weight.grad.clone()
+
+    plan = planner.plan(model, (x,), loss=loss, budget="min", solver="sqrt_n")
+    report = planner.verify(model, (x,), plan=plan, loss=loss, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    eager = differentiated_twice()
+    plan.apply(model)
+    if needed:
+        with pytest.warns(planner.PlanWarning, match="create_graph"):
+            torch.testing.assert_close(differentiated_twice(), eager)
+    else:
+        with pytest.raises(planner.PlanMismatch, match="changed since, or freed"):
+            differentiated_twice()
+
+
 class Normalised(nn.Module):
     """Normalises what nobody trains, and takes most in the backward of that."""
 
@@ -212,7 +274,9 @@ def _inputs(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("build", [Relative, Filled, Chosen, Drawn, Jittered, Recurrent, Spectral, Divided])
+@pytest.mark.parametrize(
+    "build", [Relative, Filled, Chosen, Drawn, Jittered, Recurrent, Spectral, Divided, Viewed]
+)
 def test_predicted_is_measured(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = build().train()

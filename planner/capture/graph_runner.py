@@ -215,8 +215,10 @@ class GraphRunner:
         return graph_module(joint, forward), graph_module(joint, backward)
 
     def _forward_stub(self, module: GraphModule) -> aot.BoxedFunction:
-        with_data = self._lower(module, "forward") if self._data and self.joint is None else None
-        halves = self._halves
+        if self.joint is None:  # views of inputs are all that gradients arrive at
+            function = self._lower(module, "forward")
+            return lambda args: self._recorded(lambda: function(args), list(args))
+        joint, halves = self.joint, self._halves
         forward = None if halves is None else self._lower(halves.forward, "forward")
 
         def run(args: list[Any]) -> Sequence[Any]:
@@ -226,21 +228,15 @@ class GraphRunner:
             self._executions += 1
             with self.recorder.pause():
                 token = torch.empty(0)
-                if with_data is not None:
-                    results = list(with_data(list(arguments)))
-                elif forward is not None:
+                if forward is not None:
                     results = self._run_forward(forward, arguments, execution)
-                elif self.joint is None:
-                    results = fresh_results(_output_values(module), _input_values(module), arguments)
-                    self._remember(results, execution)
                 else:
-                    values = [_value(o) for o in self.joint.outputs[0]]
-                    results = fresh_results(values, [_value(p) for p in self.joint.primals], arguments)
+                    values = [_value(o) for o in joint.outputs[0]]
+                    results = fresh_results(values, [_value(p) for p in joint.primals], arguments)
                     self._remember(results, execution)
-                if self.joint is not None:
-                    self._instances[fake.storage_key(token)] = execution
+                self._instances[fake.storage_key(token)] = execution
             self._call(arguments, results, backward=False, instance=execution)
-            return results if self.joint is None else [*results, token]
+            return [*results, token]
 
         return run
 
@@ -285,16 +281,20 @@ class GraphRunner:
         return outputs
 
     def _operation_by_operation(self, *args: Any) -> Sequence[Any]:
+        """Run a graph of which the step differentiates nothing as it is captured."""
+        return self._recorded(lambda: self._probed(*args), list(args))
+
+    def _recorded(self, run: Callable[[], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
         """Run a graph of which the step differentiates nothing: its operations are recorded, as they run in
         a planned step too."""
         assert self.recorder is not None
         execution, before = self._executions, len(self.recorder.recording.events)
         self._executions += 1
-        results = list(self._probed(*args))
+        results = list(run())
         if not self._data:
             self._remember(results, execution)
         made = sum(bool(event.allocates) for event in self.recorder.recording.events[before:])
-        self._call(list(args), results, backward=False, instance=execution, allocating=made)
+        self._call(arguments, results, backward=False, instance=execution, allocating=made)
         return results
 
     def _remember(self, results: list[Any], execution: int) -> None:
@@ -385,11 +385,3 @@ def _stand_in(graph: torch.fx.Graph, original: Any, env: dict[Any, Any]) -> Any:
 
 def _value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, torch.fx.Node) else node
-
-
-def _output_values(module: GraphModule) -> list[Any]:
-    return [_value(o) for o in module.graph.output_node().args[0]]  # type: ignore[union-attr]
-
-
-def _input_values(module: GraphModule) -> list[Any]:
-    return [_value(n) for n in module.graph.nodes if n.op == "placeholder"]

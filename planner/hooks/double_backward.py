@@ -7,6 +7,7 @@ again for sure, differentiating a gradient is an error that says so. Where a los
 and of the outputs too, eager adds up both inside of the one graph, and here there are two: that is a warning.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,13 +31,18 @@ class DoubleBackward(GraphHook):
     Args:
         graph: The captured forward.
         obstacle: Why it cannot be run again; None if it can.
+        after_others: Whether other parts of the forward come before it, of which nothing is differentiated.
+            What they made is not held for a second run: it would live for longer than planned.
         warn: Called, once, when it runs again without the plan.
     """
 
     watches = True
 
-    def __init__(self, graph: GraphModule, obstacle: str | None, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, graph: GraphModule, obstacle: str | None, after_others: bool, warn: Callable[[str], None]
+    ) -> None:
         self._graph, self._obstacle, self._warn = graph, obstacle, warn
+        self._held = _referred_to if after_others else _as_they_are
         self._warned = self._warned_of_sums = self._warned_of_runs = False
         self._outputs: dict[int, int] = {}
         self._places: dict[int, int] = {}
@@ -54,7 +60,7 @@ class DoubleBackward(GraphHook):
             self._obstacle = "its inputs or outputs share memory"
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        kept = [] if self._obstacle else [args]
+        kept = [] if self._obstacle else [self._held(args)]
         versions, through = _versions(kept), _Differentiated()
         node.register_prehook(lambda _: self._before(kept, versions, through))
 
@@ -101,7 +107,7 @@ class DoubleBackward(GraphHook):
         given: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
         if self._obstacle or versions != _versions(kept):
-            obstacle = self._obstacle or "its inputs or parameters have been changed since"
+            obstacle = self._obstacle or "its inputs or parameters have been changed since, or freed"
             return tuple(g if g is None else _once(g, obstacle) for g in found)
         if not self._warned:
             self._warned = True
@@ -109,7 +115,7 @@ class DoubleBackward(GraphHook):
                 "gradients are to be differentiable (create_graph=True): the forward runs again without the "
                 "plan, and the step may exceed the budget"
             )
-        (args,) = kept
+        args = tuple(map(_there, kept[0]))
         outputs = as_written(self._graph)(*args)
         pairs = [
             (outputs[self._outputs[i]], g)
@@ -168,11 +174,25 @@ def hook(context: HookContext) -> DoubleBackward:
         obstacle = "it is captured in several parts"
     if calls_functions(context.graph):
         obstacle = "it calls a torch.autograd.Function, whose backward is captured as a constant"
-    return DoubleBackward(context.graph, obstacle, context.warn)
+    return DoubleBackward(context.graph, obstacle, bool(context.plan.forward_only), context.warn)
+
+
+def _as_they_are(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args
+
+
+def _referred_to(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments, with weak references to those that need no gradient."""
+    return tuple(weakref.ref(a) if isinstance(a, torch.Tensor) and not a.requires_grad else a for a in args)
+
+
+def _there(argument: Any) -> Any:
+    return argument() if isinstance(argument, weakref.ref) else argument
 
 
 def _versions(kept: list[tuple[Any, ...]]) -> list[int]:
-    return [writes(a) for args in kept for a in args if isinstance(a, torch.Tensor)]
+    """How often each tensor among arguments was written to; those that were freed are none."""
+    return [writes(a) for args in kept for a in map(_there, args) if isinstance(a, torch.Tensor)]
 
 
 def _once(gradient: torch.Tensor, obstacle: str) -> torch.Tensor:
