@@ -265,6 +265,30 @@ def test_a_normalisation_of_what_is_frozen_has_no_gradient_for_it(affine: str) -
     assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
 
 
+class Turned(nn.Module):
+    """A linear layer over the other dimension, as mixers have it, and what it is made of."""
+
+    def __init__(self, written_out: bool, bias: bool) -> None:
+        super().__init__()
+        self.mix, self.written_out = nn.Linear(48, 96, bias=bias), written_out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(1, 2)
+        if self.written_out:
+            return (x @ self.mix.weight.t() + self.mix.bias).sum()
+        return self.mix(x).sum()
+
+
+@pytest.mark.parametrize(("written_out", "bias"), [(False, True), (True, True), (False, False)])
+def test_a_bias_is_added_in_place_by_a_layer_alone(written_out: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Turned(written_out, bias).train(), torch.randn(4, 48, 64)
+    report = planner.verify(model, (x,), plan=planner.plan(model, (x,), budget="min"), repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
+
+
 def _inputs(model: nn.Module) -> torch.Tensor:
     if isinstance(model, Relative):
         return torch.randn(16, 24, 32)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner._torch import compat
 from planner._torch.own_code import is_of_pytorch
 
-_DISPATCH = "__torch_dispatch__"
+DISPATCH = "__torch_dispatch__"
 _RUNS_ENGINE = _engine_run_backward.__code__
 
 
@@ -46,10 +46,10 @@ def engine_calls() -> bool:
     If not, Python code called it: a hook, or a backward of the user's. To be called by the mode.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != _DISPATCH:
+    while frame is not None and frame.f_code.co_name != DISPATCH:
         frame = frame.f_back
     while frame is not None and frame.f_code is not _RUNS_ENGINE:
-        if frame.f_code.co_name != _DISPATCH and not is_of_pytorch(frame.f_code):
+        if frame.f_code.co_name != DISPATCH and not is_of_pytorch(frame.f_code):
             return False
         frame = frame.f_back
     return True  # without a frame of it in the engine's own threads

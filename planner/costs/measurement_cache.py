@@ -1,6 +1,6 @@
 """The file that remembers measured workspaces, and the text by which an operator is found in it.
 
-JSON: ``{"format": 2, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
+JSON: ``{"format": 3, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
 A file that cannot be read or written is no error: what it would have held is measured again.
 """
 
@@ -23,7 +23,7 @@ from planner.planfile.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 
 Entries = Mapping[str, Sequence[int]]
 """By call: its workspace bytes, followed by the bytes of its outputs."""
@@ -37,7 +37,7 @@ def default_cache_path() -> Path:
 def environment(device: torch.device) -> str:
     """What measured workspaces and seconds depend on besides the operator: which kernels are chosen, and how
     many threads there are to have scratch of their own."""
-    parts = [f"torch {torch.__version__}", f"format {_FORMAT}"]
+    parts = [f"torch {torch.__version__}"]
     if device.type == "cuda":
         parts += [
             str(torch.cuda.get_device_properties(device).name),
@@ -54,9 +54,6 @@ def environment(device: torch.device) -> str:
     parts.append(f"deterministic {torch.are_deterministic_algorithms_enabled()}")
     return "; ".join(parts)
 
-
-_FORMAT = 2
-"""Counts up where something else is noted of an operator than before."""
 
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",

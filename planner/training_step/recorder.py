@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from planner._torch import autograd, fake, operators
+from planner._torch.execution.linear_layers import Product
 from planner._torch.tensors import SPARSE, call_tensors, held_tensors, is_wrapper, schema_of, storage_number
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
 from planner.errors import CaptureError
@@ -114,6 +115,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._ended = False
         self._numbers = numbers
         self._with_number: tuple[weakref.ref[torch.Tensor], list[str], tuple[str, int] | None] | None = None
+        self._product = Product()
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
@@ -144,6 +146,9 @@ class StepRecorder(autograd.InfrastructureMode):
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
             func = torch.ops.aten.add_.Tensor
+        elif func is torch.ops.aten.add.Tensor and self._product.is_followed_by_its_bias(args):
+            out = torch.ops.aten.alias.default(args[0].add_(args[1]))
+            func = torch.ops.aten.add_.Tensor
         else:
             func = self._in_place(func, args, node) or func
             out = func(*args, **kwargs)
@@ -153,6 +158,7 @@ class StepRecorder(autograd.InfrastructureMode):
                 self._read_by_collectives.pop(fake.storage_key(args[0]), None)
                 if fake.is_fake(out):
                     return args[0]  # as it does with data
+        self._product.note(func, args, out)
         if operators.writes(func):
             self._note_growth(given)
         read = _tensors(args, kwargs) if func is torch.ops.aten.lift_fresh.default else given
