@@ -130,15 +130,17 @@ class Divided(nn.Module):
 class InFront(nn.Module):
     """Of what comes first nothing is differentiated; whether the rest needs it for its backward is said."""
 
-    def __init__(self, needed: bool) -> None:
+    def __init__(self, needed: bool, unused: int) -> None:
         super().__init__()
-        self.needed = needed
+        self.needed, self.unused = needed, nn.ModuleList(nn.Linear(256, 256) for _ in range(unused))
         self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = x * 2.0 if self.needed else x.repeat(1, 8)
+        for part in self.unused:
+            first = part(first)
         torch._dynamo.graph_break()
-        x = x + first.mean(1, keepdim=True)
+        x = x + first.detach().mean(1, keepdim=True)
         for part in self.parts:
             x = x + (part(x).tanh() * first if self.needed else part(x).tanh())
         return x
@@ -213,10 +215,10 @@ def test_backwards_change_what_they_made_in_place(operation: str) -> None:
     assert predicted == measure_peak(step, "cpu").peak_bytes
 
 
-@pytest.mark.parametrize("needed", [False, True])
-def test_what_comes_first_is_not_held_for_a_second_run(needed: bool) -> None:
+@pytest.mark.parametrize(("needed", "unused"), [(False, 0), (False, 1), (True, 0)])
+def test_what_comes_first_is_not_held_for_a_second_run(needed: bool, unused: int) -> None:
     torch.manual_seed(0)
-    model, x = InFront(needed).train(), torch.randn(64, 32)
+    model, x = InFront(needed, unused).train(), torch.randn(64, 32)
 
     def loss(y: torch.Tensor) -> torch.Tensor:
         return y.repeat(1, 16).tanh().mean()

@@ -182,8 +182,8 @@ def _as_they_are(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _referred_to(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments, with weak references to those that need no gradient."""
-    return tuple(weakref.ref(a) if isinstance(a, torch.Tensor) and not a.requires_grad else a for a in args)
+    """Arguments, with weak references to tensors."""
+    return tuple(weakref.ref(a) if isinstance(a, torch.Tensor) else a for a in args)
 
 
 def _there(argument: Any) -> Any:
