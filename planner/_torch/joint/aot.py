@@ -38,6 +38,7 @@ from planner._torch.joint.logs import logged_when_asked
 from planner._torch.joint.trace_key import trace_key
 from planner._torch.joint.traced_before import TRACED_BEFORE
 from planner._torch.tensors import strided_copy
+from planner._torch.versions import set_version, version_of
 from planner._torch.without_data.apart import tell_results_apart
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -253,6 +254,8 @@ def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tupl
 
 def _leaf_like(tensor: FakeTensor) -> torch.Tensor:
     copy = strided_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
+    if version_of(copy):
+        set_version(copy, 0)  # making it was no change
     if tensor.constant is not None and isinstance(copy, FakeTensor):
         with without_modes():  # without data it would be taken for data, which ends the process
             copy.constant = strided_copy(tensor.constant)
