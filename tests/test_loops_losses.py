@@ -241,6 +241,21 @@ def test_a_gradient_penalty_falls_back_to_the_original_and_says_so() -> None:
 
 
 @pytest.mark.heavy
+def test_a_second_derivative_by_what_the_output_was_multiplied_with() -> None:
+    model, twin, x = _critic()
+    factor = torch.ones((), requires_grad=True)
+
+    def loop(model: nn.Module) -> list[Any]:
+        factor.grad = None
+        (slope,) = torch.autograd.grad(model(x).sum() * factor, x, create_graph=True)
+        slope.square().sum().backward()
+        return [slope, factor.grad]
+
+    ours = left_by(model, loop)
+    assert_same(ours, left_by(twin, loop))
+
+
+@pytest.mark.heavy
 def test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one() -> None:
     model, twin, x = _critic()
 
@@ -315,6 +330,20 @@ def test_a_second_derivative_through_random_numbers_is_an_error() -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("asked", ["parameters", "leaf", "computed", "factor"])
+def test_no_second_derivative_through_random_numbers_lacks_a_part(asked: str) -> None:
+    """The rest of the loss has a gradient, and that of the slope would be left out without a word."""
+    model, _, x = _critic(0.5)
+    leaf, factor = x.detach().requires_grad_(), torch.ones((), requires_grad=True)
+    computed = leaf * 1
+    (slope,) = torch.autograd.grad(model(computed * 1).sum() * factor, leaf, create_graph=True)
+    loss = slope.square().sum() + sum(p.sum() for p in model.parameters()) + computed.sum() + factor
+    of = {"parameters": [*model.parameters()], "leaf": [leaf], "computed": [computed], "factor": [factor]}
+    with pytest.raises(planner.PlanMismatch, match=r"draws random numbers.*planner\.remove"):
+        torch.autograd.grad(loss, of[asked])
+
+
+@pytest.mark.heavy
 def test_a_second_derivative_after_the_weights_have_changed_is_an_error() -> None:
     model, _, x = _critic()
     output = model(x).sum()
@@ -322,7 +351,9 @@ def test_a_second_derivative_after_the_weights_have_changed_is_an_error() -> Non
         model.head.bias.add_(1)  # type: ignore[operator, union-attr]
     (slope,) = torch.autograd.grad(output, x, create_graph=True)
     with pytest.raises(planner.PlanMismatch, match="have been changed since"):
-        slope.square().sum().backward()
+        slope.square().sum().backward(retain_graph=True)
+    with pytest.raises(planner.PlanMismatch, match="have been changed since"):
+        torch.autograd.grad(slope.square().sum(), [*model.parameters()], allow_unused=True)
 
 
 @pytest.mark.heavy

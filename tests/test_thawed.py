@@ -74,3 +74,26 @@ def test_what_cannot_be_planned_again_trains_by_its_plan(thaws: bool) -> None:
     eager(x).square().mean().backward()
     gradients = [[p.grad for p in module.parameters()] for module in (model, eager)]
     assert _same(*gradients)
+
+
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+def test_nothing_trains_at_the_first_call() -> None:
+    """As a discriminator that a generator trains by."""
+    model, x = _layers().requires_grad_(False), torch.randn(64, 32, requires_grad=True)
+    eager = copy.deepcopy(model)
+    planner.auto_checkpoint(model, budget="min", optimizer="adamw", costs="roofline")
+    for trains in (False, True):
+        gradients = []
+        for module in (model, eager):
+            x.grad = None
+            gradients.append([*_train(module.requires_grad_(trains), x), x.grad])
+        assert _same(*gradients)
+    assert installed_plan(model) is not None
+
+
+def test_a_first_call_that_fails_is_not_the_last_to_be_planned() -> None:
+    model = planner.auto_checkpoint(_layers(), budget="min", costs="roofline")
+    with pytest.warns(planner.PlanWarning, match="cannot be planned"), pytest.raises(RuntimeError):
+        model(torch.randn(64, 31))
+    _train(model, torch.randn(64, 32))
+    assert installed_plan(model) is not None

@@ -8,12 +8,15 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import planner
+from planner.runtime.install import installed_plan
 from tests.side_by_side import (
     Layers,
     assert_same,
     assert_trains_alike,
     layers,
     left_by,
+    no_plan_warnings,
     peak_of,
     plan_of,
     steps,
@@ -105,3 +108,23 @@ def test_a_planned_module_inside_a_checkpoint_of_the_user() -> None:
 
     x = args[0].requires_grad_()
     assert_trains_alike(model, (x,), loop, expected_runs=1)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_module_that_is_planned_inside_a_checkpoint_of_the_user(use_reentrant: bool) -> None:
+    model, (x,), _ = layers()
+    twin = copy.deepcopy(model)
+
+    def loop(model: nn.Module) -> list[Any]:
+        losses = []
+        for _ in range(2):
+            losses.append(checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant))
+            losses[-1].backward()
+        return losses
+
+    planner.auto_checkpoint(model, budget="min", solver="sqrt_n", accumulate=True)
+    with no_plan_warnings():
+        ours = left_by(model, loop)
+    assert installed_plan(model) is not None
+    assert_same(ours, left_by(twin, loop))

@@ -40,6 +40,13 @@ def running_node_number() -> tuple[str, int] | None:
     return None if node is None else (node.name(), node._sequence_nr())
 
 
+def leaves_behind(node: Any) -> list[torch.Tensor]:
+    """The leaves that an autograd node, or one right behind it, gives gradients to."""
+    behind = [after for after, _ in node.next_functions if after is not None]
+    further = [after for one in behind for after, _ in one.next_functions if after is not None]
+    return [one.variable for one in (*behind, *further) if hasattr(one, "variable")]
+
+
 def engine_calls() -> bool:
     """Whether the operator that a dispatch mode is handed was called by the engine or a node of PyTorch's.
 

@@ -27,7 +27,7 @@ from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.distributed import holds_dtensors
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
-from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.hindrances import hindering_mode, no_saved_tensors_hooks
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels
@@ -88,6 +88,8 @@ def capture(
     Raises:
         CaptureError: If the step cannot be run, or no graph came of it.
     """
+    if (hindrance := hindering_mode()) is not None:
+        raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
     run = partial(_Capture.run, regions=regions, decided=decided)
     return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
@@ -133,7 +135,8 @@ def _on_a_copy(
     def capture_with(run: RunOfACopy) -> _T:
         return use(_Capture(run, report, cuda if run.without_data else None, added_to, rank))
 
-    return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None)
+    with no_saved_tensors_hooks():
+        return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None)
 
 
 class _Capture:
@@ -188,8 +191,6 @@ class _Capture:
 
     def _run(self, runners: list[GraphRunner], regions: Sequence[str], decided: bool) -> CapturedStep:
         module, report = self.copied.module, self.report
-        if (hindrance := hindering_mode()) is not None:
-            raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
             autocast = self._as_on_its_device(stack)
             # Hooks of the copy write where those of the original do.

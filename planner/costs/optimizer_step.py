@@ -72,7 +72,9 @@ def optimizer_step(
     Raises:
         OptimizerError: If there is no such optimizer, or its step fails.
     """
-    if optimizer is None:
+    instance = isinstance(optimizer, torch.optim.Optimizer)
+    trained = any(p.requires_grad for p in module.parameters())
+    if optimizer is None or not (instance or trained):  # PyTorch refuses an optimizer of no parameters
         return OptimizerStep()
     mode = fake_.fake_mode()
     fakes: dict[int, torch.Tensor] = {}
@@ -91,7 +93,6 @@ def optimizer_step(
             fakes[id(parameter)] = copy
         return fakes[id(parameter)]
 
-    instance = isinstance(optimizer, torch.optim.Optimizer)
     kind = optimizer_class(optimizer)
     try:
         if isinstance(optimizer, torch.optim.Optimizer):

@@ -60,11 +60,17 @@ class DoubleBackward(GraphHook):
             self._obstacle = "its inputs or outputs share memory"
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        kept = [] if self._obstacle else [self._held(args)]
+        kept = [_without_memory(args) if self._obstacle else self._held(args)]
         versions, through = _versions(kept), _Differentiated()
-        node.register_prehook(lambda _: self._before(kept, versions, through))
+        node.register_prehook(lambda given: self._before(kept, versions, through, given))
 
-    def _before(self, kept: list[tuple[Any, ...]], versions: list[int], through: "_Differentiated") -> None:
+    def _before(
+        self,
+        kept: list[tuple[Any, ...]],
+        versions: list[int],
+        through: "_Differentiated",
+        given: tuple[torch.Tensor | None, ...],
+    ) -> tuple[torch.Tensor | None, ...] | None:
         if through.backward == autograd.current_backward() and not self._warned_of_sums:
             self._warned_of_sums = True
             self._warn(
@@ -80,13 +86,16 @@ class DoubleBackward(GraphHook):
             node = autograd.running_node()
             handles: list[Any] = []
 
-            def after(found: Any, given: Any) -> Any:
+            def after(found: Any, _given: Any) -> Any:
                 handles.pop().remove()
-                return self._after(kept, versions, through, found, given)
+                return self._after(node, kept, versions, through, found, given)
 
             handles.append(node.register_hook(after))
-        elif not autograd.graph_is_kept():
+            # AOTAutograd cannot lay out otherwise what is to be differentiated.
+            return tuple(g if g is None else g.detach() for g in given)
+        if not autograd.graph_is_kept():
             kept.clear()  # so that holding the loss does not hold the inputs
+        return None
 
     def _several_runs(self) -> None:
         if not self._warned_of_runs:
@@ -100,6 +109,7 @@ class DoubleBackward(GraphHook):
 
     def _after(
         self,
+        node: Any,
         kept: list[tuple[Any, ...]],
         versions: list[int],
         through: "_Differentiated",
@@ -108,7 +118,16 @@ class DoubleBackward(GraphHook):
     ) -> tuple[torch.Tensor | None, ...]:
         if self._obstacle or versions != _versions(kept):
             obstacle = self._obstacle or "its inputs or parameters have been changed since, or freed"
-            return tuple(g if g is None else _once(g, obstacle) for g in found)
+            made_of = [
+                t
+                for t in (
+                    *autograd.leaves_behind(node),
+                    *(a for args in kept for a in map(_there, args)),
+                    *given,
+                )
+                if isinstance(t, torch.Tensor) and t.requires_grad
+            ]
+            return tuple(g if g is None else _Once.apply(g.detach(), obstacle, *made_of) for g in found)  # type: ignore[no-untyped-call]
         if not self._warned:
             self._warned = True
             self._warn(
@@ -195,13 +214,30 @@ def _versions(kept: list[tuple[Any, ...]]) -> list[int]:
     return [writes(a) for args in kept for a in map(_there, args) if isinstance(a, torch.Tensor)]
 
 
-def _once(gradient: torch.Tensor, obstacle: str) -> torch.Tensor:
-    return _Once.apply(gradient.detach().requires_grad_(), obstacle)  # type: ignore[no-any-return, no-untyped-call]
+def _without_memory(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of each argument that was computed from others, a tensor without elements that was computed from it.
+
+    Weights are left out, and views of them: the node of the graph leads to these.
+    """
+    return tuple(
+        a.unsqueeze(0).narrow(0, 0, 0).clone()
+        for a in args
+        if isinstance(a, torch.Tensor)
+        and a.requires_grad
+        and not a.is_leaf
+        and not (a._base is not None and a._base.is_leaf)
+    )
 
 
 class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated.
+
+    It is a function of all that the gradient was computed from: the engine passes over a node that does not
+    lead to what is asked for, and in place of the error there would be a gradient that lacks a part.
+    """
+
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, obstacle: str) -> torch.Tensor:
+    def forward(ctx: Any, gradient: torch.Tensor, obstacle: str, *made_of: torch.Tensor) -> torch.Tensor:
         ctx.obstacle = obstacle
         return gradient.view_as(gradient)
 

@@ -72,9 +72,10 @@ class PlannedAtFirstCall(InstalledCall):
         except CaptureError as error:
             if type(error) is not CaptureError:  # of arguments and functions that are no step
                 raise
-            self._given_up = True
             self.unplanned.hindered_call(f"{type(model).__name__} cannot be planned ({error})")
-            return self.run_original(*args, **kwargs)
+            output = self.run_original(*args, **kwargs)
+            self._given_up = True  # not where the forward raises: the next call may be of a better batch
+            return output
         planned.when_accumulating = self._plan_again
         self._watch(planned)
         try:

@@ -6,6 +6,8 @@ own, symbolic sizes, subclasses of tensors, modes of the caller's. Tested with t
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +26,9 @@ _FLAGS = (
     torch.is_autocast_cache_enabled,
     torch.are_deterministic_algorithms_enabled,
     torch.get_default_dtype,
-    torch.get_float32_matmul_precision,
+    # Of both together PyTorch refuses to tell where they were set one by one.
+    partial(attrgetter("cuda.matmul.fp32_precision"), torch.backends),
+    partial(attrgetter("mkldnn.matmul.fp32_precision"), torch.backends),
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,

@@ -1,4 +1,4 @@
-"""Whether classes and functions are still those that a capture has followed; Dynamo assumes that they are.
+"""Whether what a capture has followed is still as it was: classes, functions, switches. Dynamo assumes it.
 
 A patch (``nn.LayerNorm.forward = ...``) after the first step would otherwise go unnoticed. Comparing
 whole classes at every step would cost too much; comparing the version number that Python keeps of a
@@ -7,6 +7,8 @@ Tested with torch 2.13.
 """
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -24,13 +26,50 @@ _NOT_IN_A_FORWARD = frozenset({
 ``Module.__setstate__`` when it first compiles."""
 _SHARED = (torch.Tensor, torch, torch.nn.functional)
 """What every forward looks functions up in."""
+_MKLDNN, _CUDNN = "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled"
+_TRACED_BY: dict[str, Callable[[], object]] = {
+    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+    "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
+    _MKLDNN: torch._C._get_mkldnn_enabled,
+    _CUDNN: torch._C._get_cudnn_enabled,
+}
+"""Switches by which a trace has the one or the other operation, and on which Dynamo has no guards."""
+_PRECISION: Any = torch._C._get_fp32_precision_getter
+DETERMINISTIC = "torch.use_deterministic_algorithms"
+_RUN_BY: dict[str, Callable[[], object]] = {
+    DETERMINISTIC: torch.are_deterministic_algorithms_enabled,
+    _MKLDNN: torch._C._get_mkldnn_enabled,
+    _CUDNN: torch._C._get_cudnn_enabled,
+    "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,
+    "torch.backends.cudnn.deterministic": torch._C._get_cudnn_deterministic,
+    # Of products as a whole PyTorch refuses to tell where they were set one by one.
+    "torch.backends.cuda.matmul.fp32_precision": partial(_PRECISION, "cuda", "matmul"),
+    "torch.backends.cudnn.conv.fp32_precision": partial(_PRECISION, "cuda", "conv"),
+    "torch.backends.mkldnn.matmul.fp32_precision": partial(_PRECISION, "mkldnn", "matmul"),
+    "torch.backends.mkldnn.conv.fp32_precision": partial(_PRECISION, "mkldnn", "conv"),
+}
+"""Switches by which one operation takes the one or the other kernel when it runs."""
+_READ = tuple(_RUN_BY.values())
+
+
+def kernel_switches() -> tuple[object, ...]:
+    """The switches by which operations choose a kernel when they run, as they are."""
+    return tuple([read() for read in _READ])
+
+
+def switched(before: tuple[object, ...], now: tuple[object, ...]) -> list[str]:
+    """Names of the switches that two calls of :func:`kernel_switches` found different."""
+    return [name for name, a, b in zip(_RUN_BY, before, now, strict=True) if a != b]
 
 
 class Definitions:
-    """The functions of the classes of a module and all below it, of tensors and of ``torch``, as they are."""
+    """Switches, and the functions of tensors, of ``torch`` and of the classes in a module, as they are."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._known: dict[int, _Owner] = {}
+        self._switches = [(name, read, read()) for name, read in _TRACED_BY.items()]
         for owner in _SHARED:
             self._known[id(owner)] = _Owner(owner)
         self.include(module)
@@ -43,7 +82,10 @@ class Definitions:
                 self._known[id(kind)] = _Owner(kind)
 
     def changed(self) -> str | None:
-        """A function that is no longer what it was, such as ``LayerNorm.forward``; None if all are."""
+        """A function or switch that is no longer what it was, as ``LayerNorm.forward``; None if all are."""
+        for switch, read, before in self._switches:
+            if read() != before:
+                return switch
         for owner in self._known.values():
             if dict_version(owner.names) != owner.version:
                 name = owner.changed()
