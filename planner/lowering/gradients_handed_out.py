@@ -44,7 +44,7 @@ def hand_out_no_views(graph: FxGraph) -> None:
 def _no_view(graph: FxGraph, node: Node) -> Node:
     # Detaching makes no view for autograd, of a view neither.
     detached = graph.call_function(aten.detach.default, (node,))
-    detached.meta = dict(node.meta)
+    detached.meta = {"val": node.meta["val"]}  # and none of its marks
     return detached
 
 
