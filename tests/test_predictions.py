@@ -130,17 +130,18 @@ class Divided(nn.Module):
 class InFront(nn.Module):
     """Of what comes first nothing is differentiated; whether the rest needs it for its backward is said."""
 
-    def __init__(self, needed: bool, unused: int) -> None:
+    def __init__(self, needed: bool, unused: int, drawn: float) -> None:
         super().__init__()
         self.needed, self.unused = needed, nn.ModuleList(nn.Linear(256, 256) for _ in range(unused))
+        self.drop = nn.Dropout(drawn)
         self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = x * 2.0 if self.needed else x.repeat(1, 8)
         for part in self.unused:
-            first = part(first)
+            first = part(first).sigmoid() / 2.0
         torch._dynamo.graph_break()
-        x = x + first.detach().mean(1, keepdim=True)
+        x = self.drop(x + first.detach().mean(1, keepdim=True))
         for part in self.parts:
             x = x + (part(x).tanh() * first if self.needed else part(x).tanh())
         return x
@@ -215,10 +216,20 @@ def test_backwards_change_what_they_made_in_place(operation: str) -> None:
     assert predicted == measure_peak(step, "cpu").peak_bytes
 
 
-@pytest.mark.parametrize(("needed", "unused"), [(False, 0), (False, 1), (True, 0)])
-def test_what_comes_first_is_not_held_for_a_second_run(needed: bool, unused: int) -> None:
+@pytest.mark.parametrize(
+    ("needed", "unused", "drawn", "refused"),
+    [
+        (True, 0, 0.0, None),
+        (False, 0, 0.0, "changed since, or freed"),
+        (False, 1, 0.0, "changed since, or freed|several parts"),
+        (False, 1, 0.1, "draws random numbers"),
+    ],
+)
+def test_what_comes_first_is_not_held_for_a_second_run(
+    needed: bool, unused: int, drawn: float, refused: str | None
+) -> None:
     torch.manual_seed(0)
-    model, x = InFront(needed, unused).train(), torch.randn(64, 32)
+    model, x = InFront(needed, unused, drawn).train(), torch.randn(64, 32)
 
     def loss(y: torch.Tensor) -> torch.Tensor:
         return y.repeat(1, 16).tanh().mean()
@@ -236,11 +247,11 @@ def test_what_comes_first_is_not_held_for_a_second_run(needed: bool, unused: int
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
     eager = differentiated_twice()
     plan.apply(model)
-    if needed:
+    if refused is None:
         with pytest.warns(planner.PlanWarning, match="create_graph"):
             torch.testing.assert_close(differentiated_twice(), eager)
     else:
-        with pytest.raises(planner.PlanMismatch, match="changed since, or freed"):
+        with pytest.raises(planner.PlanMismatch, match=refused):
             differentiated_twice()
 
 

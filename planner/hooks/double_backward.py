@@ -8,7 +8,7 @@ and of the outputs too, eager adds up both inside of the one graph, and here the
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +46,16 @@ class DoubleBackward(GraphHook):
         self._warned = self._warned_of_sums = self._warned_of_runs = False
         self._outputs: dict[int, int] = {}
         self._places: dict[int, int] = {}
+        self._gradients: list[int] = []  # inputs that get one
 
     def on_traced(self, traced: TracedGraph) -> None:
         joint = traced.reading
         inputs = [aot_metadata.input_position(primal) for primal in joint.primals]
         self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
         self._places = aot_metadata.places_among_tensors(traced.joint)
+        results: Sequence[Any] = traced.joint.graph.output_node().args[0]  # type: ignore[assignment]
+        places = aot_metadata.gradient_places(traced.joint).items()
+        self._gradients = [p for p, at in places if 0 <= p < traced.inputs and results[at] is not None]
         if any(may_draw(op.node.target) for op in joint.ops):
             self._obstacle = "it draws random numbers, or an operation from outside PyTorch may"
         elif joint.mutated:
@@ -60,7 +64,7 @@ class DoubleBackward(GraphHook):
             self._obstacle = "its inputs or outputs share memory"
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        kept = [_without_memory(args) if self._obstacle else self._held(args)]
+        kept = [_without_memory(args, self._gradients) if self._obstacle else self._held(args)]
         versions, through = _versions(kept), _Differentiated()
         node.register_prehook(lambda given: self._before(kept, versions, through, given))
 
@@ -214,14 +218,19 @@ def _versions(kept: list[tuple[Any, ...]]) -> list[int]:
     return [writes(a) for args in kept for a in map(_there, args) if isinstance(a, torch.Tensor)]
 
 
-def _without_memory(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_memory(args: tuple[Any, ...], positions: Sequence[int]) -> tuple[Any, ...]:
     """Of each argument that was computed from others, a tensor without elements that was computed from it.
 
-    Weights are left out, and views of them: the node of the graph leads to these.
+    Weights are left out, and views of them: the node of the graph leads to these. So are those that get no
+    gradient: what was saved to compute them would live for longer than without a plan.
+
+    Args:
+        args: The arguments.
+        positions: Those that get one.
     """
     return tuple(
         a.unsqueeze(0).narrow(0, 0, 0).clone()
-        for a in args
+        for a in (args[position] for position in positions)
         if isinstance(a, torch.Tensor)
         and a.requires_grad
         and not a.is_leaf
