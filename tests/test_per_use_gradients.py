@@ -236,12 +236,29 @@ class Thirds(nn.Module):
         return self.mix(x).split(32, -1)[2]
 
 
-def test_gradients_of_parts_lie_in_memory_as_without_a_plan() -> None:
+class Halves(nn.Module):
+    """A part of the forward hands on halves of what an earlier part made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.beside, self.add = nn.Linear(32, 64), nn.Linear(32, 8), nn.Parameter(torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.mix(x)
+        torch._dynamo.graph_break()
+        _, second = both.unflatten(-1, (2, -1)).unbind(-2)
+        beside = self.beside(x)
+        torch._dynamo.graph_break()
+        return (second + self.add).exp() * beside.mean()
+
+
+@pytest.mark.parametrize(("build", "graph"), [(Thirds, 0), (Halves, 1)])
+def test_gradients_of_parts_lie_in_memory_as_without_a_plan(build: type[nn.Module], graph: int) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", planner.PlanWarning)
-        plan, _ = _exactly((Thirds(), (torch.randn(4, 16, 32),), lambda y: y.square().mean()), "min")
-    assert plan.graphs[0].gradient_layouts[0].dimensions == [0, 1, 2]
+        plan, _ = _exactly((build(), (torch.randn(4, 16, 32),), lambda y: y.square().mean()), "min")
+    assert plan.graphs[graph].gradient_layouts[0].dimensions == [0, 1, 2]
 
 
 @pytest.mark.heavy

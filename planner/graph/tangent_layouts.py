@@ -28,6 +28,7 @@ class TangentLayouts:
         self.layouts: dict[int, tuple[int, ...]] = {}
         self._arrived: dict[int, list[tuple[int, ...]]] = {}
         self._aliases: list[tuple[int, torch.Tensor, int | None]] = []
+        self._of_inputs: set[int] = set()
 
     def watch(self, output: int, tensor: torch.Tensor, *, of_input: bool, alone: bool) -> None:
         """Watch an output.
@@ -35,22 +36,24 @@ class TangentLayouts:
         Args:
             output: Its position.
             tensor: The output, as a tensor that nothing inside the graph uses.
-            of_input: Whether it is a view of an input; these are taken as without a plan.
+            of_input: Whether it is a view of an input. These are taken as without a plan, but for those that
+                one operation makes several of.
             alone: Whether it shares no memory with an input or another output.
         """
         self.awaited.add(output)
         if not alone:
             alias = tensor.detach()
             self._aliases.append((output, alias, version_of(alias)))
-        steps = None if of_input else memory_steps(tensor)
-        tensor.register_hook(functools.partial(self._receive, output, steps))
+        if of_input:
+            self._of_inputs.add(output)
+        tensor.register_hook(functools.partial(self._receive, output, memory_steps(tensor)))
 
-    def _receive(self, output: int, steps: tuple[int, ...] | None, gradient: torch.Tensor | None) -> None:
+    def _receive(self, output: int, steps: tuple[int, ...], gradient: torch.Tensor | None) -> None:
         if gradient is None:  # an autograd function of the user's returned none
             return
         self.received.add(output)
         arrived = memory_steps(gradient)
-        if steps is not None and 0 not in arrived and arrived != steps:
+        if 0 not in arrived and arrived != steps:
             self.layouts[output] = _order(gradient)
             self._arrived.setdefault(output, []).append(arrived)
 
@@ -67,6 +70,7 @@ class TangentLayouts:
         return sum(
             i not in traced or steps != memory_steps(traced[i])
             for i, arrived in self._arrived.items()
+            if i in traced or i not in self._of_inputs
             for steps in arrived
         )
 
