@@ -252,6 +252,31 @@ class Halves(nn.Module):
         return (second + self.add).exp() * beside.mean()
 
 
+class Transposed(nn.Module):
+    """A part of the forward uses twice what an earlier part hands on transposed, and the loss does too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = self.parts[0](x).tanh().transpose(0, 1)
+        torch._dynamo.graph_break()
+        return turned, self.parts[1](turned) * self.parts[2](turned).sigmoid()
+
+
+def test_uses_of_what_lies_transposed_add_up_as_without_a_plan() -> None:
+    torch.manual_seed(0)
+
+    def loss(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return outputs[0].square().mean() + outputs[1].square().mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan, _ = _exactly((Transposed(), (torch.randn(64, 64),), loss), "min")
+    assert plan.graphs[1].per_use_inputs
+
+
 @pytest.mark.parametrize(("build", "graph"), [(Thirds, 0), (Halves, 1)])
 def test_gradients_of_parts_lie_in_memory_as_without_a_plan(build: type[nn.Module], graph: int) -> None:
     torch.manual_seed(0)

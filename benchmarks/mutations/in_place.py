@@ -43,6 +43,39 @@ IN_PLACE = [
         ("tests/test_gradients_handed_out.py::test_a_view_stays_one_where_later_strides_depend_on_it",),
     ),
     Mutation(
+        "uses-of-transposed-inputs",
+        "Gradients of an input that lies transposed are handed out by use where others are added before.",
+        "A copy of such an input counts as written to, since it was made by a write.",
+        (Change("planner/_torch/joint/aot.py", "    if version_of(copy):\n", "    if False:\n"),),
+        ("tests/test_per_use_gradients.py::test_uses_of_what_lies_transposed_add_up_as_without_a_plan",),
+    ),
+    Mutation(
+        "strides-of-returned-parts",
+        "The gradient of a returned part is planned with the strides that it has.",
+        "Its graph is probed with a dense copy in place of the part.",
+        (
+            Change(
+                "planner/capture/copies_apart.py",
+                "    if cloned.stride() == tensor.stride():\n",
+                "    if True:\n",
+            ),
+        ),
+        ("tests/test_per_use_gradients.py::test_gradients_of_parts_lie_in_memory_as_without_a_plan",),
+    ),
+    Mutation(
+        "held-for-a-second-run",
+        "What a part of the forward made is freed as soon as nobody needs it.",
+        "The graph behind it holds it, in case its gradients are differentiated.",
+        (
+            Change(
+                "planner/hooks/double_backward.py",
+                "        self._held = _referred_to if after_others else _as_they_are\n",
+                "        self._held = _as_they_are\n",
+            ),
+        ),
+        ("tests/test_predictions.py::test_what_comes_first_is_not_held_for_a_second_run",),
+    ),
+    Mutation(
         "sums-into-views",
         "Gradients are not added in place to a view of another.",
         "They are.",
