@@ -27,7 +27,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test compat test-all lint format schema picture reports docs zoo operators mutations bench clean
+.PHONY: help venv packages demo test compat test-all lint format schema picture reports docs zoo operators random mutations bench clean
 
 help:  ## List these commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -108,6 +108,10 @@ zoo: venv packages  ## Plan, run and compare every model of the zoo; writes docs
 
 operators: venv  ## Plan, run and compare PyTorch's operators and modules; writes docs/results/operators.md. Takes two hours; goes on where it stopped.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/operators.py --results $(OUT)/operators.jsonl --out docs/results/operators.md
+
+random: venv  ## Plan, run and compare COUNT=100 modules of random operations, from seed FIRST=0 on; half an hour.
+	for kind in sequences images; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/random_modules.py \
+		--kind $$kind --first $(or $(FIRST),0) --count $(or $(COUNT),100) || exit 1; done
 
 mutations: venv  ## Disable each safeguard in a copy: a test must fail. Writes docs/results/mutations.md; half an hour.
 	$(BIN)/python benchmarks/mutate.py --out docs/results/mutations.md
