@@ -17,19 +17,28 @@ def without_autocast() -> Iterator[None]:
     A user's backward runs after the region has been left, which frees the casts of weights that it
     keeps; here the caller's region goes on, so they are freed explicitly. What is noted of that region stays.
     """
-    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    noted = {kind: notes for kind in enabled if (notes := notes_of_region(kind))}
+    with what_is_noted_stays(), contextlib.ExitStack() as stack:
+        for kind in _enabled():
+            torch.clear_autocast_cache()
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def what_is_noted_stays() -> Iterator[None]:
+    """A context after which the notes of the caller's region are there again, whatever casts were freed."""
+    noted = {kind: notes for kind in _enabled() if (notes := notes_of_region(kind))}
     try:
-        with contextlib.ExitStack() as stack:
-            for kind in enabled:
-                torch.clear_autocast_cache()
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
+        yield
     finally:
         for kind, notes in noted.items():
             again = notes_of_region(kind)
             if again is not None:
                 again.update(notes)
+
+
+def _enabled() -> list[str]:
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
 
 def notes_of_region(kind: str) -> dict[str, Any] | None:
@@ -83,8 +92,4 @@ def under_autocast(state: AutocastState) -> Iterator[None]:
 
 def autocast_regions() -> list[str]:
     """The autocast regions that are on here, as in ``cuda:bfloat16``."""
-    return [
-        f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
+    return [f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}" for kind in _enabled()]

@@ -42,9 +42,13 @@ def running_node_number() -> tuple[str, int] | None:
 
 def leaves_behind(node: Any) -> list[torch.Tensor]:
     """The leaves that an autograd node, or one right behind it, gives gradients to."""
+    return [one.variable for one in nodes_behind(node) if hasattr(one, "variable")]
+
+
+def nodes_behind(node: Any) -> list[Any]:
+    """The nodes that an autograd node, or one right behind it, gives gradients to."""
     behind = [after for after, _ in node.next_functions if after is not None]
-    further = [after for one in behind for after, _ in one.next_functions if after is not None]
-    return [one.variable for one in (*behind, *further) if hasattr(one, "variable")]
+    return behind + [after for one in behind for after, _ in one.next_functions if after is not None]
 
 
 def engine_calls() -> bool:

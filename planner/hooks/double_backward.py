@@ -60,7 +60,7 @@ class DoubleBackward(GraphHook):
             self._obstacle = "its inputs or outputs share memory"
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        kept = [_without_memory(args) if self._obstacle else self._held(args)]
+        kept = [_without_memory(args, node) if self._obstacle else self._held(args)]
         versions, through = _versions(kept), _Differentiated()
         node.register_prehook(lambda given: self._before(kept, versions, through, given))
 
@@ -214,11 +214,13 @@ def _versions(kept: list[tuple[Any, ...]]) -> list[int]:
     return [writes(a) for args in kept for a in map(_there, args) if isinstance(a, torch.Tensor)]
 
 
-def _without_memory(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_memory(args: tuple[Any, ...], node: Any) -> tuple[Any, ...]:
     """Of each argument that was computed from others, a tensor without elements that was computed from it.
 
-    Weights are left out, and views of them: the node of the graph leads to these.
+    Weights are left out, and views of them: the node of the graph leads to these. So are arguments that get
+    no gradient: what they were computed from lives for as long as a tensor that was computed from them.
     """
+    behind = set(autograd.nodes_behind(node))
     return tuple(
         a.unsqueeze(0).narrow(0, 0, 0).clone()
         for a in args
@@ -226,6 +228,7 @@ def _without_memory(args: tuple[Any, ...]) -> tuple[Any, ...]:
         and a.requires_grad
         and not a.is_leaf
         and not (a._base is not None and a._base.is_leaf)
+        and a.grad_fn in behind
     )
 
 
