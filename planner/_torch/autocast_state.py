@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch import fake
+from planner._torch import fake, operators
 
 
 @contextlib.contextmanager
@@ -35,6 +36,14 @@ def what_is_noted_stays() -> Iterator[None]:
             again = notes_of_region(kind)
             if again is not None:
                 again.update(notes)
+
+
+@contextlib.contextmanager
+def region_of_its_own() -> Iterator[None]:
+    """A context in which autocast keeps no casts of what ran before, and nothing is noted of that."""
+    with what_is_noted_stays():
+        torch.clear_autocast_cache()
+        yield
 
 
 def _enabled() -> list[str]:
@@ -93,3 +102,31 @@ def under_autocast(state: AutocastState) -> Iterator[None]:
 def autocast_regions() -> list[str]:
     """The autocast regions that are on here, as in ``cuda:bfloat16``."""
     return [f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}" for kind in _enabled()]
+
+
+def has_rule(operator: Any) -> bool:
+    """Whether autocast may cast what an operator is given."""
+    return operators.is_operator(operator) and any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+        for key in ("AutocastCPU", "AutocastCUDA")
+    )
+
+
+def casts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether autocast, as it is on here, casts what an operator is given, of tensors without data."""
+    called: list[Any] = []
+    with fake.without_modes(), torch.no_grad(), _Called(called):
+        operator(*args, **kwargs)
+    return torch.ops.aten._to_copy.default in called
+
+
+class _Called(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self, called: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._called = called
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._called.append(func)
+        return func(*args, **(kwargs or {}))
