@@ -215,3 +215,24 @@ def test_calls_of_other_sizes_that_are_planned_between_meet_as_without_a_plan(
 
     for expected, found in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(expected, found)
+
+
+class Scaled(nn.Module):
+    """Takes most after the gradient of its output has been freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x * 0.5 + (x - x.mean(-1, keepdim=True))))
+
+
+def test_steps_that_are_verified_are_in_regions_of_their_own() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(64, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = planner.plan(model, (x,), loss=torch.mean, budget="min", outputs="dropped", solver="sqrt_n")
+        report = planner.verify(model, (x,), loss=torch.mean, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes

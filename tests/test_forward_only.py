@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner.verification.measure import measure_peak
@@ -102,3 +103,29 @@ def test_what_they_allocate_inside_counts() -> None:
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
     assert plan.predicted.dynamic_peak_bytes >= 2 * 64 * 128 * 4
+
+
+class CastsTwice(nn.Module):
+    """Two parts use the same weights, the first for nothing that the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.norm = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        checkpoint(self.part, x * 2, use_reentrant=False)
+        self.norm(x)
+        torch._dynamo.graph_break()
+        x = x + x.repeat(64, 1).tanh().mean()
+        y: torch.Tensor = checkpoint(self.part, x, use_reentrant=False)
+        return y
+
+
+def test_casts_that_autocast_keeps_of_them_count() -> None:
+    torch.manual_seed(0)
+    model, x = CastsTwice(), torch.randn(64, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = plan_of(model, (x,), loss=torch.mean, budget="100%")
+        report = planner.verify(model, (x,), loss=torch.mean, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes

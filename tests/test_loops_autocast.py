@@ -4,6 +4,7 @@ What they leave is equal bit for bit.
 """
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -106,6 +107,28 @@ def test_backward_is_not_under_autocast_though_the_forward_is() -> None:
         return loss
 
     assert_trains_alike(model, args, lambda m: [step(m)], expected_runs=1, autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize("build", [PartlyInSingle, Layers])
+def test_a_backward_under_autocast_warns_where_that_would_cast(build: type[Layers]) -> None:
+    model, args, _ = layers(build)
+
+    def step(model: nn.Module) -> dict[str, Any]:
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(*args).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    eager = step(copy.deepcopy(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = plan_of(model, args)
+    plan.apply(model)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        planned = step(model)
+    assert any("inside a region of autocast" in str(w.message) for w in warned) is (build is PartlyInSingle)
+    if build is Layers:
+        assert_same(planned, eager)
 
 
 class BreaksBelow(nn.Module):

@@ -255,6 +255,32 @@ def test_what_comes_first_is_not_held_for_a_second_run(
             differentiated_twice()
 
 
+class Aside(nn.Module):
+    """What its second part reads of the first gets no gradient there; it draws, so it cannot run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        aside = self.norm(x.sigmoid())
+        torch._dynamo.graph_break()
+        return nn.functional.dropout(self.linear(x).repeat(1, 16), 0.5).tanh() + aside.detach().repeat(1, 16)
+
+
+def test_what_gets_no_gradient_is_not_held_until_the_backward() -> None:
+    torch.manual_seed(0)
+    model, x = Aside().train(), torch.randn(64, 32)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
+    plan = planner.plan(model, (x,), loss=loss, budget="100%", outputs="dropped", solver="sqrt_n")
+    report = planner.verify(model, (x,), loss=loss, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
 class Normalised(nn.Module):
     """Normalises what nobody trains, and takes most in the backward of that."""
 

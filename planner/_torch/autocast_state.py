@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch import fake
+from planner._torch import fake, operators
 
 
 @contextlib.contextmanager
@@ -17,19 +18,36 @@ def without_autocast() -> Iterator[None]:
     A user's backward runs after the region has been left, which frees the casts of weights that it
     keeps; here the caller's region goes on, so they are freed explicitly. What is noted of that region stays.
     """
-    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    noted = {kind: notes for kind in enabled if (notes := notes_of_region(kind))}
+    with what_is_noted_stays(), contextlib.ExitStack() as stack:
+        for kind in _enabled():
+            torch.clear_autocast_cache()
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def what_is_noted_stays() -> Iterator[None]:
+    """A context after which the notes of the caller's region are there again, whatever casts were freed."""
+    noted = {kind: notes for kind in _enabled() if (notes := notes_of_region(kind))}
     try:
-        with contextlib.ExitStack() as stack:
-            for kind in enabled:
-                torch.clear_autocast_cache()
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
+        yield
     finally:
         for kind, notes in noted.items():
             again = notes_of_region(kind)
             if again is not None:
                 again.update(notes)
+
+
+@contextlib.contextmanager
+def region_of_its_own() -> Iterator[None]:
+    """A context in which autocast keeps no casts of what ran before, and nothing is noted of that."""
+    with what_is_noted_stays():
+        torch.clear_autocast_cache()
+        yield
+
+
+def _enabled() -> list[str]:
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
 
 def notes_of_region(kind: str) -> dict[str, Any] | None:
@@ -83,8 +101,32 @@ def under_autocast(state: AutocastState) -> Iterator[None]:
 
 def autocast_regions() -> list[str]:
     """The autocast regions that are on here, as in ``cuda:bfloat16``."""
-    return [
-        f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}"
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
+    return [f"{kind}:{str(torch.get_autocast_dtype(kind)).removeprefix('torch.')}" for kind in _enabled()]
+
+
+def has_rule(operator: Any) -> bool:
+    """Whether autocast may cast what an operator is given."""
+    return operators.is_operator(operator) and any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+        for key in ("AutocastCPU", "AutocastCUDA")
+    )
+
+
+def casts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether autocast, as it is on here, casts what an operator is given, of tensors without data."""
+    called: list[Any] = []
+    with fake.without_modes(), torch.no_grad(), _Called(called):
+        operator(*args, **kwargs)
+    return torch.ops.aten._to_copy.default in called
+
+
+class _Called(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self, called: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._called = called
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._called.append(func)
+        return func(*args, **(kwargs or {}))

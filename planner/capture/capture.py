@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from planner._torch import dynamo, fake
-from planner._torch.autocast_state import autocast_regions
+from planner._torch.autocast_state import autocast_regions, region_of_its_own
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.distributed import holds_dtensors
@@ -373,7 +373,9 @@ class _Capture:
         self._before.generators.restore()
         _drop_gradients(self._resident)
         try:
-            with self.copied.running(), blocks_run_as_written(), parts_run_uncompiled() as called:
+            stack = contextlib.ExitStack()
+            with stack, self.copied.running(), blocks_run_as_written(), parts_run_uncompiled() as called:
+                stack.enter_context(region_of_its_own())
                 yield
                 self._uncompiled |= dict.fromkeys(n for n in map(name_of, called) if n is not None)
         except CaptureError:

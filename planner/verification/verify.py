@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from planner._torch import modules
+from planner._torch.autocast_state import what_is_noted_stays
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
 from planner.errors import PlanMismatch
@@ -129,6 +130,7 @@ def verify(
     accumulated = _added_to(plan, model)
     as_written = contextlib.ExitStack()
     try:
+        as_written.enter_context(what_is_noted_stays())
         check_fits(plan, model)
         planned = put_in(plan, model)
         planned.retire()
@@ -148,6 +150,7 @@ def verify(
         stages = 5 + unplanned + 2 * (repeats + 1)
 
         def restore() -> None:
+            torch.clear_autocast_cache()  # each step is one in a region of its own
             state.restore()
             state.drop_gradients()
             for parameter in accumulated:
