@@ -26,7 +26,7 @@ class Product:
     def note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Note an operation that has run."""
         before, self._made = self._made, None
-        if func is aten.mm.default:
+        if func is aten.mm.default and out.layout is torch.strided:
             self._made = func, fake.storage_key(out), None
         elif func is aten._unsafe_view.default and before is not None:
             product, key, _ = before
