@@ -17,6 +17,45 @@ EXACTNESS = [
         ("tests/test_later_hooks.py::test_a_hook_that_comes_between_steps_and_goes_again[_forward]",),
     ),
     Mutation(
+        "backwards-under-autocast",
+        "A planned backward inside a region of autocast that would cast there gives a warning.",
+        "Nobody says so.",
+        (
+            Change(
+                "planner/hooks/backward_under_autocast.py",
+                "        if self._casts[regions]:\n",
+                "        if False:\n",
+            ),
+        ),
+        ("tests/test_loops_autocast.py::test_a_backward_under_autocast_warns_where_that_would_cast",),
+    ),
+    Mutation(
+        "switches-of-kernels",
+        "A step under other switches of kernels than the first runs as it is, with a warning.",
+        "Switches that Dynamo has no guards on are not looked at.",
+        (
+            Change(
+                "planner/_torch/tracing/definitions.py",
+                "        self._switches = [(name, read, read()) for name, read in _TRACED_BY.items()]\n",
+                "        self._switches = []\n",
+            ),
+        ),
+        ("tests/test_switched_kernels.py::test_a_step_under_other_switches_runs_as_it_is",),
+    ),
+    Mutation(
+        "switches-in-the-backward",
+        "Switches of kernels that change between a forward and its backward give a warning.",
+        "Nobody compares them.",
+        (
+            Change(
+                "planner/hooks/switched_kernels.py",
+                "        if self._recomputes and not self._warned:\n",
+                "        if False:\n",
+            ),
+        ),
+        ("tests/test_switched_kernels.py::test_other_switches_in_the_backward_are_said",),
+    ),
+    Mutation(
         "later-hooks-on-all-modules",
         "Hooks on all modules at once that come later run.",
         "Nobody looks whether there are others than at the first step.",
