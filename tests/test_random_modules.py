@@ -1,4 +1,4 @@
-"""Modules of random operations are planned, run and compared: bits, peaks, and no warnings."""
+"""Modules of random operations are planned, run and compared: bits, peaks, and no warnings without cause."""
 
 import pytest
 
