@@ -373,9 +373,8 @@ class _Capture:
         self._before.generators.restore()
         _drop_gradients(self._resident)
         try:
-            stack = contextlib.ExitStack()
-            with stack, self.copied.running(), blocks_run_as_written(), parts_run_uncompiled() as called:
-                stack.enter_context(region_of_its_own())
+            as_written = blocks_run_as_written()
+            with region_of_its_own(), self.copied.running(), as_written, parts_run_uncompiled() as called:
                 yield
                 self._uncompiled |= dict.fromkeys(n for n in map(name_of, called) if n is not None)
         except CaptureError:
