@@ -127,6 +127,32 @@ class Divided(nn.Module):
         return x.square().mean()
 
 
+class Scaled(nn.Module):
+    """Numbers that views are written with are saved where nobody can look, in a checkpoint too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def written(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        y[:, :8].mul_(2)
+        y[:, 8:16].add_(1).div_(3.0)
+        with torch.no_grad():
+            y[:, 16:].mul_(0.5)
+        return y
+
+    @torch.compiler.disable
+    def outside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.written(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = self.written(self.outside(part(x))) + checkpoint(self.written, x, use_reentrant=False)
+        unused = part(x)
+        return x.square().mean() + unused.detach().mean()
+
+
 class InFront(nn.Module):
     """Of what comes first nothing is differentiated; whether the rest needs it for its backward is said."""
 
@@ -338,7 +364,7 @@ def _inputs(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "build", [Relative, Filled, Chosen, Drawn, Jittered, Recurrent, Spectral, Divided, Viewed]
+    "build", [Relative, Filled, Chosen, Drawn, Jittered, Recurrent, Spectral, Divided, Scaled, Viewed]
 )
 def test_predicted_is_measured(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

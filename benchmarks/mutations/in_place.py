@@ -17,6 +17,19 @@ IN_PLACE = [
         ("tests/test_operators.py::test_gradients_of_a_single_image_lie_in_memory_as_without_a_plan",),
     ),
     Mutation(
+        "numbers-of-written-views",
+        "Python numbers that autograd saves where a view is written are counted.",
+        "They are not.",
+        (
+            Change(
+                "planner/_torch/execution/saved_numbers.py",
+                "elif torch.is_grad_enabled():",
+                "elif False:",
+            ),
+        ),
+        ("tests/test_predictions.py::test_predicted_is_measured",),
+    ),
+    Mutation(
         "views-handed-out",
         "Gradients that a planned backward made leave it as tensors that are no views.",
         "They leave as they are made.",

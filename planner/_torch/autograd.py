@@ -1,7 +1,8 @@
 """Private names of autograd's engine."""
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -141,16 +142,22 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
     return count <= 4 and uses <= 2
 
 
-def saved_in_node(tensor: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-    """Those of an operation's arguments with these names that autograd saved, in the node of its result.
+@contextlib.contextmanager
+def no_saved_tensors_hooks() -> Iterator[None]:
+    """Without the hooks on saved tensors that are on around this.
 
-    What hooks for saved tensors made of them is not among them. A view is asked for nothing: its node leads
-    to that of its base, and may be in the making, under a lock, while this is called.
+    Those of ``torch.utils.checkpoint`` count what the step saves, and would count what is saved here.
     """
-    if tensor._is_view():
-        return []
-    saved = [getattr(tensor.grad_fn, f"_raw_saved_{name}", None) for name in names]
-    return [one.data for one in saved if one is not None and isinstance(one.data, torch.Tensor)]
+    state: Any = torch._C._autograd
+    outer = []
+    while (hooks := state._top_saved_tensors_default_hooks(False)) is not None:
+        outer.append(hooks)
+        state._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            state._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def after_this_backward(call: Callable[[], None]) -> None:

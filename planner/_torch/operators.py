@@ -58,25 +58,34 @@ def not_asked_for(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
 _NUMBERS = (int, float, complex)
 
 
-def numbers_for_tensors(operator: OpOverload, args: Sequence[Any]) -> list[str]:
-    """The names of the arguments that are Python numbers where the operator takes tensors."""
+def numbers_for_tensors(operator: OpOverload, args: Sequence[Any]) -> dict[str, Any]:
+    """The arguments that are Python numbers where the operator takes tensors, by name."""
     if not any(isinstance(given, _NUMBERS) for given in args):
-        return []
-    return [
-        argument.name
+        return {}
+    return {
+        argument.name: given
         for argument, given in zip(operator._schema.arguments, args, strict=False)
         if isinstance(given, _NUMBERS) and isinstance(argument.type, torch.TensorType)
-    ]
+    }
 
 
 def numbers_as_tensors(operator: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
     """The arguments with tensors in the place of Python numbers where the operator takes tensors."""
-    names = numbers_for_tensors(operator, args)
-    dtypes: dict[type, torch.dtype] = {float: torch.float64, complex: torch.complex128}
+    numbers = numbers_for_tensors(operator, args)
     return tuple(
-        torch.empty((), dtype=dtypes.get(type(given), torch.int64)) if argument.name in names else given
+        number_as_tensor(given) if argument.name in numbers else given
         for argument, given in zip(operator._schema.arguments, args, strict=False)
     )
+
+
+def number_as_tensor(number: float | complex) -> torch.Tensor:
+    """A tensor like that which PyTorch makes of a number."""
+    dtypes: dict[type, torch.dtype] = {
+        bool: torch.bool,
+        float: torch.float64,
+        complex: torch.complex128,
+    }
+    return torch.empty((), dtype=dtypes.get(type(number), torch.int64))
 
 
 def uses_generator(operator: Any) -> bool:

@@ -22,12 +22,13 @@ import torch
 
 from planner._torch import dynamo, fake
 from planner._torch.autocast_state import autocast_regions, region_of_its_own
+from planner._torch.autograd import no_saved_tensors_hooks
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.distributed import holds_dtensors
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
-from planner._torch.tracing.hindrances import hindering_mode, no_saved_tensors_hooks
+from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels

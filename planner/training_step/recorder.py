@@ -19,6 +19,7 @@ import torch
 
 from planner._torch import autograd, fake, operators
 from planner._torch.execution.linear_layers import Product
+from planner._torch.execution.saved_numbers import SavedNumbers
 from planner._torch.tensors import SPARSE, call_tensors, held_tensors, is_wrapper, schema_of, storage_number
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
 from planner.errors import CaptureError
@@ -114,7 +115,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._paused = False
         self._ended = False
         self._numbers = numbers
-        self._with_number: tuple[weakref.ref[torch.Tensor], list[str], tuple[str, int] | None] | None = None
+        self._saved_numbers = SavedNumbers()
         self._product = Product()
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
@@ -143,6 +144,7 @@ class StepRecorder(autograd.InfrastructureMode):
         if unknown:
             self._foreign(func, list(unknown.values()))
         node = autograd.running_node_number()
+        self._saved_numbers.runs(node)
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
             func = torch.ops.aten.add_.Tensor
@@ -163,15 +165,15 @@ class StepRecorder(autograd.InfrastructureMode):
             self._note_growth(given)
         read = _tensors(args, kwargs) if func is torch.ops.aten.lift_fresh.default else given
         reads = tuple(map(self.index_of, read))
-        names = operators.numbers_for_tensors(func, args) if self._numbers else []
-        if names and node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
-            with self.pause():  # the tensor that autograd saved of the number: another is not made
-                args = operators.numbers_as_tensors(func, args)
+        if self._numbers and (numbers := operators.numbers_for_tensors(func, args)):
+            with self.pause():
+                self._saved_numbers.note(func, args, numbers, out, node)
+                if node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
+                    # The tensor that autograd saved of a number: another is not made.
+                    args = operators.numbers_as_tensors(func, args)
         call = self._call(func, args, kwargs, out)
         made = [t for t in _tensors((out,), {}) if fake.storage_key(t) not in unknown]
         self._append(call, reads, made, node)
-        if names:
-            self._with_number = (weakref.ref(out), names, node) if isinstance(out, torch.Tensor) else None
         return out
 
     def __enter__(self) -> "StepRecorder":
@@ -183,6 +185,7 @@ class StepRecorder(autograd.InfrastructureMode):
     def __exit__(self, *error: Any) -> None:
         torch.get_rng_state = self._generator_state
         self._record_saved_number()
+        self._saved_numbers.runs(None)
         self._ended = True  # what lives now outlives the step
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -197,7 +200,9 @@ class StepRecorder(autograd.InfrastructureMode):
         self._record_saved_number()
         reads = tuple(self.index_of(t) if isinstance(t, torch.Tensor) else -1 for t in arguments)
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
-        self._append(None, reads, tensors, autograd.running_node_number())
+        node = autograd.running_node_number()
+        self._saved_numbers.runs(node)
+        self._append(None, reads, tensors, node)
 
     def indices_of(self, tensors: Iterable[torch.Tensor | None]) -> frozenset[int]:
         """Indices of the recorded storages of some tensors."""
@@ -224,13 +229,9 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def _record_saved_number(self) -> None:
         """Record the Python number that autograd saved of the last operation, now that there is its node."""
-        if self._with_number is None:
-            return
-        (result, names, node), self._with_number = self._with_number, None
-        tensor = result()
-        if tensor is None or tensor.device.type != "cpu":
-            return
-        for number in autograd.saved_in_node(tensor, names):
+        with self.pause():
+            numbers, node = self._saved_numbers.found()
+        for number in numbers:
             # Saving allocates nothing and takes no time; so does this.
             call = self._call(torch.ops.aten.detach.default, (number,), {}, number)
             self._append(call, (), [number], node)

@@ -173,24 +173,6 @@ def saved_tensors_are_changed() -> bool:
     return hooks is not None and not _is_of_torch(hooks[0])
 
 
-@contextlib.contextmanager
-def no_saved_tensors_hooks() -> Iterator[None]:
-    """Without the hooks on saved tensors that are on around this.
-
-    Those of ``torch.utils.checkpoint`` count what the step saves, and would count what is saved here.
-    """
-    state: Any = torch._C._autograd
-    outer = []
-    while (hooks := state._top_saved_tensors_default_hooks(False)) is not None:
-        outer.append(hooks)
-        state._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(outer):
-            state._push_saved_tensors_default_hooks(pack, unpack)
-
-
 def _is_of_torch(hook: Any) -> bool:
     module: str = getattr(hook, "__module__", None) or type(hook).__module__
     return module.partition(".")[0] == "torch"
