@@ -257,22 +257,37 @@ def test_per_use_gradients_of_any_inputs_are_those_of_eager(per_use: list[int], 
 
 
 @pytest.mark.parametrize(
-    ("output", "dimensions", "reported"),
-    [(0, [1, 0], "has other strides"), (0, [2, 0, 1], "output 0"), (900, [0, 1], "output 900")],
+    ("output", "dimensions", "gaps", "reported"),
+    [
+        (0, [1, 0], {}, "has other strides"),
+        (0, [0, 1], {"inside": [0, 24]}, "has other strides"),
+        (0, [0, 1], {"step": 3}, "has other strides"),
+        (0, [0, 1], {"inside": [0, 2**62]}, "output 0"),
+        (0, [2, 0, 1], {}, "output 0"),
+        (900, [0, 1], {}, "output 900"),
+    ],
 )
 def test_layouts_of_gradients_that_are_wrong_do_no_harm(
-    output: int, dimensions: list[int], reported: str | None
+    output: int, dimensions: list[int], gaps: dict[str, Any], reported: str | None
 ) -> None:
     document = copy.deepcopy(_plan_document())
-    document["graphs"][0]["gradient_layouts"] = [{"output": output, "dimensions": dimensions}]
+    document["graphs"][0]["gradient_layouts"] = [{"output": output, "dimensions": dimensions, **gaps}]
     for ours, theirs in zip(_trained(document, reported), _after_a_step(_net()), strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.allclose(ours, theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dimensions", [[0, 0], [1], [0, 2], [-1, 0], [0, 64], list(range(65)), "ab", None])
-def test_layouts_of_gradients_that_are_none_are_refused(dimensions: object) -> None:
+def test_orders_of_dimensions_that_are_none_are_refused(dimensions: object) -> None:
     document = copy.deepcopy(DOCUMENT)
     document["graphs"][0]["gradient_layouts"] = [{"output": 0, "dimensions": dimensions}]
     with pytest.raises(planner.PlanFileError, match=r"graphs\[0\].gradient_layouts\[0\].dimensions"):
+        Plan.loads(json.dumps(document))
+
+
+@pytest.mark.parametrize("gaps", [{"inside": [8]}, {"inside": [-1, 8]}, {"inside": None}, {"step": 0}])
+def test_gaps_in_gradients_that_are_none_are_refused(gaps: dict[str, object]) -> None:
+    document = copy.deepcopy(DOCUMENT)
+    document["graphs"][0]["gradient_layouts"] = [{"output": 0, "dimensions": [0, 1], **gaps}]
+    with pytest.raises(planner.PlanFileError, match=r"graphs\[0\].gradient_layouts\[0\].(inside|step)"):
         Plan.loads(json.dumps(document))

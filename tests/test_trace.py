@@ -6,6 +6,7 @@ import torch.nn as nn
 from torch.fx import GraphModule
 
 import planner
+from planner._torch.joint.memory_layout import MemoryLayout
 from planner.capture import graph_runner
 from planner.graph.joint_pass import TraceContext
 from planner.graph.passes import JOINT_PASSES
@@ -35,10 +36,10 @@ def test_a_pass_corrects_what_is_planned_and_what_runs(monkeypatch: pytest.Monke
 
 def test_a_specification_is_read_from_the_plan() -> None:
     (graph,) = layered_plan(layers=2, kept_layers=1).graphs
-    layout = GradientLayout(output=1, dimensions=[1, 0])
+    layout = GradientLayout(output=1, dimensions=[1, 0], inside=[8, 0], step=2)
     record = graph.model_copy(
         update={"unused_outputs": [2], "per_use_inputs": [3, 0], "gradient_layouts": [layout]}
     )
     spec = GraphSpec.of(record)
-    assert spec == GraphSpec((2,), frozenset({0, 3}), {1: (1, 0)})
+    assert spec == GraphSpec((2,), frozenset({0, 3}), {1: MemoryLayout((1, 0), (8, 0), 2)})
     assert len({spec.digest, GraphSpec().digest, GraphSpec((2,)).digest}) == 3

@@ -3,9 +3,10 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Self
 
+from planner._torch.joint.memory_layout import MemoryLayout
 from planner.planfile.graph_record import GraphRecord
 
 
@@ -19,13 +20,13 @@ class GraphSpec:
         unused_outputs: Positions of the outputs that no gradient reaches: they are cut off from
             differentiation.
         per_use_inputs: Positions of the inputs whose gradients are returned unsummed, one for each use.
-        tangent_layouts: Of outputs whose gradients have other strides than they do, by position: the
-            gradients' dimensions, those of the largest strides first.
+        tangent_layouts: Of outputs whose gradients have other strides than they do, by position: how the
+            gradients lie in memory.
     """
 
     unused_outputs: tuple[int, ...] = ()
     per_use_inputs: frozenset[int] = frozenset()
-    tangent_layouts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    tangent_layouts: Mapping[int, MemoryLayout] = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: GraphRecord) -> Self:
@@ -33,12 +34,15 @@ class GraphSpec:
         return cls(
             tuple(record.unused_outputs),
             frozenset(record.per_use_inputs),
-            {layout.output: tuple(layout.dimensions) for layout in record.gradient_layouts},
+            {
+                layout.output: MemoryLayout(tuple(layout.dimensions), tuple(layout.inside), layout.step)
+                for layout in record.gradient_layouts
+            },
         )
 
     @property
     def digest(self) -> str:
         """Equal for specifications by which graphs are traced alike."""
-        layouts = sorted(self.tangent_layouts.items())
+        layouts = [(i, astuple(layout)) for i, layout in sorted(self.tangent_layouts.items())]
         content = [sorted(self.unused_outputs), sorted(self.per_use_inputs), layouts]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -8,6 +8,7 @@ import functools
 import torch
 
 from planner._torch.joint import aot_metadata
+from planner._torch.joint.memory_layout import MemoryLayout
 from planner._torch.versions import version_of
 from planner.graph.joint_graph import JointGraph
 
@@ -18,14 +19,15 @@ class TangentLayouts:
     Attributes:
         awaited: Outputs that could have a gradient.
         received: Outputs that got one, see also :meth:`end`.
-        layouts: Of outputs whose gradients had other strides than they do, by position: the gradients'
-            dimensions, those of the largest strides first.
+        layouts: Of outputs whose gradients had other strides than they do, by position: how the
+            gradients lie in memory.
     """
 
     def __init__(self) -> None:
         self.awaited: set[int] = set()
         self.received: set[int] = set()
-        self.layouts: dict[int, tuple[int, ...]] = {}
+        self.layouts: dict[int, MemoryLayout] = {}
+        self._first: dict[int, MemoryLayout | None] = {}
         self._arrived: dict[int, list[tuple[int, ...]]] = {}
         self._aliases: list[tuple[int, torch.Tensor, int | None]] = []
         self._of_inputs: set[int] = set()
@@ -53,9 +55,13 @@ class TangentLayouts:
             return
         self.received.add(output)
         arrived = memory_steps(gradient)
-        if 0 not in arrived and arrived != steps:
-            self.layouts[output] = _order(gradient)
+        layout = None if 0 in arrived else MemoryLayout.of(gradient)
+        if layout is not None and arrived != steps:
+            self.layouts[output] = layout
             self._arrived.setdefault(output, []).append(arrived)
+        if self._first.setdefault(output, layout) != layout and output in self.layouts:
+            # In executions that differ some are copied, which takes no memory for gaps then.
+            self.layouts[output] = MemoryLayout(self.layouts[output].dimensions)
 
     def end(self) -> None:
         """The step is over. Where a tensor with several views was changed in place, the views' gradients
@@ -79,11 +85,6 @@ def has_steps(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and all(
         isinstance(n, int) for n in (*tensor.shape, *tensor.stride())
     )
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    steps = tensor.stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], -tensor.shape[d], d)))
 
 
 def memory_steps(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> tuple[int, ...]:

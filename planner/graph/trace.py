@@ -91,8 +91,8 @@ def trace_joint(
         gradients = aot_metadata.gradients_of_outputs(joint.graph)
         relaid.intersection_update(
             i
-            for i, d in spec.tangent_layouts.items()
-            if i not in gradients or not aot.has_dim_order(gradients[i], d)
+            for i, layout in spec.tangent_layouts.items()
+            if i not in gradients or not layout.is_of(gradients[i])
         )
         arriving = arrivals(joint)
         for correct in passes:
@@ -117,6 +117,6 @@ def trace_joint(
     followed = replace(
         spec,
         per_use_inputs=spec.per_use_inputs - summed,
-        tangent_layouts={i: d for i, d in spec.tangent_layouts.items() if i not in relaid},
+        tangent_layouts={i: layout for i, layout in spec.tangent_layouts.items() if i not in relaid},
     )
     return CompiledJoint(call, followed)

@@ -37,11 +37,20 @@ class OpRecord(Record):
 
 
 class GradientLayout(Record):
-    """The order of the dimensions in memory of an output's gradient, where that is not the output's."""
+    """How an output's gradient lies in memory, where that is not as the output does."""
 
     output: Index
     dimensions: list[Annotated[int, Field(ge=0, lt=64)]] = Field(
         max_length=64, description="its dimensions, those of the largest strides first"
+    )
+    inside: list[Count] = Field(
+        default=[],
+        max_length=64,
+        description="where it is a part of a larger tensor, the sizes of that, by dimension, 0 where they "
+        "are its own; empty where it is no part",
+    )
+    step: Annotated[int, Field(ge=1, le=MOST_OPS)] = Field(
+        default=1, description="elements from one to the next along the last of these dimensions"
     )
 
     @model_validator(mode="after")
@@ -50,6 +59,10 @@ class GradientLayout(Record):
             raise InconsistentError(
                 f"{self.dimensions} does not name each of {len(self.dimensions)} dimensions once",
                 "dimensions",
+            )
+        if self.inside and len(self.inside) != len(self.dimensions):
+            raise InconsistentError(
+                f"{self.inside} does not give a size for each of {len(self.dimensions)} dimensions", "inside"
             )
         return self
 

@@ -282,8 +282,13 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
                 unused_outputs=list(captured_graph.spec.unused_outputs),
                 per_use_inputs=sorted(captured_graph.spec.per_use_inputs),
                 gradient_layouts=[
-                    GradientLayout(output=output, dimensions=list(dimensions))
-                    for output, dimensions in sorted(captured_graph.spec.tangent_layouts.items())
+                    GradientLayout(
+                        output=output,
+                        dimensions=list(layout.dimensions),
+                        inside=list(layout.inside),
+                        step=layout.step,
+                    )
+                    for output, layout in sorted(captured_graph.spec.tangent_layouts.items())
                 ],
                 ops=ops,
                 backward=programs[0].backward,

@@ -185,7 +185,7 @@ def among_sizes(spec: GraphSpec, graph: GraphModule, inputs: Sequence[Any]) -> G
     return GraphSpec(
         tuple(of_output(i) for i in spec.unused_outputs),
         frozenset(of_input(i) for i in spec.per_use_inputs),
-        {of_output(i): dimensions for i, dimensions in spec.tangent_layouts.items()},
+        {of_output(i): layout for i, layout in spec.tangent_layouts.items()},
     )
 
 

@@ -35,6 +35,7 @@ from planner._torch.joint.effects import refuse_tokens, without_tokens
 from planner._torch.joint.graph_modules import written_when_needed
 from planner._torch.joint.in_place import results_in_place
 from planner._torch.joint.logs import logged_when_asked
+from planner._torch.joint.memory_layout import MemoryLayout
 from planner._torch.joint.trace_key import trace_key
 from planner._torch.joint.traced_before import TRACED_BEFORE
 from planner._torch.tensors import strided_copy
@@ -62,15 +63,15 @@ def compile_joint(
     partition: Partition,
     forward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
     backward_compiler: Callable[[torch.fx.GraphModule], BoxedFunction],
-    layouts: Mapping[int, Sequence[int]],
+    layouts: Mapping[int, MemoryLayout],
     reuse: bool,
 ) -> Callable[..., Any]:
     """Trace forward and backward of a Dynamo graph into one joint graph and compile its halves.
 
     A graph without anything to differentiate is compiled by ``forward_compiler`` alone, and
     ``partition`` is not called. ``layouts`` says of outputs, by position, how their gradients lie in
-    memory: their dimensions, those of the largest strides first. The others' lie as the outputs do, where
-    sizes are symbolic those of all. With ``reuse`` a joint graph that was traced before is not traced again.
+    memory. The others' lie as the outputs do, where sizes are symbolic those of all. With ``reuse`` a joint
+    graph that was traced before is not traced again.
     """
 
     def partition_fn(
@@ -120,7 +121,7 @@ def compile_joint(
 
 
 @contextlib.contextmanager
-def _gradients_laid_out(layouts: Mapping[int, Sequence[int]]) -> Iterator[None]:
+def _gradients_laid_out(layouts: Mapping[int, MemoryLayout]) -> Iterator[None]:
     """AOTAutograd assumes gradients to have the strides of their outputs, and copies those that do not."""
     if not layouts:
         yield
@@ -134,11 +135,11 @@ def _gradients_laid_out(layouts: Mapping[int, Sequence[int]]) -> Iterator[None]:
             metadata = collect(*inputs)
             for i, description in enumerate(metadata.traced_tangents_descs):
                 source = getattr(description, "output", None)
-                dimensions = layouts.get(source.idx) if isinstance(source, PlainAOTOutput) else None
+                layout = layouts.get(source.idx) if isinstance(source, PlainAOTOutput) else None
                 tangent = metadata.traced_tangents[i]
-                if dimensions is None or not _can_lie(tangent, dimensions):
+                if layout is None or not _can_lie(tangent, layout):
                     continue
-                tangent = tangent.new_empty_strided(tangent.shape, _strides(tangent, dimensions))
+                tangent = tangent.new_empty_strided(tangent.shape, layout.strides(tangent.shape))
                 metadata.traced_tangents[i] = tangent
                 metadata.subclass_tangent_meta[i] = dataclasses.replace(
                     metadata.subclass_tangent_meta[i], memory_format=MemoryFormatMeta.from_tensor(tangent)
@@ -183,26 +184,13 @@ def _first_calls_like_others() -> Iterator[None]:
         context.__init__ = original
 
 
-def _can_lie(tangent: Any, dimensions: Sequence[int]) -> bool:
+def _can_lie(tangent: Any, layout: MemoryLayout) -> bool:
     return (
         isinstance(tangent, FakeTensor)
         and tangent.layout is torch.strided
         and not tangent._has_symbolic_sizes_strides
-        and sorted(dimensions) == list(range(tangent.dim()))
+        and layout.fits(tangent.shape)
     )
-
-
-def has_dim_order(tensor: torch.Tensor, dimensions: Sequence[int]) -> bool:
-    """Whether a tensor is dense in memory, its dimensions in that order, the largest strides first."""
-    return len(dimensions) == tensor.dim() and list(tensor.stride()) == _strides(tensor, dimensions)
-
-
-def _strides(tensor: torch.Tensor, dimensions: Sequence[int]) -> list[int]:
-    strides, step = [0] * tensor.dim(), 1
-    for dimension in reversed(dimensions):
-        strides[dimension] = step
-        step *= max(tensor.shape[dimension], 1)
-    return strides
 
 
 def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:

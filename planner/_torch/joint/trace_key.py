@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from planner._torch.autocast_state import autocast_state
+from planner._torch.joint.memory_layout import MemoryLayout
 from planner._torch.module_paths import marks_of, module_of
 from planner._torch.own_code import is_of_pytorch
 
@@ -50,7 +51,7 @@ class _NoKeyError(Exception):
 
 
 def trace_key(
-    graph: GraphModule, inputs: Sequence[Any], layouts: Mapping[int, Sequence[int]]
+    graph: GraphModule, inputs: Sequence[Any], layouts: Mapping[int, MemoryLayout]
 ) -> Hashable | None:
     """The key of a Dynamo graph that is traced here and now; None where it has none.
 
@@ -63,7 +64,7 @@ def trace_key(
         return (
             _graph(graph),
             _inputs(inputs),
-            tuple(sorted((i, tuple(d)) for i, d in layouts.items())),
+            tuple(sorted(layouts.items())),
             _state(),
         )
     except _NoKeyError:
