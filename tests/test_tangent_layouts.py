@@ -1,5 +1,6 @@
 """How gradients lie in memory that reach the outputs of a part: a traced backward takes them as they are."""
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -88,3 +89,26 @@ def test_gradients_of_what_is_joined_are_taken_as_they_are(join: str) -> None:
     layouts = plan.graphs[0].gradient_layouts
     assert layouts
     assert all(layout.inside or layout.step == 2 for layout in layouts)
+
+
+@pytest.mark.heavy
+def test_gradients_at_other_sizes_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.runtime.per_shape.MOST_SHAPES", 3)
+    torch.manual_seed(0)
+    model = Joined(*_JOINS["features"]).train()
+    planned = copy.deepcopy(model)
+    x = torch.randn(6, 6, 8)
+    planner.plan(planned, (x,), budget="min", loss=torch.mean, solver="sqrt_n").apply(planned)
+
+    def is_equal(batch: int) -> bool:
+        for each in (model, planned):
+            each.zero_grad()
+            each(x[:batch]).mean().backward()
+        pairs = zip(model.parameters(), planned.parameters(), strict=True)
+        return all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        assert all(map(is_equal, (6, 5, 4, 3, 5)))
+    with pytest.warns(planner.PlanWarning, match="sizes 2 gradients may differ"):
+        is_equal(2)

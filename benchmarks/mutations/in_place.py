@@ -30,6 +30,32 @@ IN_PLACE = [
         ("tests/test_predictions.py::test_predicted_is_measured",),
     ),
     Mutation(
+        "gradients-that-are-parts",
+        "Gradients that are parts of larger tensors are taken with the strides that they have.",
+        "They are taken as dense ones, in the order of their dimensions.",
+        (
+            Change(
+                "planner/_torch/joint/memory_layout.py",
+                "return found if found.fits(sizes) else cls(order)",
+                "return cls(order)",
+            ),
+        ),
+        ("tests/test_tangent_layouts.py::test_gradients_of_what_is_joined_are_taken_as_they_are",),
+    ),
+    Mutation(
+        "strides-at-other-sizes",
+        "Where gradients have strides of their own, a graph is compiled for each shape.",
+        "It is compiled for symbolic sizes, at which they are copied.",
+        (
+            Change(
+                "planner/runtime/backend.py",
+                "            if not spec.tangent_layouts:\n",
+                "            if True:\n",
+            ),
+        ),
+        ("tests/test_tangent_layouts.py::test_gradients_at_other_sizes_are_taken_as_they_are",),
+    ),
+    Mutation(
         "views-handed-out",
         "Gradients that a planned backward made leave it as tensors that are no views.",
         "They leave as they are made.",

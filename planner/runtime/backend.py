@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -51,6 +52,16 @@ from planner.runtime.remap import (
 )
 
 logger = logging.getLogger(__name__)
+
+_WITHOUT_THE_PLAN = (
+    "inputs of sizes {sizes} run without the plan, and may exceed the budget: the model cannot be "
+    "captured at symbolic sizes, and was compiled for {shapes} shapes already. Pad to fewer"
+)
+_LAID_OUT_OTHERWISE = (
+    "with inputs of sizes {sizes} gradients may differ in the last bits from those without a plan: the model "
+    "was compiled for {shapes} shapes already, and for others gradients between its graphs are copied. Pad "
+    "to fewer"
+)
 
 
 class PlanBackend:
@@ -137,19 +148,19 @@ class PlanBackend:
                 unplanned("a part of the forward", error)
             return as_written(graph).forward
         try:
-            return self._compile(graph, example_inputs, record, spec, exactly=record is not None)
+            # At symbolic sizes gradients are copied to lie as the outputs do.
+            symbolic = replace(spec, tangent_layouts={})
+            otherwise = self._compile(graph, example_inputs, record, symbolic, exactly=record is not None)
+            if not spec.tangent_layouts:
+                return otherwise
+            told = _LAID_OUT_OTHERWISE
         except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
             logger.info("compiled for each shape, not for symbolic sizes: %s", error)
+            otherwise, told = as_written(graph).forward, _WITHOUT_THE_PLAN
         return StaticShapes(
-            graph,
-            lambda graph, inputs: self._compile(graph, inputs, record, spec),
-            self._beyond_static_shapes,
-        )
-
-    def _beyond_static_shapes(self, sizes: str) -> None:
-        warn(
-            f"inputs of sizes {sizes} run without the plan, and may exceed the budget: the model cannot be "
-            f"captured at symbolic sizes, and was compiled for {MOST_SHAPES} shapes already. Pad to fewer"
+            lambda inputs: self._compile(graph, inputs, record, spec),
+            otherwise,
+            lambda sizes: warn(told.format(sizes=sizes, shapes=MOST_SHAPES)),
         )
 
     def _compile(
