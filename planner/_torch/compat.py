@@ -60,6 +60,12 @@ TABLE = (
         (2, 14),
         "what Dynamo does where an optimizer's settings are read stands in OptimizerVariable.var_getattr",
     ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+        "_default_reduce_scatter_input_fn",
+        (2, 15),
+        "fully_shard keeps gradients as they are computed, and casts, adds up and reduces them by itself",
+    ),
 )
 
 

@@ -169,7 +169,7 @@ class _Capture:
         self._resident = [*self.parameters, *self.buffers, *given]
         with copied.running():
             self.gradients = {
-                parameter: torch.zeros_like(parameter, requires_grad=False)
+                parameter: torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
                 for parameter, added in zip(self.parameters, added_to, strict=True)
                 if added
             }
