@@ -66,6 +66,12 @@ TABLE = (
         (2, 15),
         "fully_shard keeps gradients as they are computed, and casts, adds up and reduces them by itself",
     ),
+    Private(
+        "torch.distributed.pipelining.schedules",
+        "_wait_and_release_fwd_send",
+        (2, 15),
+        "stages of pipelines hold what they sent until its backward, and buffers to receive throughout",
+    ),
 )
 
 

@@ -77,6 +77,12 @@ def autograd_adds_up() -> bool:
     return private("_default_reduce_scatter_input_fn") is not None
 
 
+def pipelines_let_go() -> bool:
+    """Whether stages of a pipeline let go of outputs when these are sent, and make room for what they receive
+    when they receive it. They do from PyTorch 2.15 on."""
+    return private("_wait_and_release_fwd_send") is not None
+
+
 def is_whole_on_each_rank(parameter: torch.Tensor) -> bool:
     """Whether ``parallelize_module`` left a parameter whole on some ranks, among which its gradient is then
     summed before ``fully_shard`` reduces it."""
