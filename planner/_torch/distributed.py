@@ -1,6 +1,6 @@
 """Private PyTorch APIs of training on many ranks.
 
-Tested with torch 2.13.
+Tested with torch 2.13 and 2.15.
 """
 
 import sys
