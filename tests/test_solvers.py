@@ -43,12 +43,14 @@ def test_solutions_are_valid(name: str, graph: Graph, fraction: float | None) ->
 
 @pytest.mark.parametrize("name", SOLVERS)
 @settings(deadline=None, max_examples=8)
-@given(graphs(most=12), FRACTIONS, st.integers(1, 4), st.booleans())
+@given(graphs(most=12), FRACTIONS, st.integers(1, 4), st.booleans(), st.integers(0, 2))
 def test_solutions_for_micro_batches_in_flight_are_valid(
-    name: str, graph: Graph, fraction: float | None, count: int, accumulating: bool
+    name: str, graph: Graph, fraction: float | None, count: int, accumulating: bool, sent: int
 ) -> None:
     added_up = () if accumulating else (7,) * graph.base_length
-    assert_valid(name, replace(graph, in_flight=InFlight(count, 3, added_up)), fraction)
+    made = [v for op in graph.ops[: graph.forward_length] for v in op.outputs]
+    in_flight = InFlight(count, 3, added_up, tuple(made[-sent:]) if sent else ())
+    assert_valid(name, replace(graph, in_flight=in_flight), fraction)
 
 
 @pytest.mark.heavy

@@ -18,10 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import planner
+from planner._torch.distributed import _fully_sharded_parameters, autograd_adds_up
 from planner._torch.execution.allocator_events import record_cpu_allocations
 from planner.capture.capture import record_eagerly
 from planner.costs.devices import find_device
 from planner.costs.eager_timeline import eager_timeline
+from planner.parallel import fully_shard as fully_shard_hooks
+from planner.parallel import unreduced
 from planner.parallel.rank import Rank
 from planner.training_step.step import Step
 from tests.gloo import pauses
@@ -200,8 +203,63 @@ def test_whole_gradients_are_there_until_the_optimizers_step() -> None:
     assert once.whole_step is not None
     assert added.whole_step.optimizer_step_bytes == once.whole_step.optimizer_step_bytes
     half = _plan(planner.FSDP2(2, True, torch.bfloat16, no_sync=True))
-    assert half.resident.unreduced_bytes == 2 * sum(sizes)
+    assert half.resident.unreduced_bytes == (4 if autograd_adds_up() else 2) * sum(sizes)
     assert planner.Plan.loads(half.dumps()).target.parallel == half.target.parallel
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float32])
+def test_whole_gradients_are_in_the_dtype_that_is_predicted(
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    model = _Narrowing()
+    parallel = planner.FSDP2(1, param_dtype=param_dtype, reduce_dtype=reduce_dtype, no_sync=True)
+    predicted = Rank(parallel).unreduced_bytes(model)
+    _sharded(model, parallel, None)
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    model(torch.randn(64, 16)).backward()
+    kept = [one.unsharded_accumulated_grad for one in _fully_sharded_parameters(model)]
+    last = [one._unsharded_param.grad for one in _fully_sharded_parameters(model)]
+    whole = [a if b is None else b for a, b in zip(last, kept, strict=True)]
+    assert sorted(gradient.nbytes for gradient in whole) == sorted(predicted)
+
+
+@pytest.mark.parametrize("adds_up", [False, True])
+def test_both_ways_to_cast_and_add_up_gradients_are_followed(
+    monkeypatch: pytest.MonkeyPatch, adds_up: bool
+) -> None:
+    for module in (fully_shard_hooks, unreduced):
+        monkeypatch.setattr(module, "autograd_adds_up", lambda: adds_up)
+
+    def recorded(options: planner.FSDP2) -> tuple[int, list[tuple[str, str | None]]]:
+        x = torch.ones(2, 64, requires_grad=True)
+        step = Step((x,), {}, lambda output: output.sum())
+        recording = record_eagerly(nn.Linear(64, 64), step, lambda copied: None, rank=Rank(options))
+        said = []
+        for event in recording.events:
+            assert event.call is not None
+            call = recording.calls[event.call]
+            tensors = [t.dtype for t in call.args if isinstance(t, torch.Tensor)]
+            name, into = call.func.__name__, recording.outputs[event.call]
+            node = None if event.node is None else event.node[0]
+            if event.backward and name == "_to_copy.default" and into.dtype == torch.bfloat16:
+                said.append(("cast", node))
+            if event.backward and name == "add_.Tensor" and tensors == [torch.float32, torch.bfloat16]:
+                said.append(("added", node))
+        return eager_timeline(recording, find_device("cpu"), None).peak_bytes, said
+
+    peak, said = recorded(planner.FSDP2(2))
+    assert not said
+    if adds_up:
+        monkeypatch.setattr(fully_shard_hooks, "autograd_adds_up", lambda: False)
+        assert recorded(planner.FSDP2(2))[0] - peak == 64 * 4  # the last gradient is not held
+        monkeypatch.setattr(fully_shard_hooks, "autograd_adds_up", lambda: True)
+    assert len(recorded(planner.FSDP2(2, reduce_dtype=torch.bfloat16))[1]) == (2 if adds_up else 0)
+    _, said = recorded(planner.FSDP2(2, **_HALF, no_sync=True))
+    assert len(said) == 2
+    by_autograd = [node for _, node in said if node is not None and "AccumulateGrad" in node]
+    assert len(by_autograd) == (2 if adds_up else 0)
 
 
 def test_what_replicas_reduce_is_kept_where_it_is_no_gradient() -> None:

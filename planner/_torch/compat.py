@@ -60,6 +60,18 @@ TABLE = (
         (2, 14),
         "what Dynamo does where an optimizer's settings are read stands in OptimizerVariable.var_getattr",
     ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+        "_default_reduce_scatter_input_fn",
+        (2, 15),
+        "fully_shard keeps gradients as they are computed, and casts, adds up and reduces them by itself",
+    ),
+    Private(
+        "torch.distributed.pipelining.schedules",
+        "_wait_and_release_fwd_send",
+        (2, 15),
+        "stages of pipelines hold what they sent until its backward, and buffers to receive throughout",
+    ),
 )
 
 

@@ -1,14 +1,16 @@
 """Private PyTorch APIs of training on many ranks.
 
-Tested with torch 2.13.
+Tested with torch 2.13 and 2.15.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from planner._torch.compat import private
 
 
 def active_data_parallel_group() -> Any:
@@ -67,6 +69,34 @@ def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     if gradient.placements != placements:
         gradient = gradient.redistribute(placements=placements)
     return local_tensor(gradient)
+
+
+def autograd_adds_up() -> bool:
+    """Whether ``fully_shard`` leaves it to autograd to cast gradients to what they are reduced in, and to add
+    up those of micro-batches. It does from PyTorch 2.15 on."""
+    return private("_default_reduce_scatter_input_fn") is not None
+
+
+def pipelines_let_go() -> bool:
+    """Whether stages of a pipeline let go of outputs when these are sent, and make room for what they receive
+    when they receive it. They do from PyTorch 2.15 on."""
+    return private("_wait_and_release_fwd_send") is not None
+
+
+def is_whole_on_each_rank(parameter: torch.Tensor) -> bool:
+    """Whether ``parallelize_module`` left a parameter whole on some ranks, among which its gradient is then
+    summed before ``fully_shard`` reduces it."""
+    if not is_dtensor(parameter):
+        return False
+    placements = parameter.placements  # type: ignore[attr-defined]
+    return any(placement.is_replicate() for placement in placements)
+
+
+def copy_for_reduction(gradients: Sequence[torch.Tensor], ranks: int, whole: torch.Tensor) -> None:
+    """Copy gradients into what ``fully_shard`` reduces, rank by rank, by the operator that it calls."""
+    mixed = getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", None) if autograd_adds_up() else None
+    copy: Any = mixed or torch.ops.aten._chunk_cat.out
+    copy(list(gradients), 0, ranks, out=whole.view(ranks, -1))
 
 
 def ranks_of_shards(module: torch.nn.Module) -> list[int]:

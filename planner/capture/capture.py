@@ -170,7 +170,7 @@ class _Capture:
         self._resident = [*self.parameters, *self.buffers, *given]
         with copied.running():
             self.gradients = {
-                parameter: torch.zeros_like(parameter, requires_grad=False)
+                parameter: torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
                 for parameter, added in zip(self.parameters, added_to, strict=True)
                 if added
             }
@@ -357,10 +357,11 @@ class _Capture:
         with self._pass(doing), dispatched, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
-            kept = self.copied.step.run(marked, recorder.pause)
+            kept = self.copied.step.run(marked, recorder.pause, recorder.note_sent)
             recorder.note_what_is_left(self.copied.step, self.parameters, *kept)
         self._no_loss = kept[1] is None
-        if self._no_loss and self.copied.step.in_flight is not None:
+        step = self.copied.step
+        if self._no_loss and step.in_flight is not None and not step.lets_go_of_outputs:
             self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
         del kept  # after the recording: users hold outputs beyond the step
         return recorder.recording, marked.events

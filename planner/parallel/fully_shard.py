@@ -1,8 +1,8 @@
 """What ``fully_shard`` allocates and frees around a step, done by hooks on a copy of the module without data.
 
-The hooks are those of ``torch/distributed/fsdp/_fully_shard`` of PyTorch 2.13, in their order, with their
-buffers and the lifetimes of these; nothing is communicated, so that no other rank need be there. Names in the
-comments are of functions there. The recorder of a step sees the buffers as it sees everything else.
+The hooks are those of ``torch/distributed/fsdp/_fully_shard`` of PyTorch 2.13 to 2.15, in their order, with
+their buffers and the lifetimes of these; nothing is communicated, so that no other rank need be there. Names
+in the comments are of functions there. The recorder of a step sees the buffers as it sees everything else.
 
 Communication by gloo, on the CPU, copies: the gathered buffer once more, and the input of a reduction. NCCL
 does not; what it allocates for itself is outside of PyTorch's allocator and not counted. Streams order
@@ -12,6 +12,9 @@ serves another only later, so that its allocator may reserve more.
 With ``no_sync`` whole gradients of micro-batches before are there throughout, and are added to. What the step
 allocates of its own is then the most of any micro-batch but the first, which takes no more than others: the
 last one reduces, and frees whole gradients unit by unit; one between keeps them all (:mod:`.unreduced`).
+
+From PyTorch 2.15 on a parameter's ``grad_dtype`` is what its gradient is reduced in, so that autograd casts
+and adds up by itself: see :func:`planner._torch.distributed.autograd_adds_up`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +23,13 @@ from typing import Any
 import torch
 
 from planner._torch.autograd import after_this_backward
-from planner._torch.distributed import local_gradient, local_tensor
+from planner._torch.distributed import (
+    autograd_adds_up,
+    copy_for_reduction,
+    is_whole_on_each_rank,
+    local_gradient,
+    local_tensor,
+)
 from planner.parallel.shards import shard_elements
 from planner.parallel.strategies import FSDP2
 from planner.parallel.unreduced import Excess, reduced_in
@@ -53,6 +62,10 @@ class ShardedUnits:
         added = {id(p) for p, there in zip(parameters, added_to, strict=True) if there}
         if options.param_dtype is not None:
             self._cast_parameters(model, original, added)
+        self.reduced_in = {
+            id(p): reduced_in(original[id(p)], options.param_dtype, options.reduce_dtype)
+            for p in model.parameters()
+        }
         inside = {part for name in names for part in model.get_submodule(name).modules()}
         taken: set[int] = set()
         self.units: list[_Unit] = []
@@ -70,6 +83,14 @@ class ShardedUnits:
             self.units.append(_Unit(self, own, original, added, modules, reshard, root=root))
         self.units.insert(0, self.units.pop())  # the root is the first, as named_modules() has it
         self.start()
+
+    def adds_to(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a step adds to a gradient of a parameter that is there, whole, as its own.
+
+        In another dtype than the parameter's it is not its own, unless autograd adds up.
+        """
+        there = self.options.no_sync and parameter.requires_grad
+        return there and (autograd_adds_up() or self.reduced_in[id(parameter)] == parameter.dtype)
 
     def start(self) -> None:
         """Forget a step before."""
@@ -140,12 +161,15 @@ class _Unit:
         self._added = [id(p) in added for p in parameters]
         self._reshard = not root if reshard is None else bool(reshard)
         self._group = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
-        self._unreduced = [
-            torch.zeros_like(local_tensor(p.detach()), dtype=reduced_in(p, options))
-            if options.no_sync and p.requires_grad and reduced_in(p, options) != p.dtype
-            else None
-            for p in parameters
-        ]
+        self._dtypes = [shared.reduced_in[id(p)] for p in parameters]
+        self._unreduced: list[torch.Tensor | None] = [None] * len(self._parameters)
+        for i, (p, dtype) in enumerate(zip(self._parameters, self._dtypes, strict=True)):
+            if dtype == p.dtype or not p.requires_grad:
+                continue
+            if autograd_adds_up():
+                p.grad_dtype = dtype
+            elif options.no_sync:
+                self._unreduced[i] = torch.zeros_like(local_tensor(p.detach()), dtype=dtype)
         self._modules, self._to_run = set(modules), set[torch.nn.Module]()
         for module in modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -214,6 +238,7 @@ class _Unit:
         self.state = "backward"
         self.gather()
         self._wait()
+        self._keep_as_computed(True)
         if self.forwards:  # _backward_prefetch
             place = self.forwards.pop()
             if place > 0:
@@ -227,6 +252,17 @@ class _Unit:
                 self._accumulate()
             else:
                 self._reduce()
+
+    def _keep_as_computed(self, keep: bool) -> None:
+        """``_set_unsharded_grad_dtypes``: autograd adds smaller gradients to larger ones without a cast, and
+        leaves new ones as they are, while the backward of the unit runs."""
+        if not autograd_adds_up():
+            return
+        for p, dtype in zip(self._parameters, self._dtypes, strict=True):
+            if p.requires_grad and dtype.itemsize > p.dtype.itemsize and not is_whole_on_each_rank(p):
+                if not keep and p.grad is not None and p.grad.dtype != dtype:
+                    p.grad = p.grad.to(dtype)
+                p.grad_dtype = None if keep else dtype
 
     # ---- buffers -----------------------------------------------------------------------------------
 
@@ -287,16 +323,17 @@ class _Unit:
         for i in reduced:
             grads.append(local_gradient(self._parameters[i]))
             self._parameters[i].grad = None
+        self._keep_as_computed(False)
         self._unsharded = []
         if self._shared.reduced:
             self._shared.reduced.pop(0)
         if not reduced:
             return
-        last = grads[-1]  # held by a variable of a loop until foreach_reduce returns
-        reduce_dtype = self._shared.options.reduce_dtype or last.dtype
+        last = None if autograd_adds_up() else grads[-1]  # a variable of a loop in foreach_reduce
+        reduce_dtype = self._dtypes[reduced[0]]
         shard = sum(self._elements[i] for i in reduced)
         whole = self._empty(shard * self._world, reduce_dtype)
-        torch.ops.aten._chunk_cat.out(grads, 0, self._world, out=whole.view(self._world, -1))
+        copy_for_reduction(grads, self._world, whole)
         grads.clear()
         output = self._empty(shard, reduce_dtype)
         if self._shared.copies and self._world > 1:
@@ -316,13 +353,15 @@ class _Unit:
             if unreduced is not None and parameter.grad is not None:
                 unreduced.add_(local_tensor(parameter.grad))
                 parameter.grad = None
+        self._keep_as_computed(False)
         self._unsharded = []
         reduced = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         if reduced:
-            shared, last = self._shared, self._parameters[reduced[-1]]
-            dtype = reduced_in(last, shared.options)
+            shared, dtype = self._shared, self._dtypes[reduced[0]]
+            sizes = [local_tensor(self._parameters[i]).numel() * dtype.itemsize for i in reduced]
             shared.excess.of_reduction(
-                [local_tensor(self._parameters[i]).numel() * dtype.itemsize for i in reduced],
+                sizes,
+                0 if autograd_adds_up() else sizes[-1],
                 sum(self._elements[i] for i in reduced),
                 dtype,
                 self._original[reduced[0]],

@@ -9,7 +9,7 @@ from planner.parallel.data_parallel import let_go_of_gradients
 from planner.parallel.fully_shard import ShardedUnits
 from planner.parallel.shards import shard_elements, shard_shape
 from planner.parallel.strategies import DDP, FSDP2
-from planner.parallel.unreduced import reduced_in, unreduced_bytes
+from planner.parallel.unreduced import unreduced_bytes
 from planner.training_step.copies import StepCopy
 from planner.training_step.step import unique_storages
 
@@ -42,12 +42,9 @@ class Rank:
             return list(added_to)
         on_cpu = all(p.device.type == "cpu" for p in copied.module.parameters())
         with copied.running():
-            ShardedUnits(copied.module, self.units, self.options, added_to, copies=on_cpu and not elsewhere)
-        # Whole gradients in another dtype than the parameters' are not among theirs.
-        return [
-            self.options.no_sync and p.requires_grad and reduced_in(p, self.options) == p.dtype
-            for p in copied.module.parameters()
-        ]
+            copies = on_cpu and not elsewhere
+            units = ShardedUnits(copied.module, self.units, self.options, added_to, copies=copies)
+        return [units.adds_to(parameter) for parameter in copied.module.parameters()]
 
     def parameter_bytes(self, model: torch.nn.Module) -> list[int]:
         """Bytes of each parameter's storage on the rank."""

@@ -11,6 +11,7 @@ from planner._torch.distributed import ShardedUnit, names_of_units, names_of_who
 from planner.errors import warn
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import FSDP2
+from planner.parallel.unreduced import reduced_in
 from planner.planfile.plan import PlanRecord
 from planner.planfile.schema import ParallelRecord
 
@@ -113,4 +114,5 @@ def _dtypes(
     """What is computed and reduced in, by a policy with these; None: in what the parameters are."""
     own = next(iter(unit.dtypes)) if len(unit.dtypes) == 1 else None
     computed = param_dtype or own
-    return computed, reduce_dtype or computed
+    reduced = reduce_dtype or computed if own is None else reduced_in(own, param_dtype, reduce_dtype)
+    return computed, reduced

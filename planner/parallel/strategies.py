@@ -24,7 +24,8 @@ class FSDP2:
             parameters are freed after the forward; None for its default, which keeps the root's; a number
             for a smaller group that they are sharded among until the backward.
         param_dtype: Of ``MixedPrecisionPolicy``: what parameters are gathered and computed in.
-        reduce_dtype: Of ``MixedPrecisionPolicy``: what gradients are reduced in.
+        reduce_dtype: Of ``MixedPrecisionPolicy``: what gradients are reduced in. None is ``param_dtype`` up
+            to PyTorch 2.14, and what the parameters are from 2.15 on.
         no_sync: Whether the gradients of several micro-batches are added up before they are reduced, by
             ``set_requires_gradient_sync(False)`` for all but the last, as Accelerate's ``no_sync`` and
             ``accumulate`` do it: whole gradients are there between micro-batches. The prediction is the

@@ -10,21 +10,29 @@ from collections.abc import Sequence
 
 import torch
 
-from planner._torch.distributed import local_tensor
+from planner._torch.distributed import autograd_adds_up, local_tensor
 from planner.parallel.strategies import FSDP2
 
 
-def reduced_in(parameter: torch.Tensor, options: FSDP2) -> torch.dtype:
-    """What the gradient of a parameter is added up and reduced in."""
-    if options.reduce_dtype is not None:
-        return options.reduce_dtype
-    computed = options.param_dtype if parameter.is_floating_point() else None
-    return computed or parameter.dtype
+def reduced_in(
+    original: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> torch.dtype:
+    """What the gradient of a parameter is added up and reduced in.
+
+    Args:
+        original: What the parameter is, before it is cast to be computed with.
+        param_dtype, reduce_dtype: Of ``MixedPrecisionPolicy``.
+    """
+    if reduce_dtype is not None:
+        return reduce_dtype
+    computed = param_dtype if original.is_floating_point and not autograd_adds_up() else None
+    return computed or original
 
 
 def unreduced_bytes(parameter: torch.Tensor, options: FSDP2) -> int:
     """Bytes of the whole gradient of a parameter, of what is here of one that is distributed."""
-    return local_tensor(parameter).numel() * reduced_in(parameter, options).itemsize
+    dtype = reduced_in(parameter.dtype, options.param_dtype, options.reduce_dtype)
+    return local_tensor(parameter).numel() * dtype.itemsize
 
 
 class Excess:
@@ -43,6 +51,7 @@ class Excess:
     def of_reduction(
         self,
         gradients: Sequence[int],
+        held: int,
         shard: int,
         dtype: torch.dtype,
         original: torch.dtype,
@@ -57,6 +66,7 @@ class Excess:
 
         Args:
             gradients: Bytes of its whole gradients.
+            held: Those that it holds until it has reduced.
             shard: Elements of one rank's part of them, with padding.
             dtype, original: What is reduced in, and what the parameters are.
             ranks: How many reduce.
@@ -65,11 +75,11 @@ class Excess:
             all_reduced: Whether what is reduced is kept until the end of the backward.
             device: Where it is.
         """
-        output, last = shard * dtype.itemsize, gradients[-1]
+        output = shard * dtype.itemsize
         self._change(-self._input, device)  # of the unit before
         self._input = output * ranks
         self._change(self._input, device)
-        self._change(output + last - sum(gradients), device)
+        self._change(output + held - sum(gradients), device)
         if copies and ranks > 1:
             self._change(self._input, device)
             self._change(-self._input, device)
@@ -79,7 +89,7 @@ class Excess:
             left = shard * original.itemsize
         else:
             left = 0 if all_reduced and not kept else output
-        self._change(-last - (0 if kept else left), device)
+        self._change(-held - (0 if kept else left), device)
 
     def _change(self, by: int, device: torch.device) -> None:
         before, self._bytes = max(self._bytes, 0), self._bytes + by

@@ -63,6 +63,11 @@ class StepRecord(Record):
         description="in a pipeline, for each operation: by how much the gradients that an earlier "
         "micro-batch left exceed those of this one by then; empty where gradients are there already",
     )
+    sent: Indices = Field(
+        default=[],
+        description="in a pipeline: values that go to the next stage, which every micro-batch holds until "
+        "all have had their forward",
+    )
     lines: Annotated[list[Name], Field(max_length=_MOST)] = Field(
         description="lines of the model's code, as in net.py:12"
     )
@@ -105,6 +110,7 @@ class StepRecord(Record):
             ("on_demand", values),
             ("held", values),
             ("held_until", count),
+            ("sent", values),
             ("fixed", count),
             ("replays", count),
             ("replay_reads", values),

@@ -66,6 +66,7 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
         replay_seconds=_unless_same(forms, [op for op in base if op.replay is not None], graph),
         left_bytes=0 if graph.in_flight is None else graph.in_flight.left_bytes,
         added_up=[] if graph.in_flight is None else list(graph.in_flight.added_up),
+        sent=[] if graph.in_flight is None else number[list(graph.in_flight.sent)].tolist(),
         lines=list(lines),
         line_of=line_of,
     )

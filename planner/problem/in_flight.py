@@ -11,6 +11,8 @@ from solvers.model.graph import GLUE_REGION, Graph, Phase
 from solvers.model.in_flight import InFlight
 from solvers.model.indices import BaseOp, Step, ValueId, base_op, numbered
 
+_ONES = "aten.ones_like.default"
+
 
 def with_others(
     graph: Graph, captured: CapturedStep, value_of: Mapping[int, ValueId], count: int
@@ -24,14 +26,15 @@ def with_others(
         count: How many are in flight.
     """
     recording = captured.compiled
-    graph = _backward_begins_with_its_gradient(graph)
+    graph = _backward_begins_with_its_gradients(graph)
+    sent = tuple(sorted({value_of[s] for s in recording.sent if s in value_of}))
     kept = [s for s, storage in enumerate(recording.storages) if storage.died_after is None and s in value_of]
     final = {value_of[s] for s in kept}
     gradients = {value_of[s] for s in kept if s in recording.gradients}
     outputs = {value_of[s] for s in kept if s in recording.results}
     left = sum(graph.values[v].bytes for v in final - gradients - outputs)
     if captured.gradients:  # which are there already
-        return replace(graph, in_flight=InFlight(count, left)), left
+        return replace(graph, in_flight=InFlight(count, left, sent=sent)), left
     last_of: dict[int, BaseOp] = {}
     for i, op in numbered(BaseOp, graph.ops[: graph.base_length]):
         last_of[op.region] = i
@@ -41,16 +44,15 @@ def with_others(
         maker = base_op(int(graph.producer[v]))
         region = graph.ops[maker].region
         more[(maker if region == GLUE_REGION else last_of[region]) + 1 :] -= graph.values[v].bytes
-    return replace(graph, in_flight=InFlight(count, left, tuple(more.tolist()))), total + count * left
+    return replace(graph, in_flight=InFlight(count, left, tuple(more.tolist()), sent)), total + count * left
 
 
-def _backward_begins_with_its_gradient(graph: Graph) -> Graph:
-    """The gradient of ones that a loss begins with is made when its backward begins."""
-    place = base_op(graph.forward_length - 1)
-    if place < 0 or graph.ops[place].name != "aten.ones_like.default":
-        return graph
-    ops = list(graph.ops)
-    ops[place] = replace(ops[place], phase=Phase.BACKWARD)
+def _backward_begins_with_its_gradients(graph: Graph) -> Graph:
+    """Gradients of ones, of the loss or of what the next stage sends, are made when the backward begins."""
+    ops, place = list(graph.ops), graph.forward_length - 1
+    while place >= 0 and ops[place].name == _ONES:
+        ops[place] = replace(ops[place], phase=Phase.BACKWARD)
+        place -= 1
     return replace(graph, ops=tuple(ops))
 
 
@@ -66,12 +68,15 @@ def unplanned_with_others(captured: CapturedStep, eager: EagerTimeline, count: i
     events, storages, size = recording.events, recording.storages, eager.sizes
     length = len(events)
     forward = next((i for i, event in enumerate(events) if event.backward), length)
-    if forward and (call := events[forward - 1].call) is not None:
-        forward -= str(recording.calls[call].func) == "aten.ones_like.default"
+    while forward and (call := events[forward - 1].call) is not None:
+        if str(recording.calls[call].func) != _ONES:
+            break
+        forward -= 1
 
     made = {storage: i for i, event in enumerate(events) for storage in event.allocates}
     died = {s: length if storages[s].died_after is None else int(storages[s].died_after or 0) for s in made}
     crossing = sum(size[s] for s, begin in made.items() if begin < forward <= died[s])
+    sent = sum(size[s] for s in recording.sent if died[s] < forward)
     left = sum(
         size[s] for s in made if died[s] == length and s not in recording.gradients | recording.results
     )
@@ -83,7 +88,7 @@ def unplanned_with_others(captured: CapturedStep, eager: EagerTimeline, count: i
         after = next((i for i in range(begin, length) if events[i].node != events[begin].node), length)
         more[after:] -= size[storage]
     in_flight = InFlight(count, left, () if accumulating else tuple(more.tolist()))
-    beside = in_flight.beside(crossing, np.arange(length), forward)
+    beside = in_flight.beside(crossing, np.arange(length), forward, sent)
     step = eager.step_bytes + beside
     return replace(
         eager,

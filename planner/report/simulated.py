@@ -162,7 +162,8 @@ def _graph(plan: PlanRecord, step: StepRecord) -> Graph:
             )
         )
     count = plan.target.in_flight
-    in_flight = None if count is None else InFlight(count, step.left_bytes, tuple(step.added_up))
+    sent = tuple(map(ValueId, step.sent))
+    in_flight = None if count is None else InFlight(count, step.left_bytes, tuple(step.added_up), sent)
     return Graph(tuple(ops), values, base_length=len(step.graphs), in_flight=in_flight)
 
 

@@ -75,7 +75,8 @@ class Recording:
         outputs: Example outputs of each distinct call.
         gradients: The storages that are gradients of parameters when the step has ended.
         results: Those of outputs that a pipeline does not hold beyond a micro-batch's backward. What is sent
-            to the next stage it does.
+            to the next stage it does, unless these are let go of.
+        sent: Those of outputs that go to the next stage of a pipeline and are let go of when they are there.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Recording:
     outputs: list[Any] = field(default_factory=list)
     gradients: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
+    sent: frozenset[int] = frozenset()
 
 
 class StepRecorder(autograd.InfrastructureMode):
@@ -220,6 +222,10 @@ class StepRecorder(autograd.InfrastructureMode):
         self.recording.gradients = self.indices_of(parameter.grad for parameter in parameters)
         if loss is not None and step.outputs == "dropped":
             self.recording.results = self.indices_of(tensors_in(output))
+
+    def note_sent(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Note what goes to the next stage of a pipeline, and is let go of then."""
+        self.recording.sent = self.indices_of(outputs)
 
     def pause(self) -> "_Pause":
         """A context in which operations run unrecorded."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from planner._torch import pytree
 from planner._torch.autocast_state import without_autocast
+from planner._torch.distributed import pipelines_let_go
 from planner._torch.tensors import held_tensors, storage_number
 from planner.errors import CaptureError, PlannerError
 
@@ -51,7 +53,8 @@ class Step:
         outputs: Whether the module's outputs are held while backward runs.
         training: Whether it is planned in training mode, or else in evaluation mode; None: as the module is.
         in_flight: Micro-batches of a pipeline that have had their forward when the first backward begins;
-            their outputs are held until their backward has run. None where this is no stage of one.
+            their outputs are held until their backward has run, unless they are let go of before. None where
+            this is no stage of one.
         left: The losses that the forward leaves in the module, where the loss is computed outside of it.
     """
 
@@ -83,20 +86,29 @@ class Step:
         """Whether the step is one in training mode, of a module as it is now."""
         return module.training if self.training is None else self.training
 
+    @property
+    def lets_go_of_outputs(self) -> bool:
+        """Whether a pipeline holds what goes to its next stage until it is there, and no longer, and receives
+        gradients when their backward begins."""
+        return self.in_flight is not None and self.outputs == "dropped" and pipelines_let_go()
+
     def run(
         self,
         module: torch.nn.Module,
         arriving: Callable[[], AbstractContextManager[object]] = nullcontext,
+        sent: Callable[[Sequence[torch.Tensor]], object] = lambda outputs: None,
     ) -> tuple[Any, torch.Tensor | None]:
         """Forward and backward.
 
         Args:
             module: The module.
             arriving: A context in which gradients are made that the next stage of a pipeline sends.
+            sent: Called with outputs that the next stage is sent, before they are let go of.
 
         Returns:
-            The module's output where it is held, else what of it was differentiated; and the loss (None
-            when the outputs themselves were differentiated, with gradients of ones).
+            The module's output where it is held, else what of it was differentiated, or, of what is let go
+            of, tensors of its form; and the loss (None when the outputs themselves were differentiated, with
+            gradients of ones).
         """
         # Not held: what a forward replaces is freed then.
         earlier = [weakref.ref(t) for t in self.left()] if self.left is not None else []
@@ -129,6 +141,16 @@ class Step:
                 f"nothing to differentiate: the module returned {type(output).__name__} without a tensor "
                 "that requires a gradient; is a parameter trainable, and is the loss among the outputs?"
             )
+        if self.lets_go_of_outputs:
+            with arriving():
+                output = [torch.empty_like(o, requires_grad=True) for o in outputs]
+            sent(outputs)
+            edges = [get_gradient_edge(o) for o in outputs]
+            del outputs
+            gradients = [torch.ones_like(o) for o in output]
+            with without_autocast():
+                torch.autograd.backward(edges, gradients)
+            return output, None
         if self.outputs == "dropped":
             output = outputs
         with arriving() if self.in_flight is not None else nullcontext():

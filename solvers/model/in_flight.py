@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers.model.arrays import PerStep, Schedule
+from solvers.model.indices import ValueId
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +23,34 @@ class InFlight:
         added_up: For each base operation the bytes by which the gradients of all parameters, left by an
             earlier micro-batch, exceed those that this one has left so far; empty where gradients are
             resident, as more micro-batches follow than are in flight.
+        sent: The values that go to the next stage, which the others hold until all have had their forward,
+            whether a backward reads them or not.
     """
 
     count: int
     left_bytes: int = 0
     added_up: tuple[int, ...] = ()
+    sent: tuple[ValueId, ...] = ()
 
     @property
     def others(self) -> int:
         """Micro-batches besides this one."""
         return self.count - 1
 
-    def beside(self, crossing_bytes: int, schedule: Schedule, forward_length: int) -> PerStep:
+    def beside(
+        self, crossing_bytes: int, schedule: Schedule, forward_length: int, sent_bytes: int
+    ) -> PerStep:
         """Bytes that other micro-batches hold at most at each step of a schedule.
 
         Args:
             crossing_bytes: What one micro-batch holds between its forward and its backward.
             schedule: Rows in the order in which they run.
             forward_length: How many of them are the forward.
+            sent_bytes: What one micro-batch sends, but for what it holds until its backward in any case.
         """
         waiting = self.others * crossing_bytes
         found: PerStep = np.full(len(schedule), waiting, dtype=np.int64)
+        found[:forward_length] += self.others * sent_bytes
         if not self.added_up:
             return found + self.left_bytes
         if not self.others:

@@ -122,8 +122,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     np.subtract.at(change, lives.end + 1, size)
     live = np.cumsum(change[:length])
     if graph.in_flight is not None:
-        crossing = int(size[crosses(graph, lives)].sum())
-        live = live + graph.in_flight.beside(crossing, schedule, graph.forward_length)
+        crossing = crosses(graph, lives)
+        sent = np.isin(lives.value, graph.in_flight.sent) & (lives.start < graph.forward_length) & ~crossing
+        live = live + graph.in_flight.beside(
+            int(size[crossing].sum()), schedule, graph.forward_length, int(size[sent].sum())
+        )
     total = live + graph.workspace_bytes[schedule]
     peak_step = Step(int(total.argmax()))
     final = int(size[lives.end == length - 1].sum())

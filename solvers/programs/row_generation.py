@@ -337,9 +337,12 @@ def write(graph: Graph, uses: ForwardUses, causes: Causes, moments: tuple[BaseOp
     made = [(i, v) for v in listed(ValueId, free) if causes.times[i := producer[v]]]
     others = 0 if graph.in_flight is None else graph.in_flight.others
     across = free[(last_use[free] < graph.forward_length) & (causes.end[free] >= graph.forward_length)]
+    # What others send counts as fixed in the forward.
+    unsent = across if graph.in_flight is None else across[~np.isin(across, graph.in_flight.sent)]
     for moment in moments:
         alive = free[(last_use[free] < moment) & (moment <= causes.end[free])]
-        row = {kept[v]: others * float(graph.bytes[v]) / unit for v in listed(ValueId, across)}
+        held = unsent if moment < graph.forward_length else across
+        row = {kept[v]: others * float(graph.bytes[v]) / unit for v in listed(ValueId, held)}
         for v in listed(ValueId, alive):
             row[kept[v]] = row.get(kept[v], 0.0) + float(graph.bytes[v]) / unit
         for i, v in made:

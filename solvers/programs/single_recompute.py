@@ -249,7 +249,8 @@ def fixed_bytes(graph: Graph, uses: ForwardUses, free: ValueMask, end: BaseOpPer
     if graph.in_flight is not None and graph.forward_length < graph.base_length:
         across = exists & (graph.producer < graph.forward_length) & (last >= graph.forward_length)
         held = int(graph.bytes[across].sum())
-        fixed += graph.in_flight.beside(held, graph.base_schedule, graph.forward_length)
+        sent = sum(int(graph.bytes[v]) for v in graph.in_flight.sent if not across[v])
+        fixed += graph.in_flight.beside(held, graph.base_schedule, graph.forward_length, sent)
     fixed += graph.workspace_bytes[: graph.base_length]
     return fixed
 

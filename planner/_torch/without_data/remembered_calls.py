@@ -47,7 +47,7 @@ class RemembersCalls(FakeTensorMode):
         remembered: dict[Any, Any] = FakeTensorMode.cache
         entry = remembered.get(key)
         if entry is not None:
-            results = [self._result(func, info, args) for info in entry.output_infos]
+            results = [self._result(info, args) for info in entry.output_infos]
             return tuple(results) if entry.is_output_tuple else results[0]
         try:
             long_key = self._cache_key(_CacheKeyState(self.shape_env), func, args, kwargs)
@@ -59,7 +59,7 @@ class RemembersCalls(FakeTensorMode):
             remembered[key] = entry
         return result
 
-    def _result(self, func: Any, info: Any, args: Sequence[Any]) -> object:
+    def _result(self, info: Any, args: Sequence[Any]) -> object:
         """A result of a remembered call, as PyTorch's ``_get_output_tensor_from_cache_entry`` makes it."""
         if info.inplace_idx is not None:
             return args[info.inplace_idx]
@@ -74,7 +74,7 @@ class RemembersCalls(FakeTensorMode):
                 device="meta",
                 requires_grad=known.requires_grad,
             )
-            if func.is_view:
+            if info.view_idx is not None:
                 storage = args[info.view_idx].untyped_storage()
                 made.set_(storage, known.storage_offset, known.shape, known.stride)
         if known.is_conj:
