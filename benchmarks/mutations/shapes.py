@@ -4,6 +4,32 @@ from benchmarks.mutations.record import Change, Mutation
 
 SHAPES = [
     Mutation(
+        "ends-of-loops",
+        "What a loop does between regions is captured in later steps, too, if nothing follows the last.",
+        "Dynamo gives up what goes on after a region once nothing was left to do there.",
+        (
+            Change(
+                "planner/_torch/dynamo.py",
+                "empty = whole or _goes_on(frame.f_code) or dynamo.config.allow_empty_graphs",
+                "empty = whole or dynamo.config.allow_empty_graphs",
+            ),
+        ),
+        ("tests/test_regions.py::test_regions_of_other_sizes_in_loops_follow_the_plan",),
+    ),
+    Mutation(
+        "sizes-of-regions",
+        "Regions of one class and of other sizes are captured as they were planned.",
+        "From the second size on they are captured at symbolic sizes.",
+        (
+            Change(
+                "planner/runtime/first_forward.py",
+                "return not self.captured_again or self._many_alike or self.is_the_plans",
+                "return True",
+            ),
+        ),
+        ("tests/test_regions.py::test_regions_of_other_sizes_in_loops_follow_the_plan",),
+    ),
+    Mutation(
         "smaller-batch",
         "A smaller last batch trains by the same plan, with the same gradients.",
         "Generated code holds sizes as the numbers that they were captured with, not as symbols.",

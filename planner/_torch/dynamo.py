@@ -10,6 +10,7 @@ import torch
 import torch._dynamo as dynamo
 from torch._C._dynamo.eval_frame import _FrameAction, reset_code
 from torch._dynamo import eval_frame
+from torch._dynamo.resume_execution import ContinueExecutionCache
 
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.breaks.break_patches import marks_allowed
@@ -98,6 +99,11 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         yield
 
 
+def _goes_on(code: CodeType) -> bool:
+    """Whether code is what goes on after a break."""
+    return code in ContinueExecutionCache.generated_code_metadata
+
+
 MANY_CAPTURES = 16
 """How many captures of one function are more than a training loop has, whose modes and shapes vary."""
 
@@ -112,7 +118,7 @@ class _WithSettings(Callback):
     def __init__(
         self,
         callback: Any,
-        symbolic: bool,
+        symbolic: Callable[[], bool],
         given_up: Callable[[], None] | None,
         often: Callable[[int], None] | None,
         parts: int,
@@ -128,12 +134,13 @@ class _WithSettings(Callback):
             return left_alone()
         if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
             trace_methods_of(module)
-        # One call without an operation, of a step that skips a batch, and it would never be looked at again.
+        # One call without an operation, of a step that skips a batch or at the end of a loop, and it would
+        # never be looked at again.
         whole = frame.f_code is self._whole
-        empty = whole or dynamo.config.allow_empty_graphs
+        empty = whole or _goes_on(frame.f_code) or dynamo.config.allow_empty_graphs
         with (
             no_other_thread_traces(),
-            dynamo_settings(symbolic=self._symbolic, parts=self._parts),
+            dynamo_settings(symbolic=self._symbolic(), parts=self._parts),
             dynamo.config.patch(allow_empty_graphs=empty),
         ):
             result = self._torchdynamo_orig_backend(frame, *rest)
@@ -166,7 +173,7 @@ def dynamo_compile(
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
-    return _optimized(_fresh(function), backend, symbolic=False, parts=parts, decided=decided, **alone)
+    return _optimized(_fresh(function), backend, symbolic=_never, parts=parts, decided=decided, **alone)
 
 
 def dynamo_compile_shapes(
@@ -176,6 +183,7 @@ def dynamo_compile_shapes(
     failed: Callable[[Exception], None],
     often: Callable[[int], None],
     *,
+    plain: Callable[[], bool],
     parts: int = 0,
     decided: bool = False,
 ) -> list[Callable[..., Any]]:
@@ -191,23 +199,39 @@ def dynamo_compile_shapes(
         given_up: Called when a function has been captured so often that it never will be again.
         failed: Called with what goes wrong when one is captured; then it runs as it is.
         often: Called once with how often the function has been captured, if that is often and not decided.
+        plain: Whether what the shape that stays captures now is of plain numbers, also where sizes vary among
+            parts of the same code.
         parts: As for :func:`dynamo_settings`.
         decided: As for :func:`dynamo_compile`.
     """
-    options: dict[str, Any] = {"symbolic": True, "given_up": given_up, "failed": failed, "parts": parts}
+    options: dict[str, Any] = {"given_up": given_up, "failed": failed, "parts": parts}
     options |= {"decided": decided, "often": None if decided else often}
     if takes_argument("_optimize", "isolate_recompiles"):
         fresh = _fresh(function)
         options["isolate_recompiles"] = True
-        return [_optimized(fresh, backend, **options) for backend in backends]
-    return [_optimized(_fresh(function), backend, **options) for backend in backends]
+        functions = [fresh] * len(backends)
+    else:
+        functions = [_fresh(function) for _ in backends]
+    symbolic = [lambda: not plain(), *[_always] * (len(backends) - 1)]
+    return [
+        _optimized(of, backend, symbolic=now, **options)
+        for of, backend, now in zip(functions, backends, symbolic, strict=True)
+    ]
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
 
 
 def _optimized(
     function: FunctionType,
     backend: Callable[..., Any],
     *,
-    symbolic: bool,
+    symbolic: Callable[[], bool],
     given_up: Callable[[], None] | None = None,
     failed: Callable[[Exception], None] | None = None,
     often: Callable[[int], None] | None = None,

@@ -5,6 +5,7 @@ Dynamo runs it in pieces from then on. So a first call that is not made of the p
 the next one is captured again.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.training_step.step import differentiable_outputs
 
 Compiled = Callable[..., Any]
+
+_MANY_ALIKE = 8
+"""So many layers that are alike are captured once for all."""
 
 
 class Path:
@@ -27,6 +31,8 @@ class Path:
         self._planned = {_key(graph) for graph in plan.graphs}
         self._followed: set[tuple[str, int]] = set()
         self._left = False
+        alike = Counter((graph.structure, *(op.bytes for op in graph.ops)) for graph in plan.graphs)
+        self._many_alike = max(alike.values(), default=0) >= _MANY_ALIKE
 
     def follow(self, graph: GraphRecord) -> None:
         """One of the plan's graphs was captured."""
@@ -60,6 +66,13 @@ class Path:
     def is_empty(self) -> bool:
         """Whether nothing was captured."""
         return not self._left and not self._followed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no more graphs of the plan are expected, as it has them. Until then sizes are numbers, as
+        when the plan was made: layers of the same code may have others each. Many layers of the same sizes
+        it has one by one, where numbers differ that are no sizes; these are captured once for all."""
+        return not self.captured_again or self._many_alike or self.is_the_plans
 
     @property
     def is_the_plans(self) -> bool:
