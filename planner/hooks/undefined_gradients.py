@@ -39,7 +39,7 @@ class UndefinedGradients(GraphHook):
     def on_traced(self, traced: TracedGraph) -> None:
         # Which output of the autograd node is the source of which gradient among the inputs.
         self._tangents = aot_metadata.tangent_positions(traced.joint, traced.forward_outputs)
-        self.watches = len(self._tangents) >= 2
+        self.watches = bool(self._tangents)  # a single one is not there where a later graph returns none
 
     def compile(self, module: GraphModule) -> aot.BoxedFunction:
         """The boxed function of a backward graph, whose last inputs are the gradients of the outputs."""
