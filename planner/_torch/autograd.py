@@ -124,6 +124,17 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def runs_leaf(node: Any) -> bool:
+    """Whether the backward that is running comes to a node that accumulates a leaf's gradient, and runs it.
+
+    ``torch.autograd.grad`` takes the gradients that it is asked for before.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # in torch.autograd.grad
+        return False
+
+
 def graph_is_kept() -> bool:
     """Whether the backward that is running keeps what was saved for it, to be run again."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
