@@ -8,6 +8,7 @@ the next one is captured again.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from planner._torch import dynamo
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.training_step.step import differentiable_outputs
 
@@ -70,10 +71,13 @@ class Path:
 class CapturedAgain:
     """A compiled forward that is compiled again, once, where its first call is not made of the plan's graphs.
 
+    It is also compiled again where a forward raised an error while it was captured: what was made of it up to
+    there may have no guards that tell it from forwards that end, and would run in their place.
+
     Args:
         path: What that call is made of.
         compiled: What it runs.
-        again: Compiles again, this one and others.
+        again: Compiles again, this one and others, which are compiled again themselves if it is passed True.
         place: Which of them this is.
         warn: Called if nothing of the forward was captured.
     """
@@ -82,7 +86,7 @@ class CapturedAgain:
         self,
         path: Path,
         compiled: Compiled,
-        again: Callable[[], Sequence[Compiled]],
+        again: Callable[[bool], Sequence["CapturedAgain"]],
         place: int,
         warn: Callable[[str], None],
     ) -> None:
@@ -91,7 +95,13 @@ class CapturedAgain:
         self._run = self._first if path.captured_again else compiled
 
     def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
+        before = dynamo.frames_looked_at()
+        try:
+            return self._run(*args)
+        except BaseException:
+            if dynamo.frames_looked_at() != before:
+                self._compile_again(once_more=self._path.captured_again)
+            raise
 
     def _first(self, *args: Any) -> Any:
         result = self._compiled(*args)
@@ -105,8 +115,13 @@ class CapturedAgain:
         if self._path.is_the_plans:
             self._path.captured_again, self._run = False, self._compiled
         else:
-            self._run = self._again()[self._place]
+            self._compile_again(once_more=False)
         return result
+
+    def _compile_again(self, *, once_more: bool) -> None:
+        made = self._again(once_more)[self._place]
+        self._path, self._compiled = made._path, made._compiled
+        self._run = self._first if once_more else self._compiled
 
 
 def _key(graph: GraphRecord) -> tuple[str, int]:
