@@ -61,13 +61,25 @@ def _called_twice(model: nn.Module) -> torch.Tensor:
     return loss
 
 
+def _backward(loss: torch.Tensor, _model: nn.Module) -> None:
+    loss.backward()
+
+
+def _gradients(loss: torch.Tensor, model: nn.Module) -> None:
+    torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("differentiate", [_backward, _gradients])
 @pytest.mark.parametrize("loss", [_regularised, _called_twice])
-def test_a_weight_that_is_used_elsewhere_too_is_warned_of_once(loss: Callable[[nn.Module], Any]) -> None:
+def test_a_weight_that_is_used_elsewhere_too_is_warned_of_once(
+    loss: Callable[[nn.Module], Any], differentiate: Callable[[torch.Tensor, nn.Module], None]
+) -> None:
     model = _tied()
     with pytest.warns(planner.PlanWarning, match=r"\(64, 32\).* from outside"):
-        loss(model).backward()
+        differentiate(loss(model), model)
     with no_plan_warnings():
-        loss(model).backward()
+        differentiate(loss(model), model)
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_an_input_that_is_used_elsewhere_too_is_warned_of() -> None:
@@ -79,6 +91,18 @@ def test_an_input_that_is_used_elsewhere_too_is_warned_of() -> None:
     loss = (model(x) + x).sum()
     with pytest.warns(planner.PlanWarning, match=r"\(16, 32\).* from outside"):
         loss.backward()
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_an_input_whose_gradient_is_asked_for_is_warned_of(leaf: bool) -> None:
+    torch.manual_seed(0)
+    model = _planned(Twice().train(), torch.randn(16, 32, requires_grad=True))
+    x = torch.randn(16, 32, requires_grad=True)
+    x = x if leaf else x * 2
+    with no_plan_warnings():
+        torch.autograd.grad(model(x).sum(), x)
+    with pytest.warns(planner.PlanWarning, match=r"\(16, 32\).* from outside"):
+        torch.autograd.grad((model(x) + x).sum(), x)
 
 
 def _as_planned(model: nn.Module) -> None:
@@ -131,9 +155,9 @@ def test_looking_costs_no_memory_and_leaves_no_hooks(monkeypatch: pytest.MonkeyP
     looked = []
     watch = external_accumulation_check.ExternalAccumulationCheck._watch
 
-    def counted(self: Any, position: int, tensor: torch.Tensor) -> None:
+    def counted(self: Any, position: int, tensor: torch.Tensor) -> Any:
         looked.append(position)
-        watch(self, position, tensor)
+        return watch(self, position, tensor)
 
     monkeypatch.setattr(external_accumulation_check.ExternalAccumulationCheck, "_watch", counted)
     torch.manual_seed(0)

@@ -236,3 +236,26 @@ def test_another_number_of_inputs_is_named_as_the_reason() -> None:
     model.zero_grad()
     with pytest.warns(PlanWarning, match="as first forwards do .* more or fewer tensors"):
         planned(model, parts[:3]).backward()
+
+
+@pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.heavy)])
+def test_a_forward_that_raised_is_not_what_runs_from_then_on(steps: int) -> None:
+    def fail(_module: nn.Module, _args: Any) -> None:
+        raise ValueError("the batch is not right")
+
+    model, args, _ = layers()
+    plan = plan_of(model, args)
+    plan.apply(model)
+    with counting_runs() as runs:
+        for _ in range(steps):
+            model(*args).backward()
+        hook = model.layers[0][0].register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="not right"):
+            model(*args)
+        hook.remove()
+        model.zero_grad()
+        model(*args).backward()
+        assert runs.backward == steps + 1
+    model.zero_grad()
+    peak = measure_peak(lambda: model(*args).backward(), "cpu").peak_bytes
+    assert peak <= plan.predicted.dynamic_peak_bytes

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import planner
+from planner.verification.measure import measure_peak
 from tests.side_by_side import assert_same, layers, left_by, plan_of
 
 Register = Callable[[nn.Module], Any]
@@ -61,6 +62,27 @@ def test_a_hook_that_comes_between_steps_and_goes_again(register: Register) -> N
         return losses
 
     assert_same(left_by(model, loop), left_by(twin, loop))
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:the forward took a path:planner.PlanWarning")
+def test_a_hook_that_ends_graphs_and_goes_again_leaves_the_plan_as_it_was() -> None:
+    def log(module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        module.seen = output.detach().mean().item()
+
+    model, args, _ = layers()
+    plan = plan_of(model, args)
+    plan.apply(model)
+    model(*args).backward()
+    for _ in range(2):
+        handle = model.layers[0][0].register_forward_hook(log)
+        for _ in range(2):
+            model(*args).backward()
+        handle.remove()
+        model(*args).backward()
+        model.zero_grad()
+        peak = measure_peak(lambda: model(*args).backward(), "cpu").peak_bytes
+        assert peak <= plan.predicted.dynamic_peak_bytes
 
 
 @pytest.mark.heavy

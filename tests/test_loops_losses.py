@@ -83,6 +83,29 @@ def test_an_output_that_the_loss_stops_using_leaves_no_gradient(loss: Callable[.
     assert_trains_alike(model, args, loop, expected_runs=4, loss=both_losses)
 
 
+class HeadsBehindABreak(nn.Module):
+    """Two heads; what one of them alone reads is a graph with a single result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.logits, self.extra = nn.Linear(32, 32), nn.Linear(32, 5), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        behind = torch.tanh(self.body(x))
+        torch._dynamo.graph_break()
+        return {"logits": self.logits(x), "extra": self.extra(behind)}
+
+
+def test_a_graph_with_one_result_that_the_loss_stops_using_leaves_no_gradient() -> None:
+    model, args, _ = layers(HeadsBehindABreak)
+    plan_of(model, args, loss=both_losses).apply(model)
+    logits_loss(model(*args)).backward()
+    assert model.body.weight.grad is None
+    model.zero_grad()
+    both_losses(model(*args)).backward()
+    assert model.body.weight.grad is not None
+
+
 @pytest.mark.heavy
 def test_a_gradient_that_is_not_there_is_not_a_zero_that_meets_infinity() -> None:
     class Infinite(TwoHeads):

@@ -1,12 +1,14 @@
 """Hooks on the gradients of weights take what they take: planning runs them on its copies."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn as nn
 
 import planner
+from tests.small import Classifier, both_loss, classifier, logits_loss
 
 LOGGED: list[float] = []
 SAVED: list[torch.Tensor] = []
@@ -75,3 +77,40 @@ def test_a_hook_that_asks_for_values_is_left_out_and_said() -> None:
     assert [note for note in plan.notes if "0.weight asks for its values" in note]
     _loss(plan.apply(model)(x)).backward()
     assert len(LOGGED) == 1
+
+
+def _calls(model: nn.Module, steps: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor) -> list[str]:
+    """Which hooks each step called, on weights before and after accumulation and on what is read."""
+    called: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: called.append(f"{name} {gradient.shape}"))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: called.append(f"{name} after {p.grad.shape}")
+        )
+    for step, loss in enumerate(steps):
+        called.append(f"step {step}")
+        inner = x * 2
+        inner.register_hook(lambda gradient: called.append(f"x {gradient.shape}"))
+        loss(model(inner)).backward()
+        model.zero_grad()
+    return called
+
+
+class _Apart(Classifier):
+    """The second output is of the input alone."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.body(x.detach())), "extra": self.extra(x.repeat(1, 4))}
+
+
+@pytest.mark.parametrize("build", [Classifier, _Apart])
+@pytest.mark.parametrize("loss", [pytest.param(logits_loss, marks=pytest.mark.heavy), both_loss])
+def test_hooks_are_not_called_where_no_gradient_arrives(
+    build: type[nn.Module], loss: Callable[..., torch.Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model, x = build().train(), classifier()[1][0].requires_grad_()
+    steps = [logits_loss, loss, logits_loss]
+    expected = _calls(copy.deepcopy(model), steps, x)
+    planner.plan(model, (x * 2,), loss=loss, budget="100%", solver="none").apply(model)
+    assert _calls(model, steps, x) == expected

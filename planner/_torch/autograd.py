@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -43,9 +43,14 @@ def running_node_number() -> tuple[str, int] | None:
 
 def leaves_behind(node: Any) -> list[torch.Tensor]:
     """The leaves that an autograd node, or one right behind it, gives gradients to."""
+    return [one.variable for one in accumulates_into(node)]
+
+
+def accumulates_into(node: Any) -> list[Any]:
+    """The nodes, right behind an autograd node or one further, that accumulate the gradients of leaves."""
     behind = [after for after, _ in node.next_functions if after is not None]
     further = [after for one in behind for after, _ in one.next_functions if after is not None]
-    return [one.variable for one in (*behind, *further) if hasattr(one, "variable")]
+    return [one for one in (*behind, *further) if hasattr(one, "variable")]
 
 
 def engine_calls() -> bool:
@@ -120,6 +125,17 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def runs_leaf(node: Any) -> bool:
+    """Whether the backward that is running comes to a node that accumulates a leaf's gradient, and runs it.
+
+    ``torch.autograd.grad`` takes the gradients that it is asked for before.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # in torch.autograd.grad
+        return False
+
+
 def graph_is_kept() -> bool:
     """Whether the backward that is running keeps what was saved for it, to be run again."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -158,6 +174,59 @@ def no_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(outer):
             state._push_saved_tensors_default_hooks(pack, unpack)
+
+
+class _Guard:
+    """In the place of a hook, which it calls where a gradient has arrived."""
+
+    def __init__(self, hook: Callable[[Any], Any], arrived: dict[str, bool] | None = None) -> None:
+        self.hook, self._arrived = hook, arrived
+
+    def __call__(self, given: Any) -> Any:
+        if given is None or (self._arrived is not None and not self._arrived.pop("arrived", True)):
+            return None
+        return self.hook(given)
+
+
+def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Callable[[Any], Any]]]) -> None:
+    """Call no hooks, in the backward that is running, where a node hands on no gradient.
+
+    The engine calls hooks on a tensor with None, and those after accumulation, for every input of a node that
+    runs. A node that stands for many runs for inputs that a backward without it does not come to.
+
+    Args:
+        node: Hooks on the leaves behind it are meant.
+        others: Further hooks on tensors, as tensors have them.
+    """
+    guarded: list[Any] = [hooks for hooks in others if hooks]
+
+    def guard(hooks: Any, arrived: dict[str, bool] | None = None) -> None:
+        for key, hook in hooks.items():
+            hooks[key] = _Guard(hook.hook if isinstance(hook, _Guard) else hook, arrived)
+
+    for hooks in guarded:
+        guard(hooks)
+    for accumulating in {id(one): one for one in accumulates_into(node)}.values():
+        leaf = accumulating.variable
+        if hooks := leaf._backward_hooks:
+            guard(hooks)
+            guarded.append(hooks)
+        if hooks := leaf._post_accumulate_grad_hooks:
+            arrived: dict[str, bool] = {}
+            accumulating.register_prehook(
+                lambda gradients, arrived=arrived: arrived.update(arrived=gradients[0] is not None)
+            )
+            guard(hooks, arrived)
+            guarded.append(hooks)
+
+    def as_before() -> None:
+        for hooks in guarded:
+            for key, hook in hooks.items():
+                if isinstance(hook, _Guard):
+                    hooks[key] = hook.hook
+
+    if guarded:
+        after_this_backward(as_before)
 
 
 def after_this_backward(call: Callable[[], None]) -> None:

@@ -108,6 +108,14 @@ MANY_CAPTURES = 16
 """How many captures of one function are more than a training loop has, whose modes and shapes vary."""
 
 
+_frames_looked_at = 0
+
+
+def frames_looked_at() -> int:
+    """How many frames Dynamo had no code for, and was asked to capture, while it ran our captures."""
+    return _frames_looked_at
+
+
 class _WithSettings(Callback):
     """Dynamo's callback for a frame that it has no code for; runs under :func:`dynamo_settings`.
 
@@ -130,8 +138,10 @@ class _WithSettings(Callback):
         self._captured = Captured(self)
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
+        global _frames_looked_at
         if saved_tensors_are_changed():
             return left_alone()
+        _frames_looked_at += 1
         if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
             trace_methods_of(module)
         # One call without an operation, of a step that skips a batch or at the end of a loop, and it would

@@ -79,6 +79,18 @@ def hooks_on_all_modules() -> tuple[int, ...]:
     return tuple(number for hooks in kinds for number in hooks)
 
 
+def hooks_inside(module: torch.nn.Module) -> tuple[int, ...]:
+    """The hooks on a module and its parts, by number."""
+    return tuple(
+        number
+        for part in module.modules()
+        for hooks in (
+            part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks
+        )
+        for number in hooks
+    )  # fmt: skip
+
+
 def installed_call(module: torch.nn.Module) -> Callable[..., Any] | None:
     """What is installed in place of a module's call (by us or by ``module.compile()``)."""
     return module._compiled_call_impl

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+from torch.utils.weak import TensorWeakRef
 
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 """What begins a region of autocast in a graph of Dynamo's."""
@@ -131,6 +132,21 @@ Hook = Callable[[torch.Tensor], torch.Tensor | None]
 def hooks_on(tensor: torch.Tensor) -> list[Hook]:
     """The hooks that look at, or change, the gradient of a tensor, in their order."""
     return list((tensor._backward_hooks or {}).values())
+
+
+class HooksOn:
+    """The hooks on the gradient of a tensor, by number, which this does not hold."""
+
+    __slots__ = ("_found", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._found = TensorWeakRef(tensor), tensor._backward_hooks
+
+    def there_now(self) -> dict[int, Hook] | None:
+        """Those that there are; of a tensor that is gone, those that there were."""
+        tensor = self._tensor()
+        found: dict[int, Hook] | None = self._found if tensor is None else tensor._backward_hooks
+        return found
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import TensorWeakRef
 
+from planner._torch import autograd
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.tensors import has_hooks
 from planner.compiled.graph_hook import GraphHook, HookContext
@@ -62,27 +64,49 @@ class ExternalAccumulationCheck(GraphHook):
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         if not self._warned and torch.is_grad_enabled():
-            for position in self._places:
+            watched = [
                 self._watch(position, args[position])
+                for position in self._places
+                if args[position].requires_grad and not has_hooks(args[position])  # they may hand on another
+            ]
 
-    def _watch(self, position: int, tensor: torch.Tensor) -> None:
-        if not tensor.requires_grad or has_hooks(tensor):  # hooks may hand on another gradient
-            return
-        edge = get_gradient_edge(tensor)
+            def before(_gradients: tuple[torch.Tensor | None, ...]) -> None:
+                for asked_for in watched:
+                    asked_for()
 
-        def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            handle.remove()
-            gradient = gradients[edge.output_nr]
+            node.register_prehook(before)
+
+    def _watch(self, position: int, tensor: torch.Tensor) -> Callable[[], None]:
+        """Watch what arrives where a gradient is accumulated.
+
+        Returns:
+            What is called in a backward, before the graph's own: ``torch.autograd.grad`` takes the gradient
+            before it is accumulated, and only hooks on the tensor see it then.
+        """
+        edge, alive = get_gradient_edge(tensor), TensorWeakRef(tensor)
+
+        def see(gradient: torch.Tensor | None) -> None:
             if self._warned or gradient is None or torch.is_grad_enabled():
                 return
             if gradient.layout is not torch.strided or gradient.data_ptr() != self._handed_out.get(position):
                 self._tell(gradient)
+
+        def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            handle.remove()
+            see(gradients[edge.output_nr])
+
+        def asked_for() -> None:
+            there = alive()
+            if there is None or has_hooks(there) or (there.is_leaf and autograd.runs_leaf(edge.node)):
+                return
+            autograd.after_this_backward(there.register_hook(see).remove)
 
         handle = edge.node.register_prehook(look)
         if tensor.is_leaf:  # its node may outlive the step
             if position in self._handles:
                 self._handles[position].remove()
             self._handles[position] = handle
+        return asked_for
 
     def _tell(self, gradient: torch.Tensor) -> None:
         self._warned = True

@@ -3,7 +3,8 @@
 In eager, parameters that only those outputs depend on then keep ``grad = None``. AOTAutograd passes zeros to
 the one backward that it traced, which leaves gradients of zeros (weight decay and momentum differ then) and
 multiplies zeros with the values of the forward, infinities included. Here a variant of the backward runs,
-without everything that only the undefined gradients lead to.
+without everything that only the undefined gradients lead to. Hooks on what gets no gradient by that are not
+called; the engine would call them with None.
 """
 
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from planner._torch import autograd, tensors
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.graph_modules import graph_module
 from planner.compiled.graph_hook import GraphHook
@@ -33,13 +35,17 @@ class UndefinedGradients(GraphHook):
         self._module: GraphModule | None = None
         self._tangents: Mapping[int, int] = {}
         self._variants: dict[frozenset[int], aot.BoxedFunction] = {}
+        self._leaves_out = False  # even with all gradients of outputs, one of an input that needs one
         # Set by a hook before an autograd node runs, read by its backward right after, in one thread.
         self._next_call = threading.local()
 
     def on_traced(self, traced: TracedGraph) -> None:
         # Which output of the autograd node is the source of which gradient among the inputs.
         self._tangents = aot_metadata.tangent_positions(traced.joint, traced.forward_outputs)
-        self.watches = len(self._tangents) >= 2
+        returned: Any = traced.joint.graph.output_node().args[0]
+        places = aot_metadata.gradient_places(traced.joint)
+        self._leaves_out = any(returned[place] is None for place in places.values())
+        self.watches = bool(self._tangents)  # a single one is not there where a later graph returns none
 
     def compile(self, module: GraphModule) -> aot.BoxedFunction:
         """The boxed function of a backward graph, whose last inputs are the gradients of the outputs."""
@@ -55,12 +61,20 @@ class UndefinedGradients(GraphHook):
         return run
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        node.register_prehook(self._look)
+        inside = [
+            tensors.HooksOn(x)
+            for x in args
+            if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf
+        ]
+        node.register_prehook(lambda gradients: self._look(gradients, inside))
 
-    def _look(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def _look(self, gradients: tuple[torch.Tensor | None, ...], inside: Sequence[tensors.HooksOn]) -> None:
         absent = frozenset(t for i, t in self._tangents.items() if gradients[i] is None)
         if absent:
             self._next_call.absent = absent
+        if absent or self._leaves_out:
+            hooks = [found for one in inside if (found := one.there_now())]
+            autograd.leave_out_hooks_without_gradients(autograd.running_node(), hooks)
 
     def _variant(self, absent: frozenset[int]) -> aot.BoxedFunction:
         if absent not in self._variants:

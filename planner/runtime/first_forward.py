@@ -9,10 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from planner._torch import dynamo, modules
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.training_step.step import differentiable_outputs
 
 Compiled = Callable[..., Any]
+MOST_RETURNS = 8
+"""How often a forward is captured again because hooks came or went; each time takes seconds."""
 
 _MANY_ALIKE = 8
 """So many layers that are alike are captured once for all."""
@@ -24,6 +29,9 @@ class Path:
     Args:
         plan: The plan.
         captured_again: Whether the forward is captured again where it was not made of the plan's graphs.
+
+    Attributes:
+        captures: How many graphs have been captured.
     """
 
     def __init__(self, plan: PlanRecord, *, captured_again: bool) -> None:
@@ -33,9 +41,11 @@ class Path:
         self._left = False
         alike = Counter((graph.structure, *(op.bytes for op in graph.ops)) for graph in plan.graphs)
         self._many_alike = max(alike.values(), default=0) >= _MANY_ALIKE
+        self.captures = 0
 
     def follow(self, graph: GraphRecord) -> None:
         """One of the plan's graphs was captured."""
+        self.captures += 1
         self._followed.add(_key(graph))
 
     def left(self, followed: int) -> str:
@@ -47,6 +57,7 @@ class Path:
         Returns:
             The warning; empty where it has been given.
         """
+        self.captures += 1
         warned, self._left = self._left and self.captured_again, True
         if warned:
             return ""
@@ -75,6 +86,11 @@ class Path:
         return not self.captured_again or self._many_alike or self.is_the_plans
 
     @property
+    def is_left(self) -> bool:
+        """Whether a graph was captured that is none of the plan's."""
+        return self._left
+
+    @property
     def is_the_plans(self) -> bool:
         """Whether the graphs are those of the plan, all of them and no others."""
         return not self._left and self._followed == self._planned
@@ -83,10 +99,15 @@ class Path:
 class CapturedAgain:
     """A compiled forward that is compiled again, once, where its first call is not made of the plan's graphs.
 
+    It is also compiled again where a forward raised an error while it was captured: what was made of it up to
+    there may have no guards that tell it from forwards that end, and would run in their place. So it is where
+    hooks come or go after a forward left the plan: those that Dynamo does not trace end a graph, and what is
+    captured then fits without them too.
+
     Args:
         path: What that call is made of.
         compiled: What it runs.
-        again: Compiles again, this one and others.
+        again: Compiles again, this one and others, which are compiled again themselves if it is passed True.
         place: Which of them this is.
         warn: Called if nothing of the forward was captured.
     """
@@ -95,16 +116,31 @@ class CapturedAgain:
         self,
         path: Path,
         compiled: Compiled,
-        again: Callable[[], Sequence[Compiled]],
+        again: Callable[[bool], Sequence["CapturedAgain"]],
         place: int,
         warn: Callable[[str], None],
     ) -> None:
         self._path, self._compiled, self._again, self._place = path, compiled, again, place
         self._warn = warn
         self._run = self._first if path.captured_again else compiled
+        self._hooks: tuple[int, ...] | None = None  # that were there when it left the plan
+        self._returns = 0
 
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
+    def __call__(self, model: torch.nn.Module, *args: Any) -> Any:
+        if self._hooks is not None and self._hooks != modules.hooks_inside(model):
+            self._returns += 1
+            self._compile_again(once_more=False)
+        before, captures = dynamo.frames_looked_at(), self._path.captures
+        try:
+            result = self._run(model, *args)
+        except BaseException:
+            if dynamo.frames_looked_at() != before:
+                self._compile_again(once_more=self._path.captured_again)
+            raise
+        looked = dynamo.frames_looked_at() != before and self._returns < MOST_RETURNS
+        if looked and (self._path.is_left or self._path.captures == captures):
+            self._hooks = modules.hooks_inside(model)
+        return result
 
     def _first(self, *args: Any) -> Any:
         result = self._compiled(*args)
@@ -118,8 +154,14 @@ class CapturedAgain:
         if self._path.is_the_plans:
             self._path.captured_again, self._run = False, self._compiled
         else:
-            self._run = self._again()[self._place]
+            self._compile_again(once_more=False)
         return result
+
+    def _compile_again(self, *, once_more: bool) -> None:
+        made = self._again(once_more)[self._place]
+        self._path, self._compiled = made._path, made._compiled
+        self._run = self._first if once_more else self._compiled
+        self._hooks = None
 
 
 def _key(graph: GraphRecord) -> tuple[str, int]:

@@ -319,7 +319,7 @@ def _compiled(
             for _ in range(2)
         )
         compiled = [regions.during(*pair) for pair in zip(compiled, in_regions, strict=True)]
-        return [CapturedAgain(paths[i], compiled[i], lambda: compile_(False), i, warn) for i in range(2)]
+        return [CapturedAgain(paths[i], compiled[i], compile_, i, warn) for i in range(2)]
 
     planned, others = compile_(True)
     return planned, others
