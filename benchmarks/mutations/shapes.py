@@ -10,7 +10,7 @@ SHAPES = [
         (
             Change(
                 "planner/_torch/dynamo.py",
-                "empty = whole or _goes_on(frame.f_code) or dynamo.config.allow_empty_graphs",
+                "empty = whole or frame.f_code in self._with_graphs or dynamo.config.allow_empty_graphs",
                 "empty = whole or dynamo.config.allow_empty_graphs",
             ),
         ),

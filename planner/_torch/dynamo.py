@@ -10,7 +10,7 @@ import torch
 import torch._dynamo as dynamo
 from torch._C._dynamo.eval_frame import _FrameAction, reset_code
 from torch._dynamo import eval_frame
-from torch._dynamo.resume_execution import ContinueExecutionCache
+from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import takes_argument
 from planner._torch.tracing.breaks.break_patches import marks_allowed
@@ -99,11 +99,6 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         yield
 
 
-def _goes_on(code: CodeType) -> bool:
-    """Whether code is what goes on after a break."""
-    return code in ContinueExecutionCache.generated_code_metadata
-
-
 MANY_CAPTURES = 16
 """How many captures of one function are more than a training loop has, whose modes and shapes vary."""
 
@@ -136,6 +131,7 @@ class _WithSettings(Callback):
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often, self._captures = often, 0
         self._captured = Captured(self)
+        self._with_graphs: Any = ExactWeakKeyDictionary()
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
         global _frames_looked_at
@@ -144,10 +140,10 @@ class _WithSettings(Callback):
         _frames_looked_at += 1
         if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
             trace_methods_of(module)
-        # One call without an operation, of a step that skips a batch or at the end of a loop, and it would
-        # never be looked at again.
+        # One call without an operation, of a step that skips a batch or after the last part of a loop, and
+        # what was captured before would never run again.
         whole = frame.f_code is self._whole
-        empty = whole or _goes_on(frame.f_code) or dynamo.config.allow_empty_graphs
+        empty = whole or frame.f_code in self._with_graphs or dynamo.config.allow_empty_graphs
         with (
             no_other_thread_traces(),
             dynamo_settings(symbolic=self._symbolic(), parts=self._parts),
@@ -155,6 +151,8 @@ class _WithSettings(Callback):
         ):
             result = self._torchdynamo_orig_backend(frame, *rest)
         self._captured.add(result)
+        if result.guarded_code is not None:
+            self._with_graphs[frame.f_code] = True
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
             self._given_up()

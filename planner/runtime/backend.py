@@ -53,16 +53,6 @@ from planner.runtime.remap import (
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_THE_PLAN = (
-    "inputs of sizes {sizes} run without the plan, and may exceed the budget: the model cannot be "
-    "captured at symbolic sizes, and was compiled for {shapes} shapes already. Pad to fewer"
-)
-_LAID_OUT_OTHERWISE = (
-    "with inputs of sizes {sizes} gradients may differ in the last bits from those without a plan: the model "
-    "was compiled for {shapes} shapes already, and for others gradients between its graphs are copied. Pad "
-    "to fewer"
-)
-
 
 class PlanBackend:
     """A ``torch.compile`` backend that runs the graphs of a plan by their schedules.
@@ -153,14 +143,27 @@ class PlanBackend:
             otherwise = self._compile(graph, example_inputs, record, symbolic, exactly=record is not None)
             if not spec.tangent_layouts:
                 return otherwise
-            told = _LAID_OUT_OTHERWISE
+            beyond = self._laid_out_otherwise
         except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
             logger.info("compiled for each shape, not for symbolic sizes: %s", error)
-            otherwise, told = as_written(graph).forward, _WITHOUT_THE_PLAN
+            otherwise, beyond = as_written(graph).forward, self._beyond_static_shapes
         return StaticShapes(
             lambda inputs: self._compile(graph, inputs, record, spec),
             otherwise,
-            lambda sizes: warn(told.format(sizes=sizes, shapes=MOST_SHAPES)),
+            beyond,
+        )
+
+    def _beyond_static_shapes(self, sizes: str) -> None:
+        warn(
+            f"inputs of sizes {sizes} run without the plan, and may exceed the budget: the model cannot be "
+            f"captured at symbolic sizes, and was compiled for {MOST_SHAPES} shapes already. Pad to fewer"
+        )
+
+    def _laid_out_otherwise(self, sizes: str) -> None:
+        warn(
+            f"with inputs of sizes {sizes} gradients may differ in the last bits from those without a plan: "
+            f"the model was compiled for {MOST_SHAPES} shapes already, and for others gradients between its "
+            "graphs are copied. Pad to fewer"
         )
 
     def _compile(
