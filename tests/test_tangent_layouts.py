@@ -91,6 +91,38 @@ def test_gradients_of_what_is_joined_are_taken_as_they_are(join: str) -> None:
     assert all(layout.inside or layout.step == 2 for layout in layouts)
 
 
+class Shared(nn.Module):
+    """Layers of one graph; the gradients of some lie otherwise than those of the others."""
+
+    def __init__(self, turned: int) -> None:
+        super().__init__()
+        self.stem, self.mix = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.turned = turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i >= 3 - self.turned:
+                x = (x.transpose(0, 1) @ self.mix).transpose(0, 1).contiguous()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("turned", "dimensions"), [(1, []), (2, [[1, 0, 2]])])
+def test_most_executions_decide_how_gradients_lie(turned: int, dimensions: list[list[int]]) -> None:
+    torch.manual_seed(0)
+    model, x = Shared(turned).train(), torch.randn(4, 6, 8)
+    with pytest.warns(planner.PlanWarning, match="have other strides"):
+        plan = planner.plan(model, (x,), budget="min", regions="auto", solver="sqrt_n")
+    with pytest.warns(planner.PlanWarning, match="has other strides"):
+        report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    assert report.gradients_equal
+    (shared,) = [graph for graph in plan.graphs if len(graph.executions) == 3]
+    assert [layout.dimensions for layout in shared.gradient_layouts] == dimensions
+
+
 @pytest.mark.heavy
 def test_gradients_at_other_sizes_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.runtime.per_shape.MOST_SHAPES", 3)

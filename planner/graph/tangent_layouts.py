@@ -4,6 +4,7 @@ A backward that is traced for gradients of other strides than eager's sums over 
 """
 
 import functools
+from collections import Counter
 
 import torch
 
@@ -19,16 +20,15 @@ class TangentLayouts:
     Attributes:
         awaited: Outputs that could have a gradient.
         received: Outputs that got one, see also :meth:`end`.
-        layouts: Of outputs whose gradients had other strides than they do, by position: how the
-            gradients lie in memory.
+        layouts: Of outputs whose gradients had other strides than they do, by position: how the gradients
+            lie in memory, in most executions. Known once the step is over.
     """
 
     def __init__(self) -> None:
         self.awaited: set[int] = set()
         self.received: set[int] = set()
         self.layouts: dict[int, MemoryLayout] = {}
-        self._first: dict[int, MemoryLayout | None] = {}
-        self._arrived: dict[int, list[tuple[int, ...]]] = {}
+        self._arrived: dict[int, Counter[tuple[tuple[int, ...], MemoryLayout | None]]] = {}
         self._aliases: list[tuple[int, torch.Tensor, int | None]] = []
         self._of_inputs: set[int] = set()
 
@@ -55,29 +55,32 @@ class TangentLayouts:
             return
         self.received.add(output)
         arrived = memory_steps(gradient)
-        layout = None if 0 in arrived else MemoryLayout.of(gradient)
-        if layout is not None and arrived != steps:
-            self.layouts[output] = layout
-            self._arrived.setdefault(output, []).append(arrived)
-        if self._first.setdefault(output, layout) != layout and output in self.layouts:
-            # In executions that differ some are copied, which takes no memory for gaps then.
-            self.layouts[output] = MemoryLayout(self.layouts[output].dimensions)
+        if 0 not in arrived:
+            layout = None if arrived == steps else MemoryLayout.of(gradient)
+            self._arrived.setdefault(output, Counter())[arrived, layout] += 1
 
     def end(self) -> None:
         """The step is over. Where a tensor with several views was changed in place, the views' gradients
         bypass the hooks: such outputs count as having got one."""
         self.received.update(output for output, alias, before in self._aliases if version_of(alias) != before)
         self._aliases.clear()
+        # Where it is the output's own as often, that is: a copy of another takes no memory for gaps.
+        most = {
+            output: max(counted, key=lambda arrived: (counted[arrived], arrived[1] is None))[1]
+            for output, counted in self._arrived.items()
+        }
+        self.layouts = {output: layout for output, layout in most.items() if layout is not None}
 
     def relaid(self, joint: JointGraph) -> int:
         """How often a gradient arrived that a traced backward may take a copy of, since it was traced for one
         of other strides, or for that of a result of which several outputs are views."""
         traced = aot_metadata.gradients_of_outputs(joint.graph)
         return sum(
-            i not in traced or steps != memory_steps(traced[i])
-            for i, arrived in self._arrived.items()
-            if i in traced or i not in self._of_inputs
-            for steps in arrived
+            count
+            for i, counted in self._arrived.items()
+            if (i in traced or i not in self._of_inputs) and any(layout for _, layout in counted)
+            for (steps, layout), count in counted.items()
+            if (steps != memory_steps(traced[i]) if i in traced else layout is not None)
         )
 
 
