@@ -38,6 +38,19 @@ ABSENT_IS_ZERO = Change(
 
 LOOPS = [
     Mutation(
+        "functions-without-gradients",
+        "Autograd functions between graphs do nothing where no gradient arrives.",
+        "They are called with zeros, and weights behind them get gradients of zeros.",
+        (
+            Change(
+                "planner/hooks/undefined_gradients.py",
+                "            autograd.leave_out_functions_without_gradients(node)\n",
+                "",
+            ),
+        ),
+        ("tests/test_undefined_gradients.py::test_functions_of_python_do_nothing_without_a_gradient",),
+    ),
+    Mutation(
         "autocast-bfloat16",
         "A loop under autocast to bfloat16 trains as without a plan.",
         "The planned call runs outside of the region of autocast that it is in.",

@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -227,6 +228,40 @@ def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Call
 
     if guarded:
         after_this_backward(as_before)
+
+
+def leave_out_functions_without_gradients(node: Any) -> None:
+    """Have autograd functions of Python, behind a node that hands on no gradient, do nothing without one.
+
+    They are called with zeros in its place, and what is behind them gets gradients of zeros. A backward
+    without that node would not come to them. Other compiled nodes see to what is behind them themselves.
+    """
+    pending, seen = [node], {node}
+    while pending:
+        for after, _ in pending.pop().next_functions:
+            if after is None or after in seen:
+                continue
+            seen.add(after)
+            if not isinstance(after, BackwardCFunction):
+                pending.append(after)
+            elif not hasattr(after._forward_cls, "_aot_id"):  # type: ignore[attr-defined]
+                pending.append(after)
+                _do_nothing_without_gradients(after)
+
+
+def _do_nothing_without_gradients(function: Any) -> None:
+    if "apply" in vars(function):
+        return
+    arrived = {"some": True}
+    function.register_prehook(
+        lambda gradients: arrived.update(some=any(gradient is not None for gradient in gradients))
+    )
+    apply = function.apply
+
+    def applied(*gradients: Any) -> Any:
+        return apply(*gradients) if arrived["some"] else (None,) * len(function.needs_input_grad)
+
+    function.apply = applied
 
 
 def after_this_backward(call: Callable[[], None]) -> None:

@@ -74,7 +74,9 @@ class UndefinedGradients(GraphHook):
             self._next_call.absent = absent
         if absent or self._leaves_out:
             hooks = [found for one in inside if (found := one.there_now())]
-            autograd.leave_out_hooks_without_gradients(autograd.running_node(), hooks)
+            node = autograd.running_node()
+            autograd.leave_out_functions_without_gradients(node)
+            autograd.leave_out_hooks_without_gradients(node, hooks)
 
     def _variant(self, absent: frozenset[int]) -> aot.BoxedFunction:
         if absent not in self._variants:

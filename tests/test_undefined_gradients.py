@@ -1,0 +1,73 @@
+"""Steps in which some of what a part made gets no gradient, with Python's autograd functions behind it."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+import planner
+
+CALLED: list[torch.Tensor] = []
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        CALLED.append(gradients[0])
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+@torch.compiler.disable
+def _function(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return Squared.apply(inner(x))
+
+
+@torch.compiler.disable
+def _recomputed(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(inner, x, use_reentrant=True)
+    return Squared.apply(result)
+
+
+class Between(nn.Module):
+    """Between two graphs something runs as written; the first output needs nothing of it."""
+
+    def __init__(self, between: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.between = between
+        self.body, self.inner, self.first, self.second = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.between(self.inner, torch.tanh(self.body(x)))
+        torch._dynamo.graph_break()
+        return self.first(x), self.second(hidden)
+
+
+@pytest.mark.parametrize("between", [_function, _recomputed])
+def test_functions_of_python_do_nothing_without_a_gradient(between: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Between(between).train(), torch.randn(24, 32)
+    planned = copy.deepcopy(model)
+    plan = planner.plan(planned, (x,), loss=lambda y: (y[0] + y[1]).sum(), budget="min", solver="sqrt_n")
+    plan.apply(planned)
+    for used in ([0], [0, 1], [1], [0]):
+        calls = []
+        for each in (model, planned):
+            CALLED.clear()
+            each.zero_grad()
+            outputs = each(x)
+            torch.stack([outputs[i].square().sum() for i in used]).sum().backward()
+            calls.append(len(CALLED))
+        assert calls[0] == calls[1]
+        for ours, theirs in zip(planned.parameters(), model.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert ours.grad is None or torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
