@@ -56,6 +56,19 @@ IN_PLACE = [
         ("tests/test_tangent_layouts.py::test_gradients_at_other_sizes_are_taken_as_they_are",),
     ),
     Mutation(
+        "pooled-results-that-leave",
+        "A pooled result that leaves the graph, and may be changed in place, is not read by the backward.",
+        "ReLU's backward reads it.",
+        (
+            Change(
+                "planner/graph/passes/max_pooling.py",
+                "if result is None or _is_handed_out(joint, result):",
+                "if result is None:",
+            ),
+        ),
+        ("tests/test_max_pooling.py::test_results_that_are_changed_in_place_later_are_not_read",),
+    ),
+    Mutation(
         "views-handed-out",
         "Gradients that a planned backward made leave it as tensors that are no views.",
         "They leave as they are made.",

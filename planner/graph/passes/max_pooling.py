@@ -3,6 +3,7 @@
 PyTorch's backward takes what was pooled for its sizes. Where that is the result of ReLU, whose own backward
 comes next and asks which elements are above zero, it is asked of the pooled result before: the elements that
 get a gradient are those that the result consists of. The same numbers are added up in the same order.
+A result that leaves the graph is not asked: eager reads nothing of it, and it may be changed in place.
 """
 
 import operator
@@ -48,7 +49,7 @@ def _mask_before(joint: GraphModule, node: Node) -> None:
     ):
         return
     result = _result_beside(indices, pooled)
-    if result is None:
+    if result is None or _is_handed_out(joint, result):
         return
     with joint.graph.inserting_before(node):
         earlier = joint.graph.call_function(mask.target, (gradient, result, 0))
@@ -57,6 +58,17 @@ def _mask_before(joint: GraphModule, node: Node) -> None:
     node.update_arg(0, earlier)
     mask.replace_all_uses_with(node)
     joint.graph.erase_node(mask)
+
+
+def _is_handed_out(joint: GraphModule, result: Node) -> bool:
+    """Whether a result, or a view of it, leaves the graph: it may be changed in place before the backward."""
+    outputs: Any = joint.graph.output_node().args[0]
+    handed_out = {fake.storage_key(o.meta["val"]) for o in outputs if isinstance(o, Node) and _is_tensor(o)}
+    return fake.storage_key(result.meta["val"]) in handed_out
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _read_sizes_only(joint: GraphModule, node: Node) -> None:
