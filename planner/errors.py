@@ -39,7 +39,7 @@ class FreedError(PlanMismatch, RuntimeError):
 
 
 class InputsChanged(PlannerError, RuntimeError):
-    """What a planned backward reads again was changed in place since the forward."""
+    """What a planned backward reads again, or keeps of results, was changed in place since the forward."""
 
 
 class PlanFileError(PlannerError, ValueError):

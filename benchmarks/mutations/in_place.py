@@ -69,6 +69,19 @@ IN_PLACE = [
         ("tests/test_max_pooling.py::test_results_that_are_changed_in_place_later_are_not_read",),
     ),
     Mutation(
+        "results-changed",
+        "A result that the plan keeps and that is changed in place is an error.",
+        "Nobody looks: through views gradients are wrong.",
+        (
+            Change(
+                "planner/runtime/read_again.py",
+                "if node is not None and self._results:",
+                "if False:",
+            ),
+        ),
+        ("tests/test_kept_results.py::test_kept_results_that_are_changed_in_place_are_an_error",),
+    ),
+    Mutation(
         "views-handed-out",
         "Gradients that a planned backward made leave it as tensors that are no views.",
         "They leave as they are made.",

@@ -1,17 +1,22 @@
-"""Watching that what re-runs read again is as it was in the forward; see :mod:`planner.graph.overwritten`."""
+"""Watching that what a planned backward reads is as it was in the forward.
 
-from collections.abc import Collection, Sequence
+That is what re-runs read again of the inputs, see :mod:`planner.graph.overwritten`, and what the plan keeps
+of the results, of which PyTorch hands out views without noticing that they are changed.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from planner._torch import autograd, module_paths, versions
+from planner._torch import autograd, fake, module_paths, versions
 from planner._torch.joint import aot_metadata
 from planner.compiled.graph_hook import GraphHook
 from planner.errors import InputsChanged
 from planner.graph.joint_graph import JointGraph
 from planner.graph.overwritten import to_copy
+from planner.graph.trace import TracedGraph
 from planner.lowering.partition import Partition, partition
 from planner.planfile.plan import PlanRecord
 
@@ -27,6 +32,11 @@ class ReadAgain(GraphHook):
     def __init__(self, plan: PlanRecord, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
         self._plan, self._graph, self._example_inputs = plan, graph, example_inputs
         self._positions: list[int] = []
+        self._results: list[int] = []
+        self._outputs: dict[int, int] = {}
+
+    def on_traced(self, traced: TracedGraph) -> None:
+        self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
 
     def emitted(self, joint: JointGraph, backward: Sequence[int], packed: Collection[int]) -> Partition:
         """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""
@@ -38,11 +48,42 @@ class ReadAgain(GraphHook):
         count = len(self._graph.graph.find_nodes(op="placeholder"))
         self._positions = sorted(p for p in positions if p is not None and p < count)
         self.watches = bool(self._positions)
+        self._results = self._kept_results(halves, joint.forward_outputs)
         return halves
+
+    def _kept_results(self, halves: Partition, count: int) -> list[int]:
+        """Positions of the results that the backward reads."""
+        outputs: Any = halves.forward.graph.output_node().args[0]
+        storages = [
+            fake.storage_key(o.meta["val"])
+            if isinstance(o, Node) and isinstance(o.meta.get("val"), torch.Tensor)
+            else None
+            for o in outputs
+        ]
+        kept = {*storages[count:]} - {None}
+        return [self._outputs[i] for i in range(count) if storages[i] in kept and i in self._outputs]
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         kept = [(i, args[i], versions.version_of(args[i])) for i in self._positions]
         node.register_prehook(lambda _: self._look(kept))
+
+    def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
+        if node is not None and self._results:
+            handed_out = [results[i] for i in self._results if isinstance(results[i], torch.Tensor)]
+            kept = [(t.shape, versions.counter_of(t), versions.version_of(t)) for t in handed_out]
+            node.register_prehook(lambda _: self._look_at_results(kept))
+        return results
+
+    def _look_at_results(self, kept: list[tuple[torch.Size, Callable[[], Any], int | None]]) -> None:
+        for shape, counter, version in kept:
+            tensor = counter()
+            if tensor is not None and version is not None and versions.version_of(tensor) != version:
+                plan, sizes = self._plan, "x".join(map(str, shape)) or "a scalar"
+                raise InputsChanged(
+                    f"a result of a part of the forward ({sizes}) was changed in place before the backward, "
+                    f"and the plan for {plan.model.class_name} (budget {plan.target.budget_text}) keeps it "
+                    "for that, which no step does without a plan. Change a copy of it (y = y + 1, not y += 1)"
+                )
 
     def _look(self, kept: list[tuple[int, torch.Tensor, int | None]]) -> None:
         for position, tensor, version in kept:
