@@ -37,6 +37,10 @@ def test_what_is_no_part_of_a_dense_tensor_has_an_order_alone() -> None:
     assert MemoryLayout.of(torch.empty(2, 5000)[:, 0]) == MemoryLayout((0,))  # a copy would be mostly gaps
 
 
+def test_what_is_expanded_has_an_order_alone() -> None:
+    assert MemoryLayout.of(torch.empty(24).as_strided((6, 1, 4), (1, 0, 6))) == MemoryLayout((2, 0, 1))
+
+
 def test_smaller_batches_have_the_gaps_of_larger_ones() -> None:
     layout = MemoryLayout.of(torch.empty(8, 16, 5).chunk(2, 1)[1])
     assert layout == MemoryLayout((0, 1, 2), (0, 16, 0))

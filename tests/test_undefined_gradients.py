@@ -1,6 +1,8 @@
 """Steps in which some of what a part made gets no gradient, with Python's autograd functions behind it."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import planner
 
 CALLED: list[torch.Tensor] = []
+NODES: list[weakref.ref[Any]] = []
 
 
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
+        NODES.append(weakref.ref(ctx))
         return x * x
 
     @staticmethod
@@ -71,3 +75,18 @@ def test_functions_of_python_do_nothing_without_a_gradient(between: Callable[...
         for ours, theirs in zip(planned.parameters(), model.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
             assert ours.grad is None or torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_a_function_that_did_nothing_goes_with_its_step() -> None:
+    model, x = Between(_function).train(), torch.randn(24, 32)
+    plan = planner.plan(model, (x,), loss=lambda y: (y[0] + y[1]).sum(), budget="min", solver="sqrt_n")
+    plan.apply(model)(x)[0].sum().backward()
+    NODES.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        model(x)[0].sum().backward()
+        assert len(NODES) == 1
+        assert NODES[0]() is None
+    finally:
+        gc.enable()

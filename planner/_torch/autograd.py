@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -256,10 +257,11 @@ def _do_nothing_without_gradients(function: Any) -> None:
     function.register_prehook(
         lambda gradients: arrived.update(some=any(gradient is not None for gradient in gradients))
     )
-    apply = function.apply
+    apply, inputs = type(function).apply, len(function.needs_input_grad)
+    itself = weakref.ref(function)  # or it would live, and its graph, until Python's collector runs
 
     def applied(*gradients: Any) -> Any:
-        return apply(*gradients) if arrived["some"] else (None,) * len(function.needs_input_grad)
+        return apply(itself(), *gradients) if arrived["some"] else (None,) * inputs
 
     function.apply = applied
 

@@ -82,7 +82,7 @@ class ReadAgain(GraphHook):
                 raise InputsChanged(
                     f"a result of a part of the forward ({sizes}) was changed in place before the backward, "
                     f"and the plan for {plan.model.class_name} (budget {plan.target.budget_text}) keeps it "
-                    "for that, which no step does without a plan. Change a copy of it (y = y + 1, not y += 1)"
+                    "for that, which a step without a plan may not do. Change a copy (y = y + 1, not y += 1)"
                 )
 
     def _look(self, kept: list[tuple[int, torch.Tensor, int | None]]) -> None:

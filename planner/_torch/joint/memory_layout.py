@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 _MOST_GAPS = 64
-"""How many times the size of a part that which it is a part of may have, about."""
+"""How much larger a tensor may be, about, than a part of it whose gaps are planned."""
 
 
 @dataclass(frozen=True, order=True)
@@ -29,11 +29,10 @@ class MemoryLayout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """That of a tensor without strides of 0; the order of its dimensions alone, where no larger tensor
-        explains its strides."""
+        """That of a tensor; the order of its dimensions alone where no larger one explains its strides."""
         strides, sizes = tensor.stride(), tensor.shape
         order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], -sizes[d], d)))
-        if not order or tensor.numel() == 0:
+        if not order or tensor.numel() == 0 or 0 in strides:  # expanded, be it in one element
             return cls(order)
         inside = [0] * len(order)
         for outer, inner in itertools.pairwise(order):
