@@ -79,7 +79,33 @@ IN_PLACE = [
                 "if False:",
             ),
         ),
-        ("tests/test_kept_results.py::test_kept_results_that_are_changed_in_place_are_an_error",),
+        ("tests/test_kept_results.py::test_a_loop_that_changes_a_kept_result_in_place_is_an_error",),
+    ),
+    Mutation(
+        "results-kept",
+        "A result that the step changes in place before its backward is made again.",
+        "A plan may keep it.",
+        (
+            Change(
+                "planner/problem/selection.py",
+                "    again += [v for v in overwritten if v not in set(of_collectives)]\n",
+                "",
+            ),
+        ),
+        ("tests/test_kept_results.py::test_results_that_are_changed_in_place_are_not_kept",),
+    ),
+    Mutation(
+        "results-of-bases",
+        "A base of which several results are views is watched by one of these.",
+        "It is not watched.",
+        (
+            Change(
+                "planner/_torch/joint/aot_metadata.py",
+                "            found[i] = d.base_of.idx\n",
+                "            pass\n",
+            ),
+        ),
+        ("tests/test_kept_results.py::test_results_that_are_changed_in_place_are_not_kept",),
     ),
     Mutation(
         "views-handed-out",

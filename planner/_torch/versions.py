@@ -4,7 +4,7 @@ Tested with torch 2.13.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,6 +18,29 @@ def version_of(tensor: torch.Tensor) -> int | None:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let a tensor, and all that share its memory, count from there."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+class Watched:
+    """Tensors as they are now, to be compared with what they are later. Their memory is not held.
+
+    Args:
+        tensors: By a key of the caller's. Those of which PyTorch counts no writes are left out.
+    """
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._seen = [
+            (key, counter_of(tensor), version)
+            for key, tensor in tensors.items()
+            if (version := version_of(tensor)) is not None
+        ]
+
+    def written(self) -> list[int]:
+        """The keys of those that were written to in place since, and are still there."""
+        return [
+            key
+            for key, counter, version in self._seen
+            if (tensor := counter()) is not None and version_of(tensor) != version
+        ]
 
 
 def counter_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

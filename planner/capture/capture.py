@@ -239,6 +239,7 @@ class _Capture:
                     r.spec,
                     r.joint if r.index in ran else None,
                     bool(r.gradients.received),
+                    r.overwritten_results,
                 )
                 for r in runners
             ],

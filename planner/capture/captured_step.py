@@ -29,6 +29,7 @@ class CapturedGraph:
         joint: Forward and backward; None where there is nothing to differentiate.
         passes_gradients: Whether gradients arrive at its outputs. Where there is no joint graph, these are
             views of its inputs.
+        overwritten: Results that the step changes in place before their backward, by position.
     """
 
     structure: str
@@ -37,6 +38,7 @@ class CapturedGraph:
     spec: GraphSpec
     joint: JointGraph | None = None
     passes_gradients: bool = False
+    overwritten: frozenset[int] = frozenset()
 
 
 @dataclass

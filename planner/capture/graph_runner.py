@@ -41,7 +41,7 @@ from planner.graph.tangent_layouts import TangentLayouts
 from planner.graph.trace import TracedGraph, trace_joint
 from planner.hooks.autocast_cast_cache import AutocastCastCache
 from planner.hooks.unused_outputs import UnusedOutputs
-from planner.hooks.written_inputs import WrittenInputs
+from planner.hooks.written_in_place import WrittenInPlace
 from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
@@ -95,7 +95,7 @@ class GraphRunner:
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._around, self._autocast = AutocastContext.here(), autocast_state()
-        self.casts, self._written = AutocastCastCache(), WrittenInputs()
+        self.casts, self._written = AutocastCastCache(), WrittenInPlace()
 
     @property
     def outdated(self) -> bool:
@@ -151,9 +151,14 @@ class GraphRunner:
             return []
         inputs = self.graph.graph.find_nodes(op="placeholder")
         positions = {aot_metadata.input_position(primal) for primal in self.joint.to_copy}
-        written = [inputs[i] for i in sorted(self._written.positions) if i in positions]
+        written = [inputs[i] for i in sorted(self._written.inputs) if i in positions]
         shapes = ["x".join(map(str, n.meta["example_value"].shape)) or "a scalar" for n in written]
         return [source_name(n) or f"a tensor of {s}" for n, s in zip(written, shapes, strict=True)]
+
+    @property
+    def overwritten_results(self) -> frozenset[int]:
+        """Results that the step changes in place before the backward, by position."""
+        return frozenset(self._written.outputs)
 
     def record_to(self, recorder: StepRecorder) -> None:
         """Record the executions of the step that now begins."""
@@ -196,6 +201,7 @@ class GraphRunner:
 
     def _partition(self, traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
         self.casts.on_traced(traced)
+        self._written.on_traced(traced)
         joint, self.joint = traced.joint, traced.reading
         self.joint.to_copy = to_copy(self.joint, self.example_inputs)
         if self._data:

@@ -4,7 +4,7 @@ The rows of the solvers' graph are the operations of every execution of every ca
 order of the step, with the glue between them. Each storage of each execution is one value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -273,7 +273,11 @@ class _Builder:
         for row in self.rows[first:]:
             if row.op.recomputable:
                 self._replay(row, joint.ops[row.source.op], storages, copies)
-        for output, recorded in zip(joint.outputs[call.backward], call.outputs, strict=True):
+        outputs = joint.outputs[call.backward]
+        if not call.backward:
+            overwritten = self.captured.graphs[call.graph].overwritten
+            self._mark_overwritten(joint, [outputs[i] for i in overwritten], storages)
+        for output, recorded in zip(outputs, call.outputs, strict=True):
             if recorded >= 0 and recorded not in self.value_of and isinstance(output, Node):
                 value = storages.get(joint.storage_of.get(output, -1))
                 if value is not None:
@@ -348,6 +352,15 @@ class _Builder:
     def _value(self, value: Value) -> ValueId:
         self.values.append(value)
         return ValueId(len(self.values) - 1)
+
+    def _mark_overwritten(
+        self, joint: JointGraph, outputs: Iterable[Any], storages: dict[int, ValueId]
+    ) -> None:
+        """Note which values hold results that the step changes in place before their backward."""
+        for output in outputs:
+            value = storages.get(joint.storage_of.get(output, -1))
+            if value is not None:
+                self.values[value] = replace(self.values[value], overwritten=True)
 
     def _values_of(self, event: Event, name: str) -> tuple[ValueId, ...]:
         sizes = [self.captured.compiled.storages[s].bytes for s in event.allocates]

@@ -38,13 +38,14 @@ def select(
         keep: Everything that matching operations produce is always kept. So is what collectives produce that
             neither is named by ``recompute`` nor belongs to such a block: ranks take part in them together.
         recompute: Everything that matching operations produce is always recomputed; and so is what blocks
-            are told to recompute that ``@planner.recompute`` decorates.
+            are told to recompute that ``@planner.recompute`` decorates, and what the step overwrites.
         checkpoints: The last result of every matching module is always kept. Of modules inside each other
             that match, as "layers.*" matches layers.0 and layers.0.linear, the outermost counts.
         modules: The names of all of the model's modules, for messages.
 
     Raises:
-        SelectionError: If a pattern matches nothing, or a value is to be kept and recomputed.
+        SelectionError: If a pattern matches nothing, or a value is to be kept and recomputed, or kept and
+            overwritten.
     """
     kept = [v for op in _matching(graph, keep, "keep", modules) for v in _results(graph.ops[op])]
     for pattern in [checkpoints] if isinstance(checkpoints, str) else checkpoints:
@@ -53,7 +54,9 @@ def select(
         kept += [v for op in last.values() for v in _results(graph.ops[op])]
     again = [v for op in _matching(graph, recompute, "recompute", modules) for v in _results(graph.ops[op])]
     again += told_to_recompute(graph)
-    kept += [v for v in _of_collectives(graph) if v not in set(again)]
+    overwritten, of_collectives = _overwritten(graph, kept), _of_collectives(graph)
+    kept += [v for v in of_collectives if v not in set(again)]
+    again += [v for v in overwritten if v not in set(of_collectives)]
     try:
         return Constraints(_marked(graph, kept), _marked(graph, again))
     except GraphError as error:
@@ -100,6 +103,19 @@ def _results(op: Op) -> tuple[ValueId, ...]:
 def _of_collectives(graph: Graph) -> list[ValueId]:
     ops = [graph.ops[i] for i in graph.forward_ops]
     return [v for op in ops if _operator(op).partition(".")[0] in COLLECTIVES for v in op.outputs]
+
+
+def _overwritten(graph: Graph, kept: Collection[ValueId]) -> list[ValueId]:
+    """The values that the step changes in place before the backward, which can run again."""
+    found = [v for v in graph.value_ids if graph.values[v].overwritten and graph.recompute_row[v] >= 0]
+    if both := sorted(set(found) & set(kept)):
+        op = graph.ops[graph.producer[both[0]]]
+        raise SelectionError(
+            f"what {_operator(op)} in {op.module or 'the model'} makes is to be kept, and the step changes "
+            "it in place before the backward: it can only be made again. Leave it out of keep= and "
+            "checkpoints=, or change a copy (y = y + 1, not y += 1)"
+        )
+    return found
 
 
 def _matched(op: Op, pattern: str) -> str:

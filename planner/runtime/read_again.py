@@ -4,7 +4,7 @@ That is what re-runs read again of the inputs, see :mod:`planner.graph.overwritt
 of the results, of which PyTorch hands out views without noticing that they are changed.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class ReadAgain(GraphHook):
         self._outputs: dict[int, int] = {}
 
     def on_traced(self, traced: TracedGraph) -> None:
-        self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
+        self._outputs = aot_metadata.seen_by(traced.joint, traced.forward_outputs)
 
     def emitted(self, joint: JointGraph, backward: Sequence[int], packed: Collection[int]) -> Partition:
         """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""
@@ -70,20 +70,20 @@ class ReadAgain(GraphHook):
     def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
         if node is not None and self._results:
             handed_out = [results[i] for i in self._results if isinstance(results[i], torch.Tensor)]
-            kept = [(t.shape, versions.counter_of(t), versions.version_of(t)) for t in handed_out]
-            node.register_prehook(lambda _: self._look_at_results(kept))
+            shapes = [t.shape for t in handed_out]
+            kept = versions.Watched(dict(enumerate(handed_out)))
+            node.register_prehook(lambda _: self._look_at_results(shapes, kept))
         return results
 
-    def _look_at_results(self, kept: list[tuple[torch.Size, Callable[[], Any], int | None]]) -> None:
-        for shape, counter, version in kept:
-            tensor = counter()
-            if tensor is not None and version is not None and versions.version_of(tensor) != version:
-                plan, sizes = self._plan, "x".join(map(str, shape)) or "a scalar"
-                raise InputsChanged(
-                    f"a result of a part of the forward ({sizes}) was changed in place before the backward, "
-                    f"and the plan for {plan.model.class_name} (budget {plan.target.budget_text}) keeps it "
-                    "for that, which a step without a plan may not do. Change a copy (y = y + 1, not y += 1)"
-                )
+    def _look_at_results(self, shapes: Sequence[torch.Size], kept: versions.Watched) -> None:
+        for i in kept.written():
+            plan, sizes = self._plan, "x".join(map(str, shapes[i])) or "a scalar"
+            raise InputsChanged(
+                f"a result of a part of the forward ({sizes}) was changed in place before the backward, "
+                f"and the plan for {plan.model.class_name} (budget {plan.target.budget_text}) keeps it "
+                "for that, since the step that was planned left it as it was. Plan the step that changes it "
+                "(loss= is a part of it), or change a copy (y = y + 1, not y += 1)"
+            )
 
     def _look(self, kept: list[tuple[int, torch.Tensor, int | None]]) -> None:
         for position, tensor, version in kept:

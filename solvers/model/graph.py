@@ -63,12 +63,15 @@ class Value:
         held_until: The base operation after which the outside world lets go of the first
             computed instance; ``None`` when only operations hold it.
         on_demand: Allocated only in schedules that use it (a saved random generator state).
+        overwritten: Others change the first computed instance before the backward, which therefore has to
+            compute it again.
     """
 
     bytes: int
     name: str = ""
     held_until: BaseOp | None = None
     on_demand: bool = False
+    overwritten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
