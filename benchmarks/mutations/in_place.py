@@ -95,19 +95,6 @@ IN_PLACE = [
         ("tests/test_kept_results.py::test_results_that_are_changed_in_place_are_not_kept",),
     ),
     Mutation(
-        "results-of-bases",
-        "A base of which several results are views is watched by one of these.",
-        "It is not watched.",
-        (
-            Change(
-                "planner/_torch/joint/aot_metadata.py",
-                "            found[i] = d.base_of.idx\n",
-                "            pass\n",
-            ),
-        ),
-        ("tests/test_kept_results.py::test_results_that_are_changed_in_place_are_not_kept",),
-    ),
-    Mutation(
         "views-handed-out",
         "Gradients that a planned backward made leave it as tensors that are no views.",
         "They leave as they are made.",

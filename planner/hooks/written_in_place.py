@@ -30,7 +30,7 @@ class WrittenInPlace(GraphHook):
         self._positions: dict[int, int] = {}
 
     def on_traced(self, traced: TracedGraph) -> None:
-        self._positions = aot_metadata.seen_by(traced.joint, traced.forward_outputs)
+        self._positions = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         node.register_prehook(_looks(dict(enumerate(args)), self.inputs))

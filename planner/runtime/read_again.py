@@ -36,7 +36,7 @@ class ReadAgain(GraphHook):
         self._outputs: dict[int, int] = {}
 
     def on_traced(self, traced: TracedGraph) -> None:
-        self._outputs = aot_metadata.seen_by(traced.joint, traced.forward_outputs)
+        self._outputs = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
 
     def emitted(self, joint: JointGraph, backward: Sequence[int], packed: Collection[int]) -> Partition:
         """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""

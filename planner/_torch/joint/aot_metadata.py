@@ -57,15 +57,6 @@ def _begins_backward(call: torch.fx.Node) -> bool:
     )
 
 
-def seen_by(joint: torch.fx.GraphModule, forward_outputs: int) -> dict[int, int]:
-    """An output of the forward that shares the memory of each of a joint graph's results, by position."""
-    found = output_positions(joint, forward_outputs)
-    for i, d in enumerate(list(joint.graph.output_node().meta["desc"])[:forward_outputs]):
-        if isinstance(d, IntermediateBaseAOTOutput) and isinstance(d.base_of, PlainAOTOutput):
-            found[i] = d.base_of.idx
-    return found
-
-
 def places_among_tensors(joint: torch.fx.GraphModule) -> dict[int, int]:
     """Which of the gradients that hooks of a compiled graph's autograd node are handed belongs to each of the
     forward's inputs, by position: they are those of tensors alone, without symbolic sizes."""
