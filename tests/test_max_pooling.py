@@ -183,3 +183,16 @@ def test_results_that_are_changed_in_place_later_are_not_read(viewed: bool) -> N
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+def test_pooled_results_that_a_loop_changes_in_place_are_not_read() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)).train()
+    x, twin = torch.randn(2, 3, 16, 16), copy.deepcopy(model)
+    planner.plan(model, (x,), loss=torch.sum, budget="100%").apply(model)
+    for each in (model, twin):
+        y = each(x)
+        y -= torch.full((8,), 0.5)
+        y.square().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]

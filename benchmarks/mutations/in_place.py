@@ -66,7 +66,7 @@ IN_PLACE = [
                 "if result is None:",
             ),
         ),
-        ("tests/test_max_pooling.py::test_results_that_are_changed_in_place_later_are_not_read",),
+        ("tests/test_max_pooling.py::test_pooled_results_that_a_loop_changes_in_place_are_not_read",),
     ),
     Mutation(
         "results-changed",
