@@ -95,7 +95,7 @@ RANKS = [
         (
             Change(
                 "planner/problem/selection.py",
-                "    kept += [v for v in _of_collectives(graph) if v not in set(again)]\n",
+                "    kept += [v for v in of_collectives if v not in set(again)]\n",
                 "",
             ),
         ),
