@@ -9,6 +9,7 @@ from planner.user_plan import Plan
 KERNELS = {
     "native_dropout": "bernoulli",
     "draw_mask": "bernoulli",
+    "random": "bernoulli",  # which large masks are drawn by
     "masked_product": "mul",
     "clone": "copy",
     "_to_copy": "copy",

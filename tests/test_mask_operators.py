@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from planner import PlanWarning
+from planner._torch.execution import bernoulli_draws
 from planner._torch.execution.mask_operators import DRAW_MASK, MASKED_PRODUCT, PACK_BITS, UNPACK_BITS
 
 
@@ -35,6 +36,32 @@ def test_dropout_in_two_steps_is_eagers(dtype: torch.dtype, layout: str) -> None
         found = MASKED_PRODUCT(gradient, mask, keep)
         assert torch.equal(found, expected)
         assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("keep", [0.0, 0.1, 1 / 3, 0.9, 1 - 2**-53, 1.0])
+def test_large_masks_are_those_of_bernoulli(keep: float, transposed: bool) -> None:
+    value = torch.empty(3, (1 << 16) + 5).t() if transposed else torch.empty(3, (1 << 16) + 5)
+    made = []
+    for draw in (lambda: DRAW_MASK(value, keep), lambda: torch.empty_like(value).bernoulli_(keep).bool()):
+        torch.manual_seed(7)
+        torch.rand(3)
+        made.append((draw(), torch.get_rng_state()))
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1], made[1][1])
+
+
+def test_draws_that_are_not_bernoullis_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bernoulli_draws.are_bernoullis()
+    monkeypatch.setattr(bernoulli_draws, "_BITS", 24)  # as if a float was made of them
+    bernoulli_draws.are_bernoullis.cache_clear()
+    value = torch.empty(1 << 18)
+    torch.manual_seed(7)
+    mask = DRAW_MASK(value, 0.9)
+    assert not bernoulli_draws.are_bernoullis()
+    torch.manual_seed(7)
+    assert torch.equal(mask, value.bernoulli_(0.9).bool())
+    bernoulli_draws.are_bernoullis.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (8,), (3, 5, 7), ((1 << 18) + 3,), (2, 1 << 18)])

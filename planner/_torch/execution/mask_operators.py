@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from planner._torch import fake
+from planner._torch.execution.bernoulli_draws import draw
 from planner.errors import warn
 
 NAMESPACE = "planner"
@@ -28,7 +29,7 @@ def draw_mask(like: torch.Tensor, keep: float) -> torch.Tensor:
         like: What is dropped out.
         keep: The probability to keep an element.
     """
-    return torch.empty_like(like, dtype=torch.bool).bernoulli_(keep)
+    return draw(torch.empty_like(like, dtype=torch.bool), keep)
 
 
 def masked_product(value: torch.Tensor, mask: torch.Tensor, keep: float) -> torch.Tensor:
