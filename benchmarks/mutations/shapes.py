@@ -81,7 +81,7 @@ SHAPES = [
         "The peak is predicted for the step that recomputes nothing.",
         (
             Change(
-                "planner/runtime/shape_policy.py",
+                "planner/runtime/remap.py",
                 "    return packing, schedule_of(packing.problem, captured, sequences)\n",
                 "    return packing, packing.problem.graph.base_schedule\n",
             ),

@@ -31,16 +31,17 @@ from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
-from planner.capture.captured_step import NO_LOSS, CapturedGraph, CapturedStep, CudaKernels
+from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
 from planner.capture.external_accumulation import (
     ask_for_per_use_gradients,
     reordered_views,
     sums_between_graphs,
 )
-from planner.capture.graph_runner import GraphRunner, collector, let_go, notes_on
+from planner.capture.graph_runner import GraphRunner
 from planner.capture.module_calls import Bound, Marked
 from planner.capture.on_a_copy import RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import RecurrentCalls, recurrent_calls
+from planner.capture.runners import captured_graphs, collector, let_go, notes_on, split_up
 from planner.capture.uncaptured import always_different, failed, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
@@ -228,21 +229,9 @@ class _Capture:
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         if all(runners[i].joint is None for i in ran):
             raise nothing_differentiated([runners[i].graph for i in sorted(ran)], counted)
-        alike = {i: [k for k in sorted(ran) if runners[k].structure == runners[i].structure] for i in ran}
         reasons = [graph_breaks.break_reason(runners[i].graph) for i in sorted(ran)]
         return CapturedStep(
-            [
-                CapturedGraph(
-                    r.structure,
-                    alike[r.index].index(r.index) if r.index in ran else 0,
-                    len(alike.get(r.index, ())),
-                    r.spec,
-                    r.joint if r.index in ran else None,
-                    bool(r.gradients.received),
-                    r.overwritten_results,
-                )
-                for r in runners
-            ],
+            captured_graphs(runners, ran),
             eager,
             recording,
             self.parameters,
@@ -281,6 +270,7 @@ class _Capture:
         module = self.copied.module
         waiting, python, attempts, asked = list(runners), PythonState([module], objects=True), 1, False
         while True:
+            waiting = split_up(waiting, runners)
             traced = len(runners)
             self._trace(waiting, traced)
             if attempts == _MOST_PASSES:

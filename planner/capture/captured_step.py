@@ -1,6 +1,7 @@
 """What capturing a training step gives."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,8 @@ class CapturedGraph:
         passes_gradients: Whether gradients arrive at its outputs. Where there is no joint graph, these are
             views of its inputs.
         overwritten: Results that the step changes in place before their backward, by position.
+        places: Where it stands for some executions of a graph, which get gradients that lie differently from
+            those of the others: which these are. The graph has the same structure and occurrence.
     """
 
     structure: str
@@ -39,6 +42,7 @@ class CapturedGraph:
     joint: JointGraph | None = None
     passes_gradients: bool = False
     overwritten: frozenset[int] = frozenset()
+    places: tuple[int, ...] = ()
 
 
 @dataclass
@@ -76,6 +80,27 @@ class CapturedStep:
     notes: list[str] = field(default_factory=list)
     uncompiled: list[str] = field(default_factory=list)
     overwritten: list[str] = field(default_factory=list)
+
+    def places_of(self, home: int, executions: Mapping[int, int]) -> dict[int, Sequence[int]]:
+        """Which executions of a graph it stands for itself, and which of them others stand for.
+
+        Args:
+            home: The graph's index.
+            executions: How often each of the step's graphs runs, by index.
+
+        Returns:
+            The places of executions among all of the graph, by the index of what stands for them.
+        """
+        graph = self.graphs[home]
+        same = graph.structure, graph.occurrence
+        found: dict[int, Sequence[int]] = {
+            i: g.places
+            for i, g in enumerate(self.graphs)
+            if g.places and g.joint is not None and (g.structure, g.occurrence) == same
+        }
+        elsewhere = {place for places in found.values() for place in places}
+        own = (place for place in itertools.count() if place not in elsewhere)
+        return {home: [*itertools.islice(own, executions.get(home, 0))], **found}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ step that runs with data, what the graph computes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,12 @@ from torch.fx import GraphModule
 
 from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
-from planner._torch.execution.checkpoints import as_written, checkpoint_calls
+from planner._torch.execution.checkpoints import as_written
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
-from planner._torch.module_paths import name_modules, source_name
+from planner._torch.module_paths import source_name
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
-from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
 from planner.capture.alike_executions import AlikeExecutions
 from planner.capture.copies_apart import copy_apart
@@ -46,7 +45,8 @@ from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
 
-_MANY_ALIKE = 3
+_MOST_VARIANTS = 4
+"""Each takes the time to trace a graph."""
 
 
 class GraphRunner:
@@ -55,6 +55,8 @@ class GraphRunner:
     Attributes:
         structure: Digest of the graph, see :func:`structure_of`.
         joint: Its joint graph once :meth:`trace` has run; None where there is nothing to differentiate.
+        home, places: The index of the runner that Dynamo calls, and which of its executions this one runs,
+            see :meth:`split`; none where it is that one.
         per_use_inputs: Positions of the inputs whose gradients are to be returned unsummed.
         spec: How it was traced, once that is done; see :meth:`trace`.
         gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
@@ -89,7 +91,9 @@ class GraphRunner:
         self._alike = AlikeExecutions(self._probed)
         self._without: tuple[int, ...] = ()
         self._instances: dict[int, int] = {}
-        self._executions = 0
+        self._executions = self._calls = 0
+        self.home, self.places = index, tuple[int, ...]()
+        self._variants: dict[int, GraphRunner] = {}  # by execution
         self._known: list[list[torch.Tensor | None]] = []  # by execution: values of outputs without data
         self._halves: Partition | None = None
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
@@ -113,7 +117,11 @@ class GraphRunner:
         if meet_outside(args, self._differentiated, siblings=self._compiled is None):
             raise RuntimeError(MEET_OUTSIDE)
         if self._compiled is not None:
-            return self._compiled(*args)
+            compiled = self._variants.get(self._calls, self)._compiled
+            self._calls += 1
+            assert compiled is not None
+            return compiled(*args)
+        execution = len(self._known)
         outputs = list(self._probed(*args)) if self._data else self._alike(args)
         self._known.append(fake_values.known_values(outputs))
         given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
@@ -125,7 +133,7 @@ class GraphRunner:
                 key = fake.storage_key(tensor)
                 alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
                 outputs[i] = copy_apart(tensor) if alone else tensor.view_as(tensor)
-                self.gradients.watch(i, outputs[i], of_input=key in given, alone=alone)
+                self.gradients.watch(i, outputs[i], execution=execution, of_input=key in given, alone=alone)
         return tuple(outputs)
 
     def sums(self) -> dict[int, int]:
@@ -162,9 +170,36 @@ class GraphRunner:
 
     def record_to(self, recorder: StepRecorder) -> None:
         """Record the executions of the step that now begins."""
-        self.recorder, self._executions = recorder, 0
+        self.recorder, self._executions, self._calls = recorder, 0, 0
         self._instances.clear()
         self._saved.clear()
+
+    def split(self, index: int) -> "list[GraphRunner]":
+        """Runners, of that index and on, of the executions whose gradients lie otherwise than those of most.
+
+        Their backwards are traced for these. In the compiled pass this one hands their executions to them.
+        """
+        others: list[GraphRunner] = []
+        groups = self.gradients.groups() if self._compiled is None else []
+        for executions in groups[1 : _MOST_VARIANTS + 1]:
+            other = GraphRunner(
+                index + len(others),
+                self.graph,
+                self.example_inputs,
+                self._lower,
+                cuda=self._cuda,
+                data=self._data,
+            )
+            other.home, other.places = self.index, tuple(sorted(executions))
+            other._requires_grad = self._requires_grad
+            other.gradients = self.gradients.taken_apart(executions)
+            other._around, other._autocast = self._around, self._autocast
+            other._grad_enabled = self._grad_enabled
+            other._known = [self._known[i] for i in other.places]
+            self._variants |= dict.fromkeys(executions, other)
+            others.append(other)
+        self._known = [known for i, known in enumerate(self._known) if i not in self._variants]
+        return others
 
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
@@ -320,63 +355,6 @@ class GraphRunner:
         released = frozenset(i for i in taken if i >= 0 and recording.storages[i].died_after is not None)
         call = GraphCall(self.index, instance, backward, tuple(taken), tuple(produced), released, allocating)
         recording.events[-1] = replace(recording.events[-1], graph=call)
-
-
-def let_go(runners: Iterable[GraphRunner]) -> None:
-    """Empty runners that no step will call any more.
-
-    Dynamo keeps what it compiled for as long as the process lives, and with them it would keep the model that
-    was planned, its copy, and the example inputs.
-    """
-    for runner in runners:
-        vars(runner).clear()
-
-
-def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
-    """What the user should know of the captured graphs; ``regions``: whether some are regions."""
-    notes = []
-    if calls := sum(checkpoint_calls(runner.graph) for runner in runners):
-        notes.append(
-            f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
-            "what is recomputed is decided by the plan"
-        )
-    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners)
-    if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
-        notes.append(
-            f"{most} regions are alike in operations and sizes and are captured one by one, since their code "
-            "reads what differs between them, as a layer's own number with a cache of keys and values: "
-            "planning and the first step take longer with every layer. For Hugging Face's models "
-            "model.config.use_cache = False makes them one graph"
-        )
-    return notes
-
-
-def _shape(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value.shape)) if isinstance(value, torch.Tensor) else ()  # sizes may be symbols
-
-
-def collector(
-    runners: list[GraphRunner],
-    module: torch.nn.Module,
-    lower: Lowering,
-    *,
-    cuda: bool = False,
-    data: bool = False,
-) -> Callable[..., Any]:
-    """A Dynamo backend that puts a runner in the place of every graph of a module, and into ``runners``.
-
-    With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
-    they compute their results, by functions that ``lower`` makes; else they return tensors without data.
-    """
-
-    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
-        call_what_was_captured(graph)
-        name_modules(graph, module)
-        runner = GraphRunner(len(runners), graph, example_inputs, lower, cuda=cuda, data=data)
-        runners.append(runner)
-        return runner
-
-    return backend
 
 
 def _stand_in(graph: torch.fx.Graph, original: Any, env: dict[Any, Any]) -> Any:

@@ -5,6 +5,7 @@ A backward that is traced for gradients of other strides than eager's sums over 
 
 import functools
 from collections import Counter
+from collections.abc import Collection
 
 import torch
 
@@ -12,6 +13,9 @@ from planner._torch.joint import aot_metadata
 from planner._torch.joint.memory_layout import MemoryLayout
 from planner._torch.versions import version_of
 from planner.graph.joint_graph import JointGraph
+
+_Arrived = tuple[tuple[int, ...], MemoryLayout | None]
+"""Of one gradient the strides, and the layout if these are not the output's."""
 
 
 class TangentLayouts:
@@ -28,16 +32,19 @@ class TangentLayouts:
         self.awaited: set[int] = set()
         self.received: set[int] = set()
         self.layouts: dict[int, MemoryLayout] = {}
-        self._arrived: dict[int, Counter[tuple[tuple[int, ...], MemoryLayout | None]]] = {}
+        self._arrived: dict[int, dict[int, list[_Arrived]]] = {}  # by output, and by execution
         self._aliases: list[tuple[int, torch.Tensor, int | None]] = []
         self._of_inputs: set[int] = set()
 
-    def watch(self, output: int, tensor: torch.Tensor, *, of_input: bool, alone: bool) -> None:
+    def watch(
+        self, output: int, tensor: torch.Tensor, *, execution: int, of_input: bool, alone: bool
+    ) -> None:
         """Watch an output.
 
         Args:
             output: Its position.
             tensor: The output, as a tensor that nothing inside the graph uses.
+            execution: Of which execution of the graph in the step it is.
             of_input: Whether it is a view of an input. These are taken as without a plan, but for those that
                 one operation makes several of.
             alone: Whether it shares no memory with an input or another output.
@@ -48,16 +55,18 @@ class TangentLayouts:
             self._aliases.append((output, alias, version_of(alias)))
         if of_input:
             self._of_inputs.add(output)
-        tensor.register_hook(functools.partial(self._receive, output, memory_steps(tensor)))
+        tensor.register_hook(functools.partial(self._receive, output, execution, memory_steps(tensor)))
 
-    def _receive(self, output: int, steps: tuple[int, ...], gradient: torch.Tensor | None) -> None:
+    def _receive(
+        self, output: int, execution: int, steps: tuple[int, ...], gradient: torch.Tensor | None
+    ) -> None:
         if gradient is None:  # an autograd function of the user's returned none
             return
         self.received.add(output)
         arrived = memory_steps(gradient)
         if 0 not in arrived:
             layout = None if arrived == steps else MemoryLayout.of(gradient)
-            self._arrived.setdefault(output, Counter())[arrived, layout] += 1
+            self._arrived.setdefault(output, {}).setdefault(execution, []).append((arrived, layout))
 
     def end(self) -> None:
         """The step is over. Where a tensor with several views was changed in place, the views' gradients
@@ -67,9 +76,39 @@ class TangentLayouts:
         # Where it is the output's own as often, that is: a copy of another takes no memory for gaps.
         most = {
             output: max(counted, key=lambda arrived: (counted[arrived], arrived[1] is None))[1]
-            for output, counted in self._arrived.items()
+            for output, counted in self._counted().items()
         }
         self.layouts = {output: layout for output, layout in most.items() if layout is not None}
+
+    def groups(self) -> list[set[int]]:
+        """Executions of which the gradients lie alike, apart from those of others: the largest group first.
+        One to which no gradient came may be in any, and is in none."""
+        groups: list[tuple[dict[int, MemoryLayout | None], set[int]]] = []
+        by_execution: dict[int, dict[int, MemoryLayout | None]] = {}
+        for output, arrived in self._arrived.items():
+            for execution, found in arrived.items():
+                if output not in self._of_inputs:
+                    by_execution.setdefault(execution, {})[output] = found[0][1]
+        for execution, layouts in sorted(by_execution.items()):
+            for known, group in groups:
+                if all(known.get(output, layout) == layout for output, layout in layouts.items()):
+                    known.update(layouts)
+                    group.add(execution)
+                    break
+            else:
+                groups.append((layouts, {execution}))
+        return sorted((group for _, group in groups), key=len, reverse=True)
+
+    def taken_apart(self, executions: Collection[int]) -> "TangentLayouts":
+        """What is known of some executions, of which this one then knows no more."""
+        taken = TangentLayouts()
+        taken.awaited, taken._of_inputs = set(self.awaited), set(self._of_inputs)
+        for output, arrived in self._arrived.items():
+            found = {execution: arrived.pop(execution) for execution in executions if execution in arrived}
+            if found:
+                taken._arrived[output] = found
+        taken.received = set(self.received)
+        return taken
 
     def relaid(self, joint: JointGraph) -> int:
         """How often a gradient arrived that a traced backward may take a copy of, since it was traced for one
@@ -77,11 +116,19 @@ class TangentLayouts:
         traced = aot_metadata.gradients_of_outputs(joint.graph)
         return sum(
             count
-            for i, counted in self._arrived.items()
+            for i, counted in self._counted().items()
             if (i in traced or i not in self._of_inputs) and any(layout for _, layout in counted)
             for (steps, layout), count in counted.items()
             if (steps != memory_steps(traced[i]) if i in traced else layout is not None)
         )
+
+    def _counted(self) -> dict[int, Counter[_Arrived]]:
+        """How often a gradient arrived in each way, by output."""
+        return {
+            output: Counter(each for found in arrived.values() for each in found)
+            for output, arrived in self._arrived.items()
+            if arrived
+        }
 
 
 def has_steps(tensor: torch.Tensor) -> bool:

@@ -139,6 +139,12 @@ class GraphRecord(Program):
     occurrences: Index = Field(
         default=0, description="how many graphs of that structure the step has; 0: as many as are here"
     )
+    places: list[Index] = Field(
+        default=[],
+        max_length=MOST_OPS,
+        description="where it stands for some executions of another graph, of its structure and occurrence, "
+        "whose gradients lie otherwise than those of most: which of them these are",
+    )
     unused_outputs: list[Index] = Field(
         max_length=MOST_OPS, description="outputs of the module that get no gradient"
     )
@@ -206,6 +212,10 @@ class GraphRecord(Program):
         if self.occurrence >= max(self.occurrences, 1):
             raise InconsistentError(
                 f"occurrence {self.occurrence} of {self.occurrences}; they count from 0", "occurrence"
+            )
+        if self.places and len(self.places) != len(self.executions):
+            raise InconsistentError(
+                f"{len(self.places)} places of {len(self.executions)} executions", "places"
             )
         forward_length, count = self.forward_length, len(self.ops)
         for index, op in enumerate(self.ops[forward_length:], forward_length):

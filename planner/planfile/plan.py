@@ -170,6 +170,11 @@ class PlanRecord(Record):
             raise InconsistentError(message, "whole_step")
         if self.coverage == "one-graph" and len(self.graphs) != 1:
             raise InconsistentError(f"there are {len(self.graphs)} where the coverage is one-graph", "graphs")
+        known = {(graph.structure, graph.occurrence) for graph in self.graphs if not graph.places}
+        for index, graph in enumerate(self.graphs):
+            if (graph.structure, graph.occurrence) not in known:
+                message = "it stands for executions of a graph that is not there"
+                raise InconsistentError(message, "graphs", index, "places")
         if self.step is not None:
             self._check_step(self.step)
         return self

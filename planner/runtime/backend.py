@@ -141,7 +141,7 @@ class PlanBackend:
             # At symbolic sizes gradients are copied to lie as the outputs do.
             symbolic = replace(spec, tangent_layouts={})
             otherwise = self._compile(graph, example_inputs, record, symbolic, exactly=record is not None)
-            if not spec.tangent_layouts:
+            if not any(g.gradient_layouts for g in self._plan.graphs if g.structure == structure):
                 return otherwise
             beyond = self._laid_out_otherwise
         except Exception as error:  # whatever PyTorch's operators raise at symbolic sizes
@@ -197,6 +197,8 @@ class PlanBackend:
         def compile_(number: int, inputs: Sequence[Any]) -> Callable[..., Any]:
             program = plan.programs[number]
             spec = among_sizes(GraphSpec.of(program), graph, inputs)
+            if any(map(fake.is_size, inputs)):
+                spec = replace(spec, tangent_layouts={})
             return self._program(graph, inputs, program, spec, exactly, warn_of_it=False)[0]
 
         def compile_later(number: int, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -209,7 +211,7 @@ class PlanBackend:
         programs: dict[int, Callable[..., Any]] = {plan.number(record.programs[0]): first}
         # Those of others are compiled when they are needed, but for symbolic sizes, known only here.
         symbolic = any(map(fake.is_size, example_inputs))
-        own = map(plan.number, record.by_execution)
+        own = {plan.order[i] for i in plan.of_graph[record.occurrence]}
         for number in range(len(plan.programs)) if symbolic else own:
             if number not in programs:
                 programs[number] = compile_(number, example_inputs)
@@ -224,7 +226,7 @@ class PlanBackend:
         )
 
     def _shared(self, plan: Alike, strayed: bool) -> None:
-        for record in plan.records.values():
+        for record in plan.records:
             self._path.follow(record)
         if strayed:
             warn(
@@ -319,7 +321,7 @@ class PlanBackend:
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in order,
         once for the shapes that were planned and again for others."""
-        matching = [g for g in self._plan.graphs if g.structure == structure]
+        matching = [g for g in self._plan.graphs if g.structure == structure and not g.places]
         count = self._captured[structure]
         self._captured[structure] += 1
         if not matching:

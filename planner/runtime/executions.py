@@ -5,6 +5,7 @@ for all that follow, and which of the two it does changes: a number that differs
 capture the second anew, for any number, and from the next step on that capture may run for the first too.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,14 @@ class Alike:
     """The executions, in a step, of all graphs of one structure.
 
     Attributes:
-        records: The plan's graphs, by occurrence.
+        records: The plan's graphs.
         programs: What their executions run, each once.
         order: For every execution, in the order of the step, which of the programs it runs.
-        of_graph: For each graph, by occurrence, which of the executions are its.
+        of_graph: For each graph, by occurrence, which of the executions are its, those that others
+            of the plan's graphs stand for among them.
     """
 
-    records: dict[int, GraphRecord]
+    records: list[GraphRecord]
     programs: list[GraphRecord]
     order: list[int]
     of_graph: dict[int, list[int]]
@@ -46,7 +48,7 @@ def _key(program: GraphRecord) -> tuple[Any, ...]:
 def alike(plan: PlanRecord, structure: str) -> Alike:
     """What a plan says of the graphs of a structure."""
     numbers = [i for i, graph in enumerate(plan.graphs) if graph.structure == structure]
-    runs = [(i, execution) for i in numbers for execution in range(len(plan.graphs[i].executions))]
+    runs = [run for i in numbers if not plan.graphs[i].places for run in runs_of(plan, plan.graphs[i])]
     if len(numbers) > 1 and plan.step is not None:
         seen = dict.fromkeys((i, execution) for i, execution, _ in plan.step.places())
         if seen.keys() >= {*runs}:
@@ -62,8 +64,22 @@ def alike(plan: PlanRecord, structure: str) -> Alike:
         programs += [program] if number == len(programs) else []
         of_graph[plan.graphs[i].occurrence].append(len(order))
         order.append(number)
-    records = {plan.graphs[i].occurrence: plan.graphs[i] for i in numbers}
-    return Alike(records, programs, order, of_graph, numbered)
+    return Alike([plan.graphs[i] for i in numbers], programs, order, of_graph, numbered)
+
+
+def runs_of(plan: PlanRecord, home: GraphRecord) -> list[tuple[int, int]]:
+    """The executions of what Dynamo captures as one graph: the index of that of the plan's graphs that stands
+    for it, and which of the executions of that it is."""
+    found: dict[int, tuple[int, int]] = {}
+    own = []
+    for i, graph in enumerate(plan.graphs):
+        if (graph.structure, graph.occurrence) == (home.structure, home.occurrence):
+            runs = [(i, execution) for execution in range(len(graph.executions))]
+            found |= zip(graph.places, runs, strict=False)
+            own += [] if graph.places else runs
+    free = (place for place in itertools.count() if place not in found)
+    found |= zip(free, own, strict=False)
+    return [run for _, run in sorted(found.items())]
 
 
 class Executions:

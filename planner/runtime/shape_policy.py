@@ -13,27 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 
 from planner._torch import pytree
-from planner.capture.captured_step import CapturedStep
 from planner.environment import tell
 from planner.errors import PlanMismatch, warn
-from planner.graph.joint_graph import JointGraph
 from planner.planfile.budget import format_bytes
-from planner.planfile.plan import GraphRecord, PlanRecord, TensorRecord, WholeStep
+from planner.planfile.plan import PlanRecord, TensorRecord, WholeStep
 from planner.planning.make_plan import input_records
 from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
-from planner.problem.build import Problem
-from planner.problem.encodings import packed_as
 from planner.runtime.own_errors import is_meant
-from planner.runtime.remap import remap_schedule
+from planner.runtime.remap import schedule_at
 from planner.training_step.inputs import names_of_parameters
 from planner.training_step.step import Loss, Step
-from solvers.model.arrays import Schedule
-from solvers.model.indices import BaseOp, RowId, numbered
 from solvers.model.schedule import simulate
 
 OnNewShape = Literal["reapply", "replan", "error"]
@@ -322,71 +315,6 @@ def _taken(plan: PlanRecord, prepared: Prepared) -> tuple[int, WholeStep]:
     sequences = problem.backward_sequences(prepared.captured, schedule)
     peak_bytes = emitted_model(prepared, plan.fusion).step(sequences).peak_bytes
     return peak_bytes, prepared.footprint.whole_step(peak_bytes, problem.final_bytes)
-
-
-def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
-    """A plan's schedule for a step that was captured again, at other shapes perhaps.
-
-    Returns:
-        The step with the masks packed that the plan packs, and the schedule of its problem.
-
-    Raises:
-        PlanMismatch: The step is made of other graphs than the plan.
-    """
-    captured = prepared.captured
-    joints = [g.joint for g in captured.graphs]
-    there = [joint for joint in joints if joint is not None]
-    if len(there) != len(plan.graphs):
-        raise PlanMismatch(f"it is captured as {len(there)} graphs, the plan has {len(plan.graphs)}")
-    found = iter(
-        [
-            [_sequence(program, joint) for program in record.by_execution]
-            for record, joint in zip(plan.graphs, there, strict=True)
-        ]
-    )
-    decided = [next(found) if joint is not None else [] for joint in joints]
-    masks = {
-        (source.graph, source.instance, source.op)
-        for source in prepared.problem.sources
-        if source.graph >= 0
-        and (runs := decided[source.graph])
-        and source.op in runs[min(source.instance, len(runs) - 1)][1]
-    }
-    packing = replace(prepared, problem=packed_as(prepared.problem, prepared.packings, masks))
-    sequences = [[backward for backward, _ in runs] for runs in decided]
-    return packing, schedule_of(packing.problem, captured, sequences)
-
-
-def schedule_of(
-    problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[Sequence[int]]]
-) -> Schedule:
-    """The schedule in which the backward of every captured graph runs a sequence of its operations for each
-    execution; the last one's for those beyond."""
-    sources = problem.sources
-    rows = {(s.graph, s.instance, s.op): row for row, s in numbered(BaseOp, sources) if s.graph >= 0}
-    begun: set[tuple[int, int]] = set()
-    schedule: list[RowId] = []
-    for row, source in numbered(BaseOp, sources):
-        joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
-        if joint is None or source.op < joint.forward_length:
-            schedule.append(row)
-        elif (source.graph, source.instance) not in begun:
-            begun.add((source.graph, source.instance))
-            of_graph = sequences[source.graph]
-            for op in of_graph[min(source.instance, len(of_graph) - 1)]:
-                base = rows[source.graph, source.instance, op]
-                schedule.append(base if op >= joint.forward_length else problem.graph.rerun(base))
-    return np.array(schedule, dtype=np.int64)
-
-
-def _sequence(record: GraphRecord, joint: JointGraph) -> tuple[Sequence[int], Sequence[int]]:
-    same = len(joint.ops) == len(record.ops) and all(
-        op.name == known.name for op, known in zip(joint.ops, record.ops, strict=True)
-    )
-    if same:
-        return record.backward, record.packed
-    remapped = remap_schedule(record, joint)
-    return remapped.backward, remapped.packed
 
 
 def _covers(known: Mapping[str, tuple[int, ...]], shapes: Shapes) -> bool:

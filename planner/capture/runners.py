@@ -1,0 +1,111 @@
+"""The runners of the graphs of one step: how they come about, and what is said of them."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from planner._torch.execution.checkpoints import checkpoint_calls
+from planner._torch.module_paths import name_modules
+from planner._torch.tracing.named_functions import call_what_was_captured
+from planner.capture.captured_step import CapturedGraph
+from planner.capture.graph_runner import GraphRunner
+from planner.lowering.lowerings import Lowering
+
+_MANY_ALIKE = 3
+
+
+def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> list[CapturedGraph]:
+    """What capturing gives of each graph.
+
+    Args:
+        runners: All runners.
+        ran: The indices of those that the recorded step ran.
+    """
+    homes = {i: runners[i].home for i in ran}
+    alike = {
+        home: [k for k in sorted({*homes.values()}) if runners[k].structure == runners[home].structure]
+        for home in {*homes.values()}
+    }
+    return [
+        CapturedGraph(
+            r.structure,
+            alike[r.home].index(r.home) if r.index in homes else 0,
+            len(alike[r.home]) if r.index in homes else 0,
+            r.spec,
+            r.joint if r.index in homes else None,
+            bool(r.gradients.received),
+            r.overwritten_results,
+            r.places,
+        )
+        for r in runners
+    ]
+
+
+def split_up(waiting: Iterable[GraphRunner], runners: list[GraphRunner]) -> list[GraphRunner]:
+    """Runners that wait to be traced, with those that are split off them, which are added to all runners."""
+    found = []
+    for runner in waiting:
+        others = runner.split(len(runners))
+        runners += others
+        found += [runner, *others]
+    return found
+
+
+def let_go(runners: Iterable[GraphRunner]) -> None:
+    """Empty runners that no step will call any more.
+
+    Dynamo keeps what it compiled for as long as the process lives, and with them it would keep the model that
+    was planned, its copy, and the example inputs.
+    """
+    for runner in runners:
+        vars(runner).clear()
+
+
+def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
+    """What the user should know of the captured graphs; ``regions``: whether some are regions."""
+    notes = []
+    if calls := sum(checkpoint_calls(runner.graph) for runner in runners):
+        notes.append(
+            f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
+            "what is recomputed is decided by the plan"
+        )
+    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners if not r.places)
+    if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
+        notes.append(
+            f"{most} regions are alike in operations and sizes and are captured one by one, since their code "
+            "reads what differs between them, as a layer's own number with a cache of keys and values: "
+            "planning and the first step take longer with every layer. For Hugging Face's models "
+            "model.config.use_cache = False makes them one graph"
+        )
+    return notes
+
+
+def _shape(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value.shape)) if isinstance(value, torch.Tensor) else ()  # sizes may be symbols
+
+
+def collector(
+    runners: list[GraphRunner],
+    module: torch.nn.Module,
+    lower: Lowering,
+    *,
+    cuda: bool = False,
+    data: bool = False,
+) -> Callable[..., Any]:
+    """A Dynamo backend that puts a runner in the place of every graph of a module, and into ``runners``.
+
+    With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
+    they compute their results, by functions that ``lower`` makes; else they return tensors without data.
+    """
+
+    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
+        call_what_was_captured(graph)
+        name_modules(graph, module)
+        runner = GraphRunner(len(runners), graph, example_inputs, lower, cuda=cuda, data=data)
+        runners.append(runner)
+        return runner
+
+    return backend
