@@ -100,3 +100,15 @@ def test_several_gradients_at_once_are_an_error_that_says_what_to_do() -> None:
     gradients = torch.randn(3, *y.shape)
     with pytest.raises(planner.PlanMismatch, match=r"is_grads_batched.*planner\.remove"):
         torch.autograd.grad(y, list(model.parameters()), gradients, is_grads_batched=True)
+
+
+def test_a_plan_that_is_applied_between_a_forward_and_its_backward() -> None:
+    model, args, _ = layers(Without)
+    plan = plan_of(model, args)
+    loss = model(*args)
+    plan.apply(model)
+    with no_plan_warnings():
+        loss.backward()
+    loss = model.forward(*args)
+    with pytest.warns(planner.PlanWarning, match=r"not model\.forward\(x\)"):
+        loss.backward()

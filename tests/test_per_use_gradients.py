@@ -366,3 +366,31 @@ def test_layers_that_share_a_graph_have_their_own_programs() -> None:
     assert [g.occurrence for g in layers] == [1, 2]
     assert [len(g.executions) for g in layers] == [1, 2]
     assert len(layers[1].other_programs) == 1
+
+
+class ChangesWhatItIsGiven(nn.Module):
+    """What one graph returns is changed in place by the next, which has one use of another result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            z = layer(torch.sigmoid(y))
+            torch._dynamo.graph_break()
+            z += y
+            y = z
+        return y.square().mean()
+
+
+def test_a_graph_that_changes_what_it_is_given(capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model, x = ChangesWhatItIsGiven().train(), torch.randn(64, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, (x,), budget="min", solver="sqrt_n")
+        report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert "Traceback" not in capfd.readouterr().err

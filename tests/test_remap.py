@@ -5,9 +5,10 @@ import torch
 import torch.nn as nn
 
 from planner.capture.capture import capture
+from planner.errors import PlanWarning
 from planner.graph.joint_graph import JointGraph
 from planner.planfile.plan import GraphRecord
-from planner.runtime.remap import remap_schedule
+from planner.runtime.remap import remap_schedule, why_grown
 from planner.training_step.step import Step
 from planner.user_plan import Plan
 from tests.side_by_side import Layers, layers, plan_of
@@ -80,3 +81,13 @@ def test_layers_that_differ_in_their_numbers_alone() -> None:
     model, args, _ = layers()
     record = _record(plan_of(model, args))
     assert remap_schedule(record, _joint(Renamed())).backward == record.backward
+
+
+def test_a_model_that_was_converted_after_it_was_planned_is_said_to_be() -> None:
+    model, args, _ = layers()
+    plan = plan_of(model, args)
+    plan.apply(model).double()
+    with pytest.warns(PlanWarning, match="parameters are float64, and were float32 when it was planned"):
+        model(args[0].double()).backward()
+    assert why_grown(plan, Layers(2)).startswith("its parameters or buffers have other names, shapes")
+    assert why_grown(plan, Layers()) == "something else in the model sets sizes"

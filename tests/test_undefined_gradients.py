@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import planner
 
 CALLED: list[torch.Tensor] = []
+HOOKED: list[tuple[Any, ...]] = []
 NODES: list[weakref.ref[Any]] = []
 
 
@@ -90,3 +92,52 @@ def test_a_function_that_did_nothing_goes_with_its_step() -> None:
         assert NODES[0]() is None
     finally:
         gc.enable()
+
+
+@torch.compiler.disable
+def _hooked(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: HOOKED.append(("input", gradient)))
+    result: torch.Tensor = inner(x)
+    result.register_hook(lambda gradient: HOOKED.append(("result", gradient)))
+    return result
+
+
+def test_hooks_of_modules_and_outputs_are_not_called_without_a_gradient() -> None:
+    model = Between(_hooked).train()
+    x = torch.randn(24, 32)
+    planned = copy.deepcopy(model)
+    for each in (model, planned):
+        each.inner.register_full_backward_pre_hook(lambda _, outer: HOOKED.append(("before", outer)))
+        each.inner.register_full_backward_hook(
+            lambda _, inner, outer: HOOKED.append(("module", inner, outer))
+        )
+    plan = planner.plan(planned, (x,), loss=lambda y: (y[0] + y[1]).sum(), budget="min", solver="sqrt_n")
+    plan.apply(planned)
+    for used in ([0], [0, 1], [1], [0]):
+        calls = []
+        for each in (model, planned):
+            HOOKED.clear()
+            outputs = each(x)
+            for i, output in enumerate(outputs):
+                output.register_hook(lambda gradient, i=i: HOOKED.append((str(i), gradient)))
+            torch.stack([outputs[i].square().sum() for i in used]).sum().backward()
+            calls.append(sorted(HOOKED, key=lambda call: call[0]))
+        theirs, ours = calls
+        assert [call[0] for call in ours] == [call[0] for call in theirs]
+        for our, their in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+            assert our == their if isinstance(our, str) else torch.equal(our, their)
+
+
+def test_a_hook_that_is_taken_from_an_output_is_not_called() -> None:
+    model, x = Between(_function).train(), torch.randn(24, 32)
+    plan = planner.plan(model, (x,), loss=lambda y: (y[0] + y[1]).sum(), budget="min", solver="sqrt_n")
+    first, second = plan.apply(model)(x)
+    called: list[torch.Tensor] = []
+    handle = first.register_hook(called.append)
+    second.register_hook(lambda gradient: 2 * gradient)
+    handle.remove()
+    (first + second).sum().backward()
+    assert not called
+    bias = model.second.bias.grad
+    assert bias is not None
+    assert torch.equal(bias, torch.full((32,), 48.0))

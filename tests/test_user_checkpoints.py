@@ -128,3 +128,25 @@ def test_a_module_that_is_planned_inside_a_checkpoint_of_the_user(use_reentrant:
         ours = left_by(model, loop)
     assert installed_plan(model) is not None
     assert_same(ours, left_by(twin, loop))
+
+
+class DrawsOthers(Layers):
+    """Its second layer draws other numbers in the backward than in the forward, without a plan."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i == 1:
+                x = x + checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.heavy
+def test_a_checkpoint_that_draws_other_numbers_in_the_backward_runs_as_it_is() -> None:
+    _, plan = trains_alike(DrawsOthers, expected_runs=None)
+    assert plan.coverage != "one-graph"
+    model, args, _ = layers(DrawsOthers)
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer[2].p = 0.0  # type: ignore[index]
+    assert plan_of(model, args).coverage == "one-graph"  # nothing is drawn

@@ -3,13 +3,14 @@
 import contextlib
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch import compat
@@ -53,6 +54,24 @@ def accumulates_into(node: Any) -> list[Any]:
     behind = [after for after, _ in node.next_functions if after is not None]
     further = [after for one in behind for after, _ in one.next_functions if after is not None]
     return [one for one in (*behind, *further) if hasattr(one, "variable")]
+
+
+class _Alive:
+    """Lives as long as an autograd node that holds it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def accumulates_for_a_graph(leaf: torch.Tensor) -> Callable[[], bool] | None:
+    """Whether a graph holds the node that accumulates a leaf's gradient; None where there is none now.
+
+    A leaf has one such node at a time, which all of its graphs share and which goes with the last of them.
+    """
+    node: Any = get_gradient_edge(leaf).node
+    alive = node.metadata.setdefault("planner: alive", _Alive())
+    there = weakref.ref(alive)
+    del node, alive
+    return None if there() is None else lambda: there() is not None
 
 
 def engine_calls() -> bool:
@@ -190,6 +209,24 @@ class _Guard:
         return self.hook(given)
 
 
+class _GuardedHooks(OrderedDict[int, Any]):
+    """Hooks on one tensor, each behind a guard from the moment that it is registered."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, hook if isinstance(hook, _Guard) else _Guard(hook))
+
+
+def call_no_hooks_without_gradient(tensor: Any) -> None:
+    """Have hooks that come to be on a tensor that is no leaf called where it gets a gradient, only.
+
+    The engine calls them with None where another result of the tensor's node gets one. It does so before
+    anything of the node's can look.
+    """
+    if tensor._backward_hooks is None:
+        tensor._backward_hooks = _GuardedHooks()
+        tensor.grad_fn._register_hook_dict(tensor)
+
+
 def leave_out_hooks_without_gradients(node: Any, others: Sequence[dict[int, Callable[[Any], Any]]]) -> None:
     """Call no hooks, in the backward that is running, where a node hands on no gradient.
 
@@ -235,7 +272,8 @@ def leave_out_functions_without_gradients(node: Any) -> None:
     """Have autograd functions of Python, behind a node that hands on no gradient, do nothing without one.
 
     They are called with zeros in its place, and what is behind them gets gradients of zeros. A backward
-    without that node would not come to them. Other compiled nodes see to what is behind them themselves.
+    without that node would not come to them, nor call the hooks on them, among these a module's hooks on its
+    backward. Other compiled nodes see to what is behind them themselves.
     """
     pending, seen = [node], {node}
     while pending:
@@ -254,9 +292,16 @@ def _do_nothing_without_gradients(function: Any) -> None:
     if "apply" in vars(function):
         return
     arrived = {"some": True}
-    function.register_prehook(
+    before = function.register_prehook(
         lambda gradients: arrived.update(some=any(gradient is not None for gradient in gradients))
     )
+    after = function.register_hook(lambda *_: None)
+    for handle in (before, after):
+        hooks = handle.hooks_dict_ref()  # PyTorch keeps all of a node's in one
+        for key, hook in hooks.items():
+            if key != handle.id:
+                hooks[key] = _where_some_arrived(hook)
+    after.remove()
     apply, inputs = type(function).apply, len(function.needs_input_grad)
     itself = weakref.ref(function)  # or it would live, and its graph, until Python's collector runs
 
@@ -264,6 +309,15 @@ def _do_nothing_without_gradients(function: Any) -> None:
         return apply(itself(), *gradients) if arrived["some"] else (None,) * inputs
 
     function.apply = applied
+
+
+def _where_some_arrived(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook on a node, called where one of the node's gradients has arrived."""
+
+    def called(*given: Any) -> Any:
+        return hook(*given) if any(gradient is not None for gradient in given[-1]) else None
+
+    return called
 
 
 def after_this_backward(call: Callable[[], None]) -> None:

@@ -79,7 +79,7 @@ class _Inside:
     def __init__(self, graph: GraphModule, args: Sequence[Any], known: _Known) -> None:
         self.known = known
         with torch.enable_grad():
-            self._arguments, self._results = aot.run_without_data(graph, args)
+            self._arguments, _, self._results = aot.run_without_data(graph, args)
         self._gradients: dict[tuple[Any, ...], list[_Layout | None]] = {}
 
     def gradients(self, arrived: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -26,18 +26,18 @@ def sums_between_graphs(recording: Recording, runners: Sequence[GraphRunner]) ->
         The graph and the position of the input (-1: unknown) of each.
     """
     sums = {r.index: r.sums() for r in runners if r.joint is not None}
-    added_up: dict[int, tuple[int, int]] = {}
+    added_up: dict[int, list[tuple[int, int]]] = {}  # one gradient may be that of several inputs
     found = []
     for event in recording.events:
         call = event.graph
         if call is not None and call.backward:
             for output, position in sums[call.graph].items():
                 if call.outputs[output] >= 0:
-                    added_up[call.outputs[output]] = (call.graph, position)
+                    added_up.setdefault(call.outputs[output], []).append((call.graph, position))
         elif call is None and event.backward and event.call is not None:
             name = recording.calls[event.call].func.overloadpacket
             if name in _ADDITIONS and len(event.reads) == 2 and event.reads[0] >= 0:
-                found += [added_up[r] for r in event.reads[1:] if r in added_up]
+                found += [one for r in event.reads[1:] for one in added_up.get(r, ())]
     return found
 
 

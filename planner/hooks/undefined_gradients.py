@@ -68,6 +68,13 @@ class UndefinedGradients(GraphHook):
         ]
         node.register_prehook(lambda gradients: self._look(gradients, inside))
 
+    def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
+        if node is not None and self.watches:
+            for result in results:
+                if isinstance(result, torch.Tensor) and result.grad_fn is node:
+                    autograd.call_no_hooks_without_gradient(result)
+        return results
+
     def _look(self, gradients: tuple[torch.Tensor | None, ...], inside: Sequence[tensors.HooksOn]) -> None:
         absent = frozenset(t for i, t in self._tangents.items() if gradients[i] is None)
         if absent:

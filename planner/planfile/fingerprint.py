@@ -5,13 +5,18 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
-def state_digest(model: "nn.Module") -> str:
+def state_digest(model: "nn.Module", floating: "torch.dtype | None" = None) -> str:
     """Hash the sorted names, shapes and dtypes of a module's `state_dict`.
 
     No tensor's data is read, so it works on the meta device, and costs nothing for large models.
+
+    Args:
+        model: The module.
+        floating: As if floating point numbers were of this type; None for those that they are of.
 
     Returns:
         a hexadecimal SHA-256 of 64 characters, the same for models that can load each other's state.
@@ -19,7 +24,8 @@ def state_digest(model: "nn.Module") -> str:
     lines = []
     for name, entry in sorted(model.state_dict().items()):
         try:
-            shape, dtype = [int(size) for size in entry.shape], str(entry.dtype)
+            of_type = floating if floating is not None and entry.is_floating_point() else entry.dtype
+            shape, dtype = [int(size) for size in entry.shape], str(of_type)
         except (AttributeError, RuntimeError):
             # A module's extra state need not be a tensor, and a lazy parameter has no shape yet.
             shape, dtype = [], type(entry).__qualname__

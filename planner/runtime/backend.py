@@ -44,11 +44,13 @@ from planner.runtime.per_shape import MOST_SHAPES, StaticShapes
 from planner.runtime.read_again import ReadAgain
 from planner.runtime.remap import (
     among_sizes,
+    grown,
     matches,
     planned_bytes,
     remap_schedule,
     same_operations,
     total_bytes,
+    why_grown,
 )
 
 logger = logging.getLogger(__name__)
@@ -354,7 +356,7 @@ class PlanBackend:
             remapped = remap_schedule(record, joint)
             # Where all that the operations produce fits into the planned peak, any order of them does.
             fits = total_bytes(joint) <= self._plan.predicted.dynamic_peak_bytes
-            if not fits and (not remapped.only_less or _grown(record, joint)):
+            if not fits and (not remapped.only_less or grown(record, joint)):
                 warn(
                     f"PyTorch traces this model into other operations than when the plan was made "
                     f"({self._what_differs()}); of the {remapped.planned} operations that the plan re-runs "
@@ -363,10 +365,10 @@ class PlanBackend:
                 )
             return remapped.backward, remapped.packed
         same = joint.fingerprint == record.fingerprint
-        if not same and _grown(record, joint) and not self._warned_of_shapes():
+        if not same and grown(record, joint) and not self._warned_of_shapes():
             warn(
                 f"the operations produce {total_bytes(joint):,} bytes instead of {planned_bytes(record):,}, "
-                "although the inputs have the planned shapes: something else in the model sets sizes. The "
+                f"although the inputs have the planned shapes: {why_grown(self._plan, self._model())}. The "
                 "step may exceed the budget"
             )
         return record.backward, record.packed
@@ -393,7 +395,3 @@ def _per_use(inputs: Sequence[Any]) -> GraphSpec:
 
 def _say_nothing(_text: str) -> None:
     """Another program of the same graph was warned of."""
-
-
-def _grown(record: GraphRecord, joint: JointGraph) -> bool:
-    return total_bytes(joint) > planned_bytes(record)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch import fake
@@ -22,6 +23,7 @@ from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.replay.packed import is_mask
 from planner.graph.signs import relu_before
 from planner.graph.spec import GraphSpec
+from planner.planfile.fingerprint import state_digest
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.planning.prepare import Prepared
 from planner.problem.build import Problem
@@ -302,3 +304,33 @@ def total_bytes(joint: JointGraph) -> int:
 def planned_bytes(record: GraphRecord) -> int:
     """What :func:`total_bytes` was when the plan was made."""
     return sum(op.bytes for op in record.ops)
+
+
+def grown(record: GraphRecord, joint: JointGraph) -> bool:
+    """Whether the operations of a graph allocate more than when the plan was made."""
+    return total_bytes(joint) > planned_bytes(record)
+
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def why_grown(plan: PlanRecord, model: torch.nn.Module | None) -> str:
+    """Why a plan's graphs allocate more at the planned shapes, as far as the model tells."""
+    with fake.without_modes():
+        if model is None or state_digest(model) == plan.model.state_digest:
+            return "something else in the model sets sizes"
+        then = next((t for t in _FLOATING if state_digest(model, t) == plan.model.state_digest), None)
+    if then is None:
+        return (
+            "its parameters or buffers have other names, shapes or dtypes than when it was planned. Plan it "
+            "again"
+        )
+    now = " and ".join(sorted({_name(p.dtype) for p in model.parameters() if p.is_floating_point()}))
+    return (
+        f"its parameters are {now}, and were {_name(then)} when it was planned. Convert the model before it "
+        "is planned"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

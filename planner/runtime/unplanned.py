@@ -6,11 +6,12 @@ outputs are put on calls that run without the plan.
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from planner._torch import modules
+from planner._torch import autograd, modules
 from planner.errors import warn
 from planner.training_step.step import differentiable_outputs, find_loss
 
@@ -39,6 +40,8 @@ class Unplanned:
         self._kind, self._training = type(model).__name__, training
         self._warned_of_mode = False
         self._handles: list[Any] = []
+        self._earlier: dict[int, Callable[[], bool]] = {}  # parameters in graphs of forwards before the plan
+        self._earlier_backward: int | None = None  # the backward of such a forward
         _watching.add(self)
 
     def wait(self) -> None:
@@ -50,14 +53,19 @@ class Unplanned:
 
         def arrived(parameter: torch.Tensor) -> None:
             found = me()
-            if found is not None and not found._is_of_another_plan(parameter):
+            if (
+                found is not None
+                and not found._is_of_earlier_forward(parameter)
+                and not found._is_of_another_plan(parameter)
+            ):
                 found._never_called()
 
-        self._handles = [
-            p.register_post_accumulate_grad_hook(arrived)
-            for p in model.parameters()
-            if p.requires_grad and p.is_leaf
-        ]
+        waiting = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+        self._handles = [p.register_post_accumulate_grad_hook(arrived) for p in waiting]
+        self._earlier = {
+            id(p): alive for p in waiting if (alive := autograd.accumulates_for_a_graph(p)) is not None
+        }
+        self._earlier_backward = None
 
     @property
     def waiting(self) -> bool:
@@ -69,11 +77,21 @@ class Unplanned:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._earlier.clear()
 
     def hindered_call(self, hindrance: str) -> None:
         """A call runs without the plan; say so and why."""
         self.planned_call()
         warn(f"{hindrance}: the step runs as it is, without the plan")
+
+    def _is_of_earlier_forward(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient may be that of a forward that ran before the plan was there: of one backward."""
+        alive = self._earlier.get(id(parameter))
+        if alive is None or not alive():
+            return False
+        if self._earlier_backward is None:
+            self._earlier_backward = autograd.current_backward()
+        return self._earlier_backward == autograd.current_backward()
 
     def _is_of_another_plan(self, parameter: torch.Tensor) -> bool:
         """Whether a plan that has run is for the parameter too: the gradient says nothing of this one."""

@@ -26,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.passes import _tensorify_python_scalars as tensorify_pass
 
 from planner._torch.cuda.batch_norm import cudnn_as_eager
@@ -224,20 +225,35 @@ def _deep_recursion() -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-def run_without_data(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-    """Run a captured forward on copies of its inputs that have no data and are leaves; returns both.
+def run_without_data(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], *, inside: bool = False
+) -> tuple[list[Any], list[Any], Sequence[Any]]:
+    """Run a captured forward on copies of its inputs that have no data and are leaves.
 
     Nothing of the inputs changes, and no kernel runs.
+
+    Args:
+        graph: The forward.
+        inputs: Its inputs.
+        inside: Pass it what an operation makes of each of these leaves, which may be changed in place.
+
+    Returns:
+        The leaves, what was passed, and what the forward returned.
     """
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or fake_mode()
     with mode, torch.enable_grad():
-        copies = [
+        leaves = [
             _leaf_like(mode.from_tensor(x) if not isinstance(x, FakeTensor) else x)
             if isinstance(x, torch.Tensor)
             else x
             for x in inputs
         ]
-        return copies, graph(*copies)
+        passed = [
+            x.clone() if inside and isinstance(x, torch.Tensor) and x.requires_grad else x for x in leaves
+        ]
+        if isinstance(graph, _LazyGraphModule):
+            graph.real_recompile()
+        return leaves, passed, graph.forward(*passed)  # called, it would print what goes wrong in there
 
 
 def _leaf_like(tensor: FakeTensor) -> torch.Tensor:

@@ -55,21 +55,31 @@ def _counted(
     those of the inputs for which that is unknown."""
     if not wanted:
         return {}, set()
-    try:
-        copies, outputs = aot.run_without_data(graph, inputs)
-    except Exception as error:  # whatever operators raise on tensors without data
-        logger.info("no per-use gradients: %s", error)
+    for inside in (False, True):  # a forward that changes inputs in place cannot be given leaves
+        try:
+            leaves, passed, outputs = aot.run_without_data(graph, inputs, inside=inside)
+            break
+        except Exception as error:  # whatever operators raise on tensors without data
+            logger.info("no per-use gradients: %s", error)
+    else:
         return {}, set(wanted)
     edges = _edges(outputs)
-    counts = {i: _arriving_at(copies[i], edges, outputs) for i in wanted}
-    changed = {i for i in wanted if writes(copies[i]) and counts[i] > 1}
+    counts = {}
+    for i in wanted:
+        senders = [one for one, to in edges if to is not None and getattr(to, "variable", None) is leaves[i]]
+        if inside:
+            senders = [one for one, to in edges if to in senders]
+        counts[i] = _arriving_at(passed[i], senders, edges, outputs)
+    changed = {i for i in wanted if writes(passed[i]) and counts[i] > 1}
     return {i: n for i, n in counts.items() if n > 1 and i not in changed}, changed
 
 
-def _arriving_at(tensor: torch.Tensor, edges: Sequence[tuple[Any, Any]], outputs: Sequence[Any]) -> int:
-    """How many gradients are added up for an input, or for a view of it that is handed on and gets all."""
+def _arriving_at(
+    tensor: torch.Tensor, senders: Sequence[Any], edges: Sequence[tuple[Any, Any]], outputs: Sequence[Any]
+) -> int:
+    """How many gradients are added up for an input, which the senders hand on, or for a view of it that is
+    handed on and gets all."""
     views = {t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and looks_at(t, tensor)}
-    senders = [node for node, to in edges if to is not None and getattr(to, "variable", None) is tensor]
     behind = senders
     while len(behind) == 1 and views:
         node = behind[0]

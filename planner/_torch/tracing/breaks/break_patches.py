@@ -20,8 +20,10 @@ from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariab
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch.compat import replace, version
+from planner._torch.operators import uses_generator
 from planner._torch.tracing.rules import ask_handler_of
 
 IsOurs = Callable[[Any], bool]
@@ -146,10 +148,11 @@ _NORMALISE = {
 
 @functools.cache
 def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
-    """End a graph at a call of ``torch.utils.checkpoint`` inside which buffers change, or gradients end.
+    """End a graph at a call of ``torch.utils.checkpoint`` that does more than run its part again.
 
-    Without a plan buffers change once more when the backward runs the part again. So they do if it is left
-    to run as it is written. With ``use_reentrant=True`` the part's parameters have gradients only where a
+    Without a plan buffers change once more when the backward runs the part again, and with
+    ``preserve_rng_state=False`` other random numbers are drawn. So it is if it is left to run as it is
+    written. With ``use_reentrant=True`` the part's parameters have gradients only where a
     tensor among the arguments has one.
     """
     create = CheckpointHigherOrderVariable.create_wrapped_node
@@ -158,13 +161,16 @@ def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
     def unless_changed(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         result = create(self, tx, *args, **kwargs)
         body = next((part for part in result if isinstance(part, torch.fx.GraphModule)), None)
-        if body is not None and is_ours(tx) and _changes_inputs(body):
-            unimplemented(
-                gb_type="a checkpoint with effects",
-                context=str(args[0]),
-                explanation="A part that torch.utils.checkpoint runs again changes buffers each time.",
-                hints=[],
-            )
+        if body is not None and is_ours(tx):
+            effects = _effects(body)
+            if effects.changes or (effects.draws and vars(self).get(_DRAWS_OTHERS)):
+                unimplemented(
+                    gb_type="a checkpoint with effects",
+                    context=str(args[0]),
+                    explanation="A part that torch.utils.checkpoint runs again changes buffers, or draws "
+                    "other numbers, each time.",
+                    hints=[],
+                )
         return result
 
     def unless_gradients_end(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -175,34 +181,54 @@ def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
                 explanation="With use_reentrant=True gradients end here if no tensor given has one.",
                 hints=[],
             )
+        setattr(self, _DRAWS_OTHERS, _is(False, kwargs.get("preserve_rng_state")))
         return call(self, tx, args, kwargs)
 
     CheckpointHigherOrderVariable.create_wrapped_node = unless_changed  # type: ignore[method-assign]
     CheckpointHigherOrderVariable._call_function = unless_gradients_end  # type: ignore[method-assign]
 
 
+_DRAWS_OTHERS = "_planner_draws_others"
+
+
 def _is_reentrant(options: dict[str, Any]) -> bool:
-    chosen = options.get("use_reentrant")
-    return chosen is None or chosen.as_python_constant() is not False
+    return not _is(False, options.get("use_reentrant"))
+
+
+def _is(value: bool, given: Any) -> bool:
+    return given is not None and given.as_python_constant() is value
 
 
 def _gradients_end(args: list[Any]) -> bool:
     return not any(arg.requires_grad for arg in args if isinstance(arg, TensorVariable))
 
 
-def _changes_inputs(body: torch.fx.GraphModule) -> bool:
+class _Effects(TorchDispatchMode):
+    """What a part does besides returning something."""
+
+    changes = draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws |= uses_generator(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _effects(body: torch.fx.GraphModule) -> _Effects:
     parts = [part for part in body.modules() if isinstance(part, torch.fx.GraphModule)]
-    if any(_updates_statistics(node) for part in parts for node in part.graph.nodes):
-        return True
     values = [node.meta.get("example_value") for node in body.graph.find_nodes(op="placeholder")]
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), contextlib.nullcontext())
+    effects = _Effects()  # type: ignore[no-untyped-call]
     try:
         with mode, torch.no_grad():
             copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
-            body(*copies)
+            with effects:
+                body(*copies)
+        effects.changes = any(isinstance(copy, torch.Tensor) and copy._version > 0 for copy in copies)
     except Exception:  # whatever operators raise on tensors without data; what is written shows by its name
-        return any(str(node.target).endswith("_") for part in parts for node in part.graph.nodes)
-    return any(isinstance(copy, torch.Tensor) and copy._version > 0 for copy in copies)
+        effects.changes = any(str(node.target).endswith("_") for part in parts for node in part.graph.nodes)
+        effects.draws = True  # it may
+    effects.changes |= any(_updates_statistics(node) for part in parts for node in part.graph.nodes)
+    return effects
 
 
 def _updates_statistics(node: torch.fx.Node) -> bool:
