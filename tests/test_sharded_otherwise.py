@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import planner
-from planner._torch.distributed import autograd_adds_up
+from planner._torch.distributed import autograd_adds_up, sharded_units
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PARALLEL = planner.FSDP2(1, reshard_after_forward=None)
@@ -190,3 +191,13 @@ def test_gradients_that_a_later_step_does_not_reduce_are_said_once(no_sync: bool
     said = [str(w.message) for w in caught if issubclass(w.category, planner.PlanWarning)]
     assert len(said) == (0 if no_sync else 1), said
     assert all("gradients were not reduced in the backward before" in text for text in said)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_parameters_that_a_policy_takes_out_are_seen() -> None:
+    """From torch 2.15 on a policy may say that some parameters keep their type."""
+    may = "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}
+    options: Any = {"param_dtype_override_fn": lambda p: p.dtype if p.dim() == 1 else None} if may else {}
+    model = _model()
+    _shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, **options))
+    assert [unit.overrides for unit in sharded_units(model)] == [may] * 4

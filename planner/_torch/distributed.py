@@ -169,6 +169,7 @@ class ShardedUnit:
         prefetches: Whether it was said what to gather before it in the backward.
         offloads: Whether they are kept on the CPU, and computed with elsewhere.
         output_dtype: Of its policy.
+        overrides: Whether the policy says otherwise of some of the parameters (from torch 2.15 on).
     """
 
     names: tuple[str, ...]
@@ -184,6 +185,7 @@ class ShardedUnit:
     prefetches: bool
     offloads: bool
     output_dtype: torch.dtype | None
+    overrides: bool
 
 
 def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
@@ -211,6 +213,11 @@ def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
                     bool(state._states_to_backward_prefetch),
                     any(one.offload_to_cpu for one in group.fsdp_params) and group.device.type != "cpu",
                     state._mp_policy.output_dtype,
+                    any(
+                        getattr(one, "mp_policy", state._mp_policy).param_dtype
+                        is not state._mp_policy.param_dtype
+                        for one in group.fsdp_params
+                    ),
                 )
             )
     return units

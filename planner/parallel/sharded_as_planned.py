@@ -104,6 +104,8 @@ def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterato
             yield "CPUOffloadPolicy keeps parameters on the CPU, which no plan counts"
         if unit.output_dtype not in (None, computed):
             yield f"output_dtype={unit.output_dtype} casts what is returned, which no plan counts"
+        if unit.overrides:
+            yield "param_dtype_override_fn computes some parameters in other types, which no plan counts"
         if unit.prefetches:
             yield "set_modules_to_backward_prefetch says what is gathered when, which no plan counts"
 
