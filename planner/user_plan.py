@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
-    from planner.runtime.shape_policy import OnNewShape
+    from planner.runtime.shapes.policy import OnNewShape
     from planner.training_step.step import Loss
 
 

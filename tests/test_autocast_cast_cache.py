@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.runtime.shape_policy import OnNewShape
+from planner.runtime.shapes.policy import OnNewShape
 from tests.side_by_side import no_plan_warnings
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.runtime.shape_policy import MOST_PLANS
+from planner.runtime.shapes.policy import MOST_PLANS
 
 
 class OfMany(nn.Module):

@@ -8,9 +8,9 @@ import torch
 
 import planner
 from planner._torch import modules
-from planner.runtime import shape_policy
 from planner.runtime.install import PlannedCall
-from planner.runtime.shape_policy import Program
+from planner.runtime.shapes import policy as shape_policy
+from planner.runtime.shapes.policy import Program
 from planner.verification.measure import measure_peak
 from tests.side_by_side import assert_same, layers, left_by, no_plan_warnings
 

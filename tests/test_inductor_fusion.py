@@ -17,7 +17,7 @@ from planner._torch import fake
 from planner._torch.inductor.fusion_names import Fusion
 from planner.lowering.inductor import InductorLowering
 from planner.planning.inductor import FUSIONS, emitted_model
-from planner.runtime.remap import schedule_at
+from planner.runtime.shapes.schedule_at import schedule_at
 
 Function = Callable[..., list[torch.Tensor]]
 aten: Any = torch.ops.aten

@@ -11,7 +11,8 @@ import torch.nn as nn
 import planner
 from planner.costs import workspace
 from planner.errors import CaptureError, PlanMismatch, PlanWarning
-from planner.runtime import install, read_again, shape_policy
+from planner.runtime import install, read_again
+from planner.runtime.shapes import policy as shape_policy
 from tests.side_by_side import (
     Layers,
     assert_same,

@@ -319,7 +319,7 @@ def test_what_cannot_be_traced_at_symbolic_sizes_is_compiled_for_a_few_shapes(
             loss: torch.Tensor = self.layers(x)[0].tanh().square().mean()
             return loss
 
-    monkeypatch.setattr("planner.runtime.per_shape.MOST_SHAPES", 3)
+    monkeypatch.setattr("planner.runtime.shapes.per_shape.MOST_SHAPES", 3)
     torch.manual_seed(0)
     model, x = Recurrent(), torch.randn(12, 5, 8)
     twin = copy.deepcopy(model)

@@ -162,7 +162,7 @@ def test_executions_follow_their_plan_at_other_sizes(planned: int) -> None:
 
 @pytest.mark.heavy
 def test_gradients_at_other_sizes_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.runtime.per_shape.MOST_SHAPES", 3)
+    monkeypatch.setattr("planner.runtime.shapes.per_shape.MOST_SHAPES", 3)
     torch.manual_seed(0)
     model = Joined(*_JOINS["features"]).train()
     planned = copy.deepcopy(model)

@@ -68,7 +68,7 @@ SHAPES = [
         "Only plans that may be made again warn of larger shapes.",
         (
             Change(
-                "planner/runtime/shape_policy.py",
+                "planner/runtime/shapes/policy.py",
                 'if self._policy == "reapply" and peak_bytes > planned_bytes:',
                 'if self._policy == "replan" and peak_bytes > planned_bytes:',
             ),
@@ -81,7 +81,7 @@ SHAPES = [
         "The peak is predicted for the step that recomputes nothing.",
         (
             Change(
-                "planner/runtime/remap.py",
+                "planner/runtime/shapes/schedule_at.py",
                 "    return packing, schedule_of(packing.problem, captured, sequences)\n",
                 "    return packing, packing.problem.graph.base_schedule\n",
             ),
@@ -94,7 +94,7 @@ SHAPES = [
         "A plan is only made again where there is no budget in bytes.",
         (
             Change(
-                "planner/runtime/shape_policy.py",
+                "planner/runtime/shapes/policy.py",
                 "if peak_bytes <= enough if budget is None else total <= budget:",
                 "if peak_bytes <= enough or budget is not None:",
             ),
@@ -107,7 +107,7 @@ SHAPES = [
         "Only another number of inputs is refused.",
         (
             Change(
-                "planner/runtime/shape_policy.py",
+                "planner/runtime/shapes/policy.py",
                 'if self._policy == "error" and shapes != self._planned:',
                 'if self._policy == "error" and shapes.keys() != self._planned.keys():',
             ),

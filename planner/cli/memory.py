@@ -63,7 +63,7 @@ def snapshot_command(
         from planner.planning.options import PlanOptions
         from planner.planning.prepare import prepare
         from planner.problem.allocations import planned_allocations
-        from planner.runtime.remap import schedule_at
+        from planner.runtime.shapes.schedule_at import schedule_at
         from planner.training_step.inputs import read_step
 
         with stdout_for_results(), shown_progress() as progress:

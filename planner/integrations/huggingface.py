@@ -24,7 +24,7 @@ from planner.lazy.auto_checkpoint import wanted_lazily
 from planner.lazy.first_call import install_lazily
 from planner.planning.options import PlanKeywords, shows_options
 from planner.runtime.install import remove
-from planner.runtime.shape_policy import OnNewShape
+from planner.runtime.shapes.policy import OnNewShape
 from planner.training_step.step import find_loss
 
 

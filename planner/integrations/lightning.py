@@ -19,7 +19,7 @@ from planner.lazy.auto_checkpoint import auto_checkpoint
 from planner.lazy.step import PlannedStep, step
 from planner.planning.options import PlanKeywords, shows_options
 from planner.runtime.install import remove
-from planner.runtime.shape_policy import OnNewShape
+from planner.runtime.shapes.policy import OnNewShape
 
 
 class PlannerCallback(Callback):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from planner.planfile.budget import parse_budget
 from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
 from planner.runtime.install import apply
-from planner.runtime.shape_policy import OnNewShape, checked
+from planner.runtime.shapes.policy import OnNewShape, checked
 from planner.training_step.inputs import Inputs, check_model, read_step
 from planner.training_step.wrappers import refuse_wrappers
 

@@ -18,7 +18,7 @@ from planner.planning.backends import check_backend
 from planner.planning.options import OptionError, PlanKeywords, PlanOptions, check_options, read_options
 from planner.planning.solve import find_solver
 from planner.progress import Progress
-from planner.runtime.shape_policy import OnNewShape
+from planner.runtime.shapes.policy import OnNewShape
 from planner.training_step.inputs import check_loss
 from planner.training_step.step import Step
 

@@ -17,7 +17,7 @@ from planner.lazy.wrapped import call_inside, without_wrapper, without_wrappers
 from planner.planning.options import PlanKeywords, shows_options
 from planner.progress import Progress
 from planner.runtime.install import installed_plan
-from planner.runtime.shape_policy import OnNewShape
+from planner.runtime.shapes.policy import OnNewShape
 from planner.training_step.step import find_loss
 from planner.training_step.wrappers import refuse_wrappers
 from planner.user_plan import Plan

@@ -40,7 +40,6 @@ from planner.runtime.executions import Alike, Executions, alike
 from planner.runtime.first_forward import Path
 from planner.runtime.forward_only import warns_if_differentiated
 from planner.runtime.own_errors import unplanned
-from planner.runtime.per_shape import MOST_SHAPES, StaticShapes
 from planner.runtime.read_again import ReadAgain
 from planner.runtime.remap import (
     among_sizes,
@@ -52,6 +51,7 @@ from planner.runtime.remap import (
     total_bytes,
     why_grown,
 )
+from planner.runtime.shapes.per_shape import MOST_SHAPES, StaticShapes
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from planner.planfile.plan import PlanRecord
 from planner.training_step.sharded import SHARDED
 
 if TYPE_CHECKING:
-    from planner.runtime.shape_policy import OnNewShape
+    from planner.runtime.shapes.policy import OnNewShape
 
 
 logger = logging.getLogger(__name__)

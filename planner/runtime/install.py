@@ -35,7 +35,7 @@ from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
-from planner.runtime.shape_policy import NewShapes, OnNewShape, checked, shape_key
+from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked, shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.regions import RunningRegions
 from planner.training_step.step import Loss, differentiates

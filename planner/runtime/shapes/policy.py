@@ -24,7 +24,7 @@ from planner.planning.make_plan import input_records
 from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
 from planner.runtime.own_errors import is_meant
-from planner.runtime.remap import schedule_at
+from planner.runtime.shapes.schedule_at import schedule_at
 from planner.training_step.inputs import names_of_parameters
 from planner.training_step.step import Loss, Step
 from solvers.model.schedule import simulate

@@ -1,0 +1,1 @@
+"""Inputs of other shapes than those that were planned."""

@@ -1,0 +1,85 @@
+"""A plan's schedule, for a step that was captured again."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from planner.capture.captured_step import CapturedStep
+from planner.errors import PlanMismatch
+from planner.graph.joint_graph import JointGraph
+from planner.planfile.plan import GraphRecord, PlanRecord
+from planner.planning.prepare import Prepared
+from planner.problem.build import Problem
+from planner.problem.encodings import packed_as
+from planner.runtime.executions import runs_of
+from planner.runtime.remap import remap_schedule
+from solvers.model.arrays import Schedule
+from solvers.model.indices import BaseOp, RowId, numbered
+
+
+def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
+    """A plan's schedule for a step that was captured again, at other shapes perhaps.
+
+    Returns:
+        The step with the masks packed that the plan packs, and the schedule of its problem.
+
+    Raises:
+        PlanMismatch: The step is made of other graphs than the plan.
+    """
+    captured, sources = prepared.captured, prepared.problem.sources
+    executions = Counter(graph for graph, _ in {(s.graph, s.instance) for s in sources})
+    there = [i for i, g in enumerate(captured.graphs) if g.joint is not None and not g.places]
+    planned = [graph for graph in plan.graphs if not graph.places]
+    if len(there) != len(planned):
+        raise PlanMismatch(f"it is captured as {len(there)} graphs, the plan has {len(planned)}")
+    decided: list[list[tuple[Sequence[int], Sequence[int]]]] = [[] for _ in captured.graphs]
+    for home, graph in zip(there, planned, strict=True):
+        programs = [plan.graphs[i].by_execution[n] for i, n in runs_of(plan, graph)]
+        for i, places in captured.places_of(home, executions).items():
+            joint = captured.graphs[i].joint
+            assert joint is not None
+            decided[i] = [_sequence(programs[min(place, len(programs) - 1)], joint) for place in places]
+    masks = {
+        (source.graph, source.instance, source.op)
+        for source in sources
+        if source.graph >= 0
+        and (runs := decided[source.graph])
+        and source.op in runs[min(source.instance, len(runs) - 1)][1]
+    }
+    packing = replace(prepared, problem=packed_as(prepared.problem, prepared.packings, masks))
+    sequences = [[backward for backward, _ in runs] for runs in decided]
+    return packing, schedule_of(packing.problem, captured, sequences)
+
+
+def schedule_of(
+    problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[Sequence[int]]]
+) -> Schedule:
+    """The schedule in which the backward of every captured graph runs a sequence of its operations for each
+    execution; the last one's for those beyond."""
+    sources = problem.sources
+    rows = {(s.graph, s.instance, s.op): row for row, s in numbered(BaseOp, sources) if s.graph >= 0}
+    begun: set[tuple[int, int]] = set()
+    schedule: list[RowId] = []
+    for row, source in numbered(BaseOp, sources):
+        joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
+        if joint is None or source.op < joint.forward_length:
+            schedule.append(row)
+        elif (source.graph, source.instance) not in begun:
+            begun.add((source.graph, source.instance))
+            of_graph = sequences[source.graph]
+            for op in of_graph[min(source.instance, len(of_graph) - 1)]:
+                base = rows[source.graph, source.instance, op]
+                schedule.append(base if op >= joint.forward_length else problem.graph.rerun(base))
+    return np.array(schedule, dtype=np.int64)
+
+
+def _sequence(record: GraphRecord, joint: JointGraph) -> tuple[Sequence[int], Sequence[int]]:
+    same = len(joint.ops) == len(record.ops) and all(
+        op.name == known.name for op, known in zip(joint.ops, record.ops, strict=True)
+    )
+    if same:
+        return record.backward, record.packed
+    remapped = remap_schedule(record, joint)
+    return remapped.backward, remapped.packed
