@@ -80,7 +80,7 @@ IN_PLACE = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "            if not spec.tangent_layouts:\n",
+                "            if not any(g.gradient_layouts for g in self._plan.graphs if g.structure == structure):\n",
                 "            if True:\n",
             ),
         ),

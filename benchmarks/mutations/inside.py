@@ -103,7 +103,7 @@ INSIDE = [
         "The notes of a plan leave them out.",
         (
             Change(
-                "planner/capture/graph_runner.py",
+                "planner/capture/runners.py",
                 "    if calls := sum(",
                 "    if not sum(",
             ),

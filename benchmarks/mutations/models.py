@@ -270,8 +270,8 @@ MODELS = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "if not same and _grown(record, joint) and not self._warned_of_shapes():",
-                "if not same and _grown(record, joint) and self._warned_of_shapes():",
+                "if not same and grown(record, joint) and not self._warned_of_shapes():",
+                "if not same and grown(record, joint) and self._warned_of_shapes():",
             ),
         ),
         ("tests/test_loops.py::test_another_dtype_after_apply_is_said_and_right[dtype1]",),
