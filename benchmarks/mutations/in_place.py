@@ -80,8 +80,8 @@ IN_PLACE = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "            if not any(g.gradient_layouts for g in self._plan.graphs if g.structure == structure):\n",
-                "            if True:\n",
+                "if not any(g.gradient_layouts for g in self._plan.graphs if g.structure == structure):\n",
+                "if True:\n",
             ),
         ),
         ("tests/test_tangent_layouts.py::test_gradients_at_other_sizes_are_taken_as_they_are",),
