@@ -21,6 +21,7 @@ from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.module_paths import name_modules, source_name
+from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
@@ -46,6 +47,7 @@ from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
 
+Ran = Callable[[int, Sequence[Any], Sequence[Any], str | None], None]
 _MANY_ALIKE = 3
 
 
@@ -69,6 +71,7 @@ class GraphRunner:
         graph: GraphModule,
         example_inputs: Sequence[Any],
         lower: Lowering,
+        ran: Ran = lambda graph, arguments, results, ended: None,
         *,
         cuda: bool = False,
         data: bool = False,
@@ -76,7 +79,7 @@ class GraphRunner:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs]
         self._grad_enabled = torch.is_grad_enabled()  # off inside of functions of the user's
-        self._lower, self._cuda, self._data = lower, cuda, data
+        self._lower, self._ran, self._cuda, self._data = lower, ran, cuda, data
         self.per_use_inputs: frozenset[int] = frozenset()
         self.spec = GraphSpec()
         self.gradients = TangentLayouts()
@@ -115,6 +118,7 @@ class GraphRunner:
         if self._compiled is not None:
             return self._compiled(*args)
         outputs = list(self._probed(*args)) if self._data else self._alike(args)
+        self._ran(self.index, args, outputs, graph_breaks.break_reason(self.graph))
         self._known.append(fake_values.known_values(outputs))
         given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
         handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
@@ -353,6 +357,7 @@ def collector(
     runners: list[GraphRunner],
     module: torch.nn.Module,
     lower: Lowering,
+    ran: Ran,
     *,
     cuda: bool = False,
     data: bool = False,
@@ -361,12 +366,14 @@ def collector(
 
     With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
     they compute their results, by functions that ``lower`` makes; else they return tensors without data.
+    ``ran`` is called with each execution of a graph in the probing pass: its index, the arguments, the
+    results, and why the graph ended before the function did, if so.
     """
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
         call_what_was_captured(graph)
         name_modules(graph, module)
-        runner = GraphRunner(len(runners), graph, example_inputs, lower, cuda=cuda, data=data)
+        runner = GraphRunner(len(runners), graph, example_inputs, lower, ran, cuda=cuda, data=data)
         runners.append(runner)
         return runner
 
