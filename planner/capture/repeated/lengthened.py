@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from planner.heap import collector_off
 from planner.training_step.recorder import Event, Recording, Storage
 
 _ACCUMULATES = "AccumulateGrad"
@@ -47,6 +48,7 @@ class IrregularError(Exception):
     """The layers do not all do the same."""
 
 
+@collector_off()
 def lengthened(recording: Recording, layers: Layers) -> tuple[Recording, int]:
     """The recording of the step in which no layer was left out, and how many events its forward has more.
 
