@@ -3,10 +3,21 @@
 from torch.utils._pytree import (
     SequenceKey,
     keystr,
+    tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_map_only,
+    tree_unflatten,
 )
 
-__all__ = ["SequenceKey", "keystr", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = [
+    "SequenceKey",
+    "keystr",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]

@@ -45,7 +45,9 @@ class Watched:
 
 def counter_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """What returns a tensor that counts with another, while there is one, and does not hold its memory."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout != torch.strided:
+    if isinstance(tensor, torch.nn.Parameter):
+        return weakref.ref(tensor)  # its module holds it
+    if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout != torch.strided:
         return weakref.ref(tensor)
     counter = tensor.detach()
     counter.data = counter.new_empty(0)

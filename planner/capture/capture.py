@@ -32,19 +32,18 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
-from planner.capture.external_accumulation import (
-    ask_for_per_use_gradients,
-    reordered_views,
-    sums_between_graphs,
-)
+from planner.capture.differences import cpu_kernels, other_order
+from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graph_runner import GraphRunner
 from planner.capture.module_calls import Bound, Marked
 from planner.capture.on_a_copy import RunOfACopy, on_a_copy
-from planner.capture.recurrent_layers import RecurrentCalls, recurrent_calls
+from planner.capture.recurrent_layers import recurrent_calls
+from planner.capture.repeated.left_out import LayersLeftOut
+from planner.capture.repeated.lengthened import IrregularError
+from planner.capture.repeated.ran import GraphsOfLayers
 from planner.capture.runners import captured_graphs, collector, let_go, notes_on, split_up
 from planner.capture.uncaptured import always_different, failed, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
-from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.lowering.lowerings import chosen_lowering
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
@@ -56,10 +55,6 @@ from planner.training_step.step import Step, differentiable_outputs, tensors_in,
 
 logger = logging.getLogger(__name__)
 
-
-_RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
-_OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
-"""Names of kernels that only the CPU has contain one of these."""
 _MOST_PASSES = 4
 """How often the step may run until it takes the same path twice."""
 
@@ -162,6 +157,7 @@ class _Capture:
         self._no_loss = self._eager_runs = False
         self._runners: list[GraphRunner] = []
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
+        self._alone = rank is None
         if rank is not None:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self.parameters = list(copied.module.parameters())
@@ -181,7 +177,7 @@ class _Capture:
         with layouts_of_kernels(), contextlib.ExitStack() as stack:
             self._as_on_its_device(stack)
             stack.callback(PythonState([self.copied.module]).restore)
-            return self._record(self.copied.module, "running the step")[0]
+            return self._eagerly(None)
 
     def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
@@ -198,33 +194,44 @@ class _Capture:
             # Hooks of the copy write where those of the original do.
             stack.callback(PythonState([module]).restore)
             report("running the eager step", 0.1)
+            layers = self._layers(regions)
             with recurrent_calls(module) as recurrent:
-                eager, _ = self._record(module, "running the step")
+                eager = self._eagerly(layers)
 
             self._eager_runs = True
             report("capturing the forward", 0.2)
             counted = graph_breaks.counted_breaks()
+            graphs = GraphsOfLayers()
             backend = collector(
-                runners, module, chosen_lowering(), cuda=self._cuda is not None, data=self.copied.data
+                runners,
+                module,
+                chosen_lowering(),
+                graphs.note,
+                cuda=self._cuda is not None,
+                data=self.copied.data,
             )
             running = RunningRegions(regions)
             running.put_in(module)
             parts = len(regions)
             compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=parts, decided=decided)
             whole, region = compile_(), compile_()
-            target = Bound(running.during(whole, region), module)
+            target = Bound(running.during(whole, graphs.of(region)), module)
             try:
                 with self._pass("capturing the forward"):
                     self.copied.step.run(target)
                 if not runners:
                     raise nothing_captured(counted)
+                if layers is not None and not layers.are_alike(graphs.ran):
+                    eager = self._eagerly(None)
                 recording, forward_events = self._compiled_pass(target, runners)
             finally:
                 for compiled in (whole, region):
                     dynamo.forget(compiled)
-        self._warn_of_other_order(recording, runners)
+        for text in other_order(recording, runners):
+            self._warn(text)
         if self._cuda is not None:
-            self._warn_of_cpu_kernels(recording, runners, recurrent)
+            for text in cpu_kernels(recording, runners, module, recurrent, self._cuda):
+                self._warn(text)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         if all(runners[i].joint is None for i in ran):
@@ -287,7 +294,7 @@ class _Capture:
             if not waiting:
                 return recording, forward_events
             if attempts > _MOST_PASSES:
-                raise always_different(self._where(waiting))
+                raise always_different(runner.graph for runner in waiting)
 
     def _trace(self, runners: Sequence[GraphRunner], total: int) -> None:
         for runner in runners:
@@ -296,44 +303,34 @@ class _Capture:
             with self._pass("tracing the backward"):
                 runner.trace()
 
-    def _warn_of_other_order(self, recording: Recording, runners: Sequence[GraphRunner]) -> None:
-        """Say so where gradients pass between graphs in another order, or layout, than eager's."""
-        sums = len(sums_between_graphs(recording, runners)) + reordered_views(runners)
-        relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)
-        if sums or relaid:
-            self._warn(
-                "gradients between graphs, of views, or of weights in use_reentrant=True checkpoints, "
-                "are added up in another order, or have other strides, than without a plan "
-                f"({sums + relaid}): they may differ in the last bits. planner.verify() tells"
-            )
-        if any(r.casts.again for r in runners):
-            self._warn(SHARED_WEIGHT_WARNING)
-
-    def _warn_of_cpu_kernels(
-        self, recording: Recording, runners: Sequence[GraphRunner], recurrent: RecurrentCalls
-    ) -> None:
-        """Say so where a GPU would run another kernel than the one that is planned."""
-        joints = [runner.joint for runner in runners if runner.joint is not None]
-        calls = [*(c.func for c in recording.calls), *(op.node.target for j in joints for op in j.ops)]
-        names = {name for name in map(str, calls) if any(part in name for part in _OF_CPU)}
-        names |= {type(m).__name__ for m in self.copied.module.modules() if isinstance(m, _RECURRENT)}
-        if names:
-            self._warn(
-                f"a GPU has kernels of its own for {', '.join(sorted(names))}; the plan counts the memory of "
-                "the CPU's. Plan such a step where the GPU is"
-                + (f"; {recurrent}" if recurrent.kept_bytes and self._cuda and self._cuda.cudnn else "")
-            )
-
     def _warn(self, text: str) -> None:
         self.notes.append(text)
         warn(text)
 
-    def _where(self, runners: Sequence[GraphRunner]) -> str:
-        reasons = [r for r in (graph_breaks.break_reason(runner.graph) for runner in runners) if r]
-        return f". A graph ended at {reasons[0]}" if reasons else ""
+    def _layers(self, regions: Sequence[str]) -> LayersLeftOut | None:
+        """Layers that the step is recorded without, if there are many that are alike."""
+        alone = self._alone and self.copied.step.in_flight is None
+        if self.copied.data or not alone:
+            return None
+        return LayersLeftOut(self.copied.module, regions, self.gradients) or None
+
+    def _eagerly(self, layers: LayersLeftOut | None) -> Recording:
+        """The step without graphs, recorded without these layers where that can be made up for."""
+        module, doing = self.copied.module, "running the step"
+        if layers is not None:
+            try:
+                return layers.lengthened(self._record(module, doing, without=layers)[0])
+            except IrregularError as error:
+                logger.debug("the step is recorded with all of its layers", exc_info=error)
+                layers.keep_all()
+        return self._record(module, doing)[0]
 
     def _record(
-        self, call: torch.nn.Module, doing: str, runners: Sequence[GraphRunner] = ()
+        self,
+        call: torch.nn.Module,
+        doing: str,
+        runners: Sequence[GraphRunner] = (),
+        without: LayersLeftOut | None = None,
     ) -> tuple[Recording, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
         if not self._eager_runs and holds_dtensors(self.copied.module):
@@ -345,7 +342,8 @@ class _Capture:
             runner.record_to(recorder)
         marked = Marked(call, recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else contextlib.nullcontext()
-        with self._pass(doing), dispatched, recorder:
+        leaving_out = without.recorded_by(recorder) if without is not None else contextlib.nullcontext()
+        with self._pass(doing), leaving_out, dispatched, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
             kept = self.copied.step.run(marked, recorder.pause, recorder.note_sent)
@@ -370,7 +368,7 @@ class _Capture:
             with region_of_its_own(), self.copied.running(), as_written, parts_run_uncompiled() as called:
                 yield
                 self._uncompiled |= dict.fromkeys(n for n in map(name_of, called) if n is not None)
-        except CaptureError:
+        except (CaptureError, IrregularError):
             raise
         except Exception as error:
             graphs = [runner.graph for runner in self._runners]

@@ -11,7 +11,7 @@ from planner._torch.execution.checkpoints import checkpoint_calls
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
-from planner.capture.graph_runner import GraphRunner
+from planner.capture.graph_runner import GraphRunner, Ran
 from planner.lowering.lowerings import Lowering
 
 _MANY_ALIKE = 3
@@ -91,6 +91,7 @@ def collector(
     runners: list[GraphRunner],
     module: torch.nn.Module,
     lower: Lowering,
+    ran: Ran,
     *,
     cuda: bool = False,
     data: bool = False,
@@ -99,12 +100,14 @@ def collector(
 
     With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
     they compute their results, by functions that ``lower`` makes; else they return tensors without data.
+    ``ran`` is called with each execution of a graph in the probing pass: its index, the arguments, the
+    results, and why the graph ended before the function did, if so.
     """
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
         call_what_was_captured(graph)
         name_modules(graph, module)
-        runner = GraphRunner(len(runners), graph, example_inputs, lower, cuda=cuda, data=data)
+        runner = GraphRunner(len(runners), graph, example_inputs, lower, ran, cuda=cuda, data=data)
         runners.append(runner)
         return runner
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE
 from planner._torch.tracing.breaks import graph_breaks
@@ -53,8 +55,10 @@ def failed(
     return kind(f"{text}. {AROUND}" if eager else text)
 
 
-def always_different(where: str) -> CaptureError:
-    """The error for a forward that takes another path with each run; ``where`` it ended a graph."""
+def always_different(graphs: Iterable[torch.fx.GraphModule]) -> CaptureError:
+    """The error for a forward that takes another path with each run, and makes other graphs."""
+    reason = next((found for graph in graphs if (found := graph_breaks.break_reason(graph))), None)
+    where = "" if reason is None else f". A graph ended at {reason}"
     return CaptureError(
         "the module's forward captures differently every time it runs (Python state that changes with each "
         f"step?); it cannot be planned as it is{where}. {AROUND}"

@@ -11,6 +11,7 @@ from planner.costs.devices import Device, round_bytes
 from planner.costs.host_tensors import made_on_host
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
+from planner.heap import collector_off
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event, Recording
 from solvers.model.indices import Step
@@ -30,6 +31,7 @@ class EagerTimeline(Timeline):
     sizes: Mapping[int, int] = field(default_factory=dict)
 
 
+@collector_off()
 def eager_timeline(
     recording: Recording,
     device: Device,

@@ -19,6 +19,7 @@ from planner._torch.fake import concrete_size
 from planner._torch.operators import cudnn_version
 from planner.costs.whole_storage import whole_storage
 from planner.errors import PlannerError
+from planner.heap import collector_off
 from planner.planfile.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ _held: dict[Path, tuple[tuple[int, ...], Mapping[str, Entries]]] = {}
 """By file: which version of it was read last, and what it held. A file of years takes a while to read."""
 
 
+@collector_off()
 def _read(path: Path | None) -> Mapping[str, Entries]:
     if path is None or not os.path.lexists(path):
         return {}

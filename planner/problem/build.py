@@ -21,6 +21,7 @@ from planner.graph.dying_operands import writing
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import copy_bytes
+from planner.heap import collector_off
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
 from planner.problem.input_copies import InputCopies
@@ -82,6 +83,7 @@ class Problem:
         return sequences
 
 
+@collector_off()
 def build_problem(
     captured: CapturedStep,
     device: Device,

@@ -15,6 +15,7 @@ from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_co
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner.errors import CaptureError
+from planner.heap import collector_off
 from planner.module_copies import attribute_of, copied_module, referring_to
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
@@ -41,6 +42,7 @@ class StepCopy:
     notes: Sequence[str] = ()
 
 
+@collector_off()
 def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     mode = fake_values.ConstantTrackingFakeMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.Tensor] = {}

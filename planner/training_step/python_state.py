@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.heap import collector_off
 from planner.training_step.generators import is_generator
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
@@ -39,6 +40,7 @@ class PythonState:
         generators: The random generators that were reached.
     """
 
+    @collector_off()
     def __init__(
         self, modules: Iterable[nn.Module], others: Iterable[Any] = (), *, objects: bool = False
     ) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from planner._torch import fake, versions
 from planner._torch.autocast_state import AutocastState, autocast_state, set_autocast_state
 from planner._torch.tensors import schema_of
+from planner.heap import collector_off
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import Namespaces, PythonState
 from planner.training_step.step import Step, tensors_in
@@ -60,6 +61,7 @@ class StepSnapshot:
     modes: tuple[bool, torch.dtype, AutocastState]
 
     @classmethod
+    @collector_off()
     def take(
         cls, module: nn.Module, step: Step, runs: Runs = "recorded copy", *, earlier: Self | None = None
     ) -> Self:

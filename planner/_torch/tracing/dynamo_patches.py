@@ -44,6 +44,7 @@ from planner._torch.tracing.breaks.long_loops import (
     know_what_is_left_by_value,
     look_at_what_is_left_later,
 )
+from planner._torch.tracing.breaks.many_layers import mark_parameters_once, take_parts_of_lists_at_once
 from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
@@ -99,6 +100,8 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     know_what_is_left_by_value()
     go_on_behind_what_was_taken(_is_ours)
     break_where_it_broke(_is_ours)
+    mark_parameters_once(_is_lowered_to_eager)
+    take_parts_of_lists_at_once(_is_ours)
     read_optimizers_alone(_is_ours)
 
 
@@ -114,6 +117,10 @@ def backend_of(tx: Any) -> Any:
 
 def _is_ours(tx: Any) -> bool:
     return _is_among(_backends, tx)
+
+
+def _is_lowered_to_eager(tx: Any) -> bool:
+    return _is_ours(tx) and not _is_among(_compiling, tx)
 
 
 def _is_among(backends: "weakref.WeakSet[Any]", tx: Any) -> bool:

@@ -1,0 +1,71 @@
+"""Private PyTorch APIs: what Dynamo does for each layer of a model, in each of the functions that it traces.
+
+Tested with torch 2.13.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lists import SliceVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+_METHODS = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
+"""What Dynamo compares a module's methods with: it marks what they return if they are PyTorch's own."""
+
+
+@functools.cache
+def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
+    """Mark the parameters of a module as such the first time that Dynamo comes to it, not in every function.
+
+    The marks stay on the tensors. A model of many layers is come to in each function of its own that goes on
+    behind a region, with all of its parameters.
+    """
+    wrap = VariableBuilder.wrap_module
+    marked: dict[int, weakref.ref[torch.nn.Module]] = {}
+
+    def once(self: Any, value: torch.nn.Module) -> Any:
+        known = marked.get(id(value))
+        if not is_ours(self.tx):
+            return wrap(self, value)
+        if known is None or known() is not value:
+            result = wrap(self, value)
+            key = id(value)
+            marked[key] = weakref.ref(value, lambda _: marked.pop(key, None))
+            return result
+        nothing: dict[str, Any] = dict.fromkeys(_METHODS)
+        with patch.multiple(builder, **nothing):
+            return wrap(self, value)
+
+    VariableBuilder.wrap_module = once  # type: ignore[method-assign]
+
+
+@functools.cache
+def take_parts_of_lists_at_once(is_ours: Callable[[Any], bool]) -> None:
+    """Loop over part of a list of modules, as in ``for layer in self.layers[:n]``, without making a list of
+    modules of that part: Dynamo traces how each is put in."""
+    taken_from = UnspecializedNNModuleVariable.mp_subscript_impl
+
+    def at_once(self: Any, tx: Any, key: Any) -> Any:
+        if not (
+            type(self.value) is torch.nn.ModuleList
+            and isinstance(key, SliceVariable)
+            and is_ours(tx)
+            and _is_looped_over(tx)
+        ):
+            return taken_from(self, tx, key)
+        modules = self.var_getattr(tx, "_modules").call_method(tx, "values", [], {})
+        return VariableTracker.build(tx, list).call_function(tx, [modules], {}).mp_subscript_impl(tx, key)
+
+    UnspecializedNNModuleVariable.mp_subscript_impl = at_once  # type: ignore[method-assign]
+
+
+def _is_looped_over(tx: Any) -> bool:
+    """Whether nothing is done with what is on top of the stack next but to loop over it."""
+    return bool(tx.instructions[tx.instruction_pointer].opname == "GET_ITER")

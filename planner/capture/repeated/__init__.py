@@ -1,0 +1,1 @@
+"""Layers that repeat: a step is recorded with a few of them, and the recording is made longer."""

@@ -1,0 +1,302 @@
+"""Recording a step without most of its alike layers, each of which hands on what it was given.
+
+A layer in the middle of a chain of layers that are alike does what the others do. So a few at the beginning
+and at the end of the chain run; those between them return what they are given of the layer before, and the
+recording is made longer by what they would have done (:mod:`planner.capture.repeated.lengthened`). Whether
+they are alike is seen when the graphs of the step are known: each must run the same graph, of like arguments.
+"""
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from planner._torch import modules, pytree
+from planner._torch.autocast_state import autocast_state
+from planner._torch.autograd import holders_of, is_hooked, next_node_number, running_node
+from planner._torch.fake import storage_key
+from planner._torch.without_data import fake_values
+from planner._torch.without_data.plain import facts_of
+from planner.capture.repeated.lengthened import AT_AN_END, IrregularError, Layers, lengthened
+from planner.capture.repeated.ran import Ran
+from planner.training_step.recorder import Recording, StepRecorder
+
+AT_EACH_END = 4
+"""How many layers run at the beginning of a chain, and at its end."""
+_FEWEST = 2 * AT_EACH_END + 2
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class LayersLeftOut:
+    """The chains of alike layers in a module, of which a step is recorded without most.
+
+    Args:
+        module: The module, on tensors without data.
+        regions: The names of the submodules that are layers, in order.
+        added_to: The parameters that have gradients before the step.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, regions: Sequence[str], added_to: Container[torch.Tensor]
+    ) -> None:
+        self._chains = _chains(module, regions, added_to)
+
+    def __bool__(self) -> bool:
+        return bool(self._chains)
+
+    @contextlib.contextmanager
+    def recorded_by(self, recorder: StepRecorder) -> Iterator[None]:
+        """A context in which a step runs without them.
+
+        Raises:
+            IrregularError: It does not run as one of alike layers does, or failed without them.
+        """
+        try:
+            for chain in self._chains:
+                chain.begin(recorder)
+            yield
+        except Exception as error:
+            raise IrregularError from error
+        finally:
+            for chain in self._chains:
+                chain.take_out()
+        if not all(chain.ran_through() for chain in self._chains):
+            raise IrregularError
+
+    def lengthened(self, recording: Recording) -> Recording:
+        """The recording of the step with all layers.
+
+        Raises:
+            IrregularError: That cannot be told.
+        """
+        added: list[tuple[int, int]] = []  # of each chain, the events before it, and how many it is longer by
+        for chain in self._chains:
+            if chain.marks:
+                begin = chain.marks[0][0]
+                moved = sum(more for before, more in added if before < begin)
+                recording, more = lengthened(recording, chain.layers(moved))
+                added.append((begin, more))
+        return recording
+
+    def keep_all(self) -> None:
+        """Leave no layer out."""
+        self._chains.clear()
+
+    def are_alike(self, ran: Ran) -> bool:
+        """Whether the layers that were left out did what others did in a step that ran graphs."""
+        return all(chain.are_alike(ran) for chain in self._chains)
+
+
+@dataclass
+class _Tree:
+    """The arguments of a call, or its results, without holding any tensor.
+
+    Attributes:
+        structure: How they are nested.
+        plain: Those that are no tensors, by position.
+        tensors: The tensors, by position.
+        facts: What these are.
+    """
+
+    structure: Any
+    plain: dict[int, tuple[type, object]] = field(default_factory=dict)
+    tensors: dict[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
+    facts: dict[int, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], structure: object) -> "_Tree":
+        made = cls(structure)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                made.tensors[i], made.facts[i] = weakref.ref(leaf), facts_of(leaf)
+            elif isinstance(leaf, _PLAIN):
+                made.plain[i] = type(leaf), leaf
+            else:
+                raise IrregularError
+        return made
+
+    def is_like(self, other: "_Tree") -> bool:
+        return (self.structure, self.plain, self.facts) == (other.structure, other.plain, other.facts)
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        return next((i for i, known in self.tensors.items() if known() is tensor), None)
+
+
+class _Chain:
+    """Layers that are called one after the other; see the module's docstring.
+
+    Attributes:
+        marks: Before each layer that ran, how many events there were, and the number of the next node.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._layers = layers
+        self._recorder: StepRecorder | None = None
+        self._calls = 0
+        self._given: list[_Tree] = []  # by call
+        self._results: list[_Tree] = []
+        self._around: object = None  # the modes in which they are called
+        self._links: dict[int, int] = {}  # positions of results, by those of the next layer's arguments
+        self._passed: dict[int, int] = {}  # positions of arguments, by those of results that they are
+        self._holders: object = None
+        self._last = (0, 0)
+        self.marks: list[tuple[int, int]] = []
+
+    def begin(self, recorder: StepRecorder) -> None:
+        """Let a step run without most of them."""
+        self._recorder = recorder
+        for number, layer in enumerate(self._layers):
+            modules.install_call(layer, partial(self._call, number))
+
+    def take_out(self) -> None:
+        """Let them run as ever."""
+        for layer in self._layers:
+            modules.install_call(layer, None)
+        self._recorder = None
+        self._given.clear()
+
+    def ran_through(self) -> bool:
+        """Whether each of them was called once; or none was."""
+        return self._calls in (0, len(self._layers))
+
+    def layers(self, moved: int) -> Layers:
+        """Which of them ran, where events have been put before them, so many."""
+        events, nodes = zip(*self.marks, self._last, strict=True)
+        left_out = len(self._layers) - len(self.marks)
+        return Layers(tuple(e + moved for e in events), nodes, left_out, AT_EACH_END)
+
+    def are_alike(self, ran: Ran) -> bool:
+        """Whether each of them, but for the first and the last ones, ran the same single graph."""
+        found = [ran.get(layer, []) for layer in self._layers[AT_AN_END:-AT_AN_END]]
+        made = len(self._results[1].tensors) - len(self._passed) if self._calls else 0
+        return not self._calls or all(
+            len(calls) == 1 and calls == found[0] and len(calls[0]) == 1 and calls[0][0].results == made
+            for calls in found
+        )
+
+    def _call(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """What is called in the place of a layer."""
+        assert self._recorder is not None
+        here = len(self._recorder.recording.events), next_node_number()
+        if number != self._calls or running_node() is not None or (number and here != self._last):
+            raise IrregularError  # called in another order, again in a backward, or with something in between
+        self._calls += 1
+        self._look_at(args, kwargs)
+        if AT_EACH_END <= number < len(self._layers) - AT_EACH_END:
+            result = self._handed_on(args, kwargs)
+        else:
+            self.marks.append(here)
+            result = modules.module_call(self._layers[number], *args, **kwargs)
+            self._note(result, args, kwargs)
+        self._last = len(self._recorder.recording.events), next_node_number()
+        return result
+
+    def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the arguments of a call with those of the call before: but for what that returned, they
+        are the same tensors."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        given = _Tree.of(leaves, structure)
+        around = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
+        self._given.append(given)
+        number = len(self._given) - 1
+        if number < 2:
+            self._around = around
+            return
+        before, result = self._given[number - 1], self._results[number - 1]
+        if around != self._around or not given.is_like(before):
+            raise IrregularError
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        if number == 2:
+            found = {i: result.find(t) for i, t in tensors.items() if before.find(t) is None}
+            self._links = {i: at for i, at in found.items() if at is not None}
+        for i, tensor in tensors.items():
+            came_from = result.tensors[self._links[i]] if i in self._links else before.tensors[i]
+            if came_from() is not tensor:
+                raise IrregularError
+        chained = [tensors[i] for i in self._links]
+        holders = [(sys.getrefcount(t), *holders_of(t)) for t in chained]
+        if any(map(is_hooked, chained)) or any(given.facts[i] is None for i in self._links):
+            raise IrregularError
+        if number == 2:
+            self._holders = holders
+        elif holders != self._holders:
+            raise IrregularError  # some of the results are held beyond the next layer
+
+    def _note(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a layer returned, and compare it with what the one before it did."""
+        leaves, structure = pytree.tree_flatten(result)
+        found, given = _Tree.of(leaves, structure), self._given[-1]
+        self._results.append(found)
+        at = {i: given.find(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        passed = {i: place for i, place in at.items() if place is not None}
+        if len(self._results) == 2:
+            self._passed = passed
+        elif len(self._results) > 2 and not (passed == self._passed and found.is_like(self._results[1])):
+            raise IrregularError
+
+    def _handed_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What stands for the result of a layer: the argument that the next one would get that result for."""
+        known, given = self._results[1], self._given[-1]
+        leaves = pytree.tree_leaves((args, kwargs))
+        to_next = {result: i for i, result in self._links.items()}
+        made: list[Any] = []
+        for i in range(len(known.tensors) + len(known.plain)):
+            if i in known.plain:
+                made.append(known.plain[i][1])
+                continue
+            at = self._passed.get(i, to_next.get(i))
+            if at is None or (i not in self._passed and given.facts[at] != known.facts[i]):
+                raise IrregularError
+            made.append(leaves[at])
+        self._results.append(_Tree.of(made, known.structure))
+        return pytree.tree_unflatten(made, known.structure)
+
+
+def _chains(
+    module: torch.nn.Module, regions: Sequence[str], added_to: Container[torch.Tensor]
+) -> list[_Chain]:
+    """Those of a module: layers that follow each other, are alike and have all they hold for themselves."""
+    if len(regions) < _FEWEST or modules.hooks_on_all_modules():
+        return []
+    parts = [part for _, part in module.named_modules(remove_duplicate=False)]
+    held = Counter(storage_key(t) for part in parts for _, t in _held(part))
+    described = []
+    for name in regions:
+        layer = module.get_submodule(name)
+        described.append((name.rpartition(".")[0], _described(layer, held, added_to), layer))
+    chains = []
+    for (_, description), alike in groupby(described, key=itemgetter(0, 1)):
+        layers = [layer for _, _, layer in alike]
+        if description is not None and len(layers) >= _FEWEST:
+            chains.append(_Chain(layers))
+    return chains
+
+
+def _held(part: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+    return [(name, tensor) for name, tensor in named if tensor.layout is torch.strided]
+
+
+def _described(
+    layer: torch.nn.Module, held: Mapping[int, int], added_to: Container[torch.Tensor]
+) -> tuple[object, ...] | None:
+    """What alike layers have in common; None of one that is not only what its code and its tensors say."""
+    description: list[object] = []
+    for name, part in layer.named_modules():
+        if modules.installed_call(part) is not None or modules.hooks_inside(part):
+            return None
+        description.append((name, type(part), part.training))
+        for of_part, tensor in _held(part):
+            facts = facts_of(tensor) or fake_values.known_numbers(tensor)
+            if facts is None or held[storage_key(tensor)] > 1 or is_hooked(tensor):
+                return None
+            description.append((of_part, type(tensor), facts, tensor in added_to))
+    return tuple(description)

@@ -1,0 +1,64 @@
+"""How much Dynamo does for each of many layers."""
+
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.builder import VariableBuilder
+
+import planner
+from planner.capture.capture import capture
+from planner.training_step.regions import find_regions
+from planner.training_step.step import Step
+
+
+class Layers(nn.Module):
+    """Loops over part of a list of layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(layers + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def counts(layers: int) -> tuple[int, int]:
+    """How many instructions are followed, and tensors marked, where there are so many layers."""
+    model = Layers(layers)
+    step, mark = InstructionTranslatorBase.step, VariableBuilder.mark_static_input
+    with (
+        patch.object(InstructionTranslatorBase, "step", autospec=True, side_effect=step) as steps,
+        patch.object(VariableBuilder, "mark_static_input", autospec=True, side_effect=mark) as marks,
+    ):
+        capture(model, Step((torch.randn(2, 4),)), regions=find_regions(model, "auto"))
+    return steps.call_count, marks.call_count
+
+
+def test_dynamo_does_little_for_one_layer_more() -> None:
+    fewer, more = counts(20), counts(40)
+    assert more[0] == fewer[0]
+    assert more[1] - fewer[1] <= 20 * 2 * 3  # parameters, and modules that they are found in
+
+
+def test_part_of_a_list_that_is_kept_is_a_list_of_modules() -> None:
+    class Kept(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            part = self.layers[1:3]
+            assert isinstance(part, nn.ModuleList)
+            for layer in part[::-1]:
+                x = layer(x)
+            return x.square().mean()
+
+    model, x = Kept(4), torch.randn(2, 4)
+    model(x).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    plan = planner.plan(model, (x,), budget="100%", regions="auto")
+    plan.apply(model)
+    model(x).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert (parameter.grad is None and gradient is None) or torch.equal(parameter.grad, gradient)
