@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from benchmarks.headlines import VGG, VGG_16
-from planner.capture import graph_runner
+from planner.capture.graphs import graph_runner
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.passes.cpu_dropout import divide_masks
 from planner.planfile.budget import format_bytes

@@ -11,8 +11,8 @@ from torch.fx import GraphModule, symbolic_trace
 
 import planner
 from planner._torch.without_data.fake_values import ConstantTrackingFakeMode
-from planner.capture import alike_executions
-from planner.capture.alike_executions import AlikeExecutions
+from planner.capture.graphs import alike_executions
+from planner.capture.graphs.alike_executions import AlikeExecutions
 
 ALIKE: dict[str, Callable[..., Any]] = {
     "product": lambda x, w: (torch.tanh(x @ w),),

@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 
 import planner
 from planner._torch.joint.memory_layout import MemoryLayout
-from planner.capture import graph_runner
+from planner.capture.graphs import graph_runner
 from planner.graph.joint_pass import TraceContext
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec

@@ -48,7 +48,7 @@ IN_PLACE = [
         "All have that of most.",
         (
             Change(
-                "planner/capture/graph_runner.py",
+                "planner/capture/graphs/graph_runner.py",
                 "        for executions in groups[1 : _MOST_VARIANTS + 1]:",
                 "        for executions in groups[1:1]:",
             ),
@@ -164,7 +164,7 @@ IN_PLACE = [
         "Its graph is probed with a dense copy in place of the part.",
         (
             Change(
-                "planner/capture/copies_apart.py",
+                "planner/capture/graphs/copies_apart.py",
                 "    if cloned.stride() == tensor.stride():\n",
                 "    if True:\n",
             ),
@@ -256,7 +256,7 @@ IN_PLACE = [
         "It stays as it was traced first.",
         (
             Change(
-                "planner/capture/graph_runner.py",
+                "planner/capture/graphs/graph_runner.py",
                 "        return self._compiled is not None and self._without != self.unused_outputs\n",
                 "        return False\n",
             ),

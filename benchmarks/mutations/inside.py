@@ -38,7 +38,7 @@ INSIDE = [
         "views-handed-on",
         "Gradients of a view that a graph hands on come to its uses one by one.",
         "Those of its uses inside are added up first.",
-        (Change("planner/capture/graph_runner.py", "if position in handed_on:", "if False:"),),
+        (Change("planner/capture/graphs/graph_runner.py", "if position in handed_on:", "if False:"),),
         ("tests/test_views_handed_on.py::test_gradients_of_a_view_come_to_its_uses_one_by_one[flattened]",),
     ),
     Mutation(
@@ -103,7 +103,7 @@ INSIDE = [
         "The notes of a plan leave them out.",
         (
             Change(
-                "planner/capture/runners.py",
+                "planner/capture/graphs/runners.py",
                 "    if calls := sum(",
                 "    if not sum(",
             ),
@@ -150,7 +150,7 @@ INSIDE = [
         "Graphs are traced with gradients on, wherever they were captured.",
         (
             Change(
-                "planner/capture/graph_runner.py",
+                "planner/capture/graphs/graph_runner.py",
                 "with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled):",
                 "with under_autocast(self._autocast):",
             ),

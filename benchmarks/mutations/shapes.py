@@ -133,7 +133,7 @@ SHAPES = [
         "From the second on it is one operation that changes nothing.",
         (
             Change(
-                "planner/capture/alike_executions.py",
+                "planner/capture/graphs/alike_executions.py",
                 "_known(args, results) if unchanged else None",
                 "_known(args, results)",
             ),

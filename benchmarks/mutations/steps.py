@@ -145,7 +145,7 @@ STEPS = [
         "It is one operation, and its own peak is missing.",
         (
             Change(
-                "planner/capture/graph_runner.py",
+                "planner/capture/graphs/graph_runner.py",
                 "self._operation_by_operation if runs_as_it_is else compiled.call",
                 "compiled.call",
             ),

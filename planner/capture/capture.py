@@ -34,14 +34,14 @@ from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
 from planner.capture.differences import cpu_kernels, other_order
 from planner.capture.external_accumulation import ask_for_per_use_gradients
-from planner.capture.graph_runner import GraphRunner
+from planner.capture.graphs.graph_runner import GraphRunner
+from planner.capture.graphs.runners import captured_graphs, collector, let_go, notes_on, split_up
 from planner.capture.module_calls import Bound, Marked
 from planner.capture.on_a_copy import RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import recurrent_calls
 from planner.capture.repeated.left_out import LayersLeftOut
 from planner.capture.repeated.lengthened import IrregularError
 from planner.capture.repeated.ran import GraphsOfLayers
-from planner.capture.runners import captured_graphs, collector, let_go, notes_on, split_up
 from planner.capture.uncaptured import always_different, failed, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering

@@ -6,7 +6,7 @@ import torch
 
 from planner.capture.captured_step import CudaKernels
 from planner.capture.external_accumulation import reordered_views, sums_between_graphs
-from planner.capture.graph_runner import GraphRunner
+from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.recurrent_layers import RecurrentCalls
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.training_step.recorder import Recording

@@ -8,7 +8,7 @@ from torch.fx import Node
 from planner._torch import fake, pytree
 from planner._torch.execution.checkpoints import weights_summed_apart
 from planner._torch.joint import aot_metadata
-from planner.capture.graph_runner import GraphRunner
+from planner.capture.graphs.graph_runner import GraphRunner
 from planner.graph.accumulation import is_sum
 from planner.graph.dynamo_graph import views_handed_on
 from planner.training_step.recorder import Recording

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from planner.capture.captured_step import CapturedStep
-from planner.capture.graph_call import GraphCall
+from planner.capture.graphs.graph_call import GraphCall
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline, real_sizes
 from planner.costs.roofline import Costs, roofline

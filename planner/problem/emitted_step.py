@@ -17,7 +17,7 @@ from planner._torch import fake
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.random_operators import IN_ORDER, PLAIN
 from planner.capture.captured_step import CapturedStep
-from planner.capture.graph_call import GraphCall
+from planner.capture.graphs.graph_call import GraphCall
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import allocated_bytes, real_sizes
 from planner.costs.workspace import NOT_RUN, OpMemory, WorkspaceMeter

@@ -42,7 +42,7 @@ def meet_outside(args: Sequence[Any], by: Collection[int], *, siblings: bool = T
         args: The arguments.
         by: Positions of those by which it differentiates.
         siblings: Whether results of one autograd function count as computed from each other, and what a copy
-            was made of as the copy. The capture hands out copies (planner/capture/graph_runner.py).
+            was made of as the copy. The capture hands out copies (planner/capture/graphs/graph_runner.py).
     """
     starts = [_edge(a) for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None] if by else []
     given = [args[i] for i in by] if starts else []

@@ -24,10 +24,10 @@ from planner._torch.module_paths import source_name
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.without_data import fake_values
-from planner.capture.alike_executions import AlikeExecutions
-from planner.capture.copies_apart import copy_apart
-from planner.capture.fresh_results import fresh_results
-from planner.capture.graph_call import GraphCall
+from planner.capture.graphs.alike_executions import AlikeExecutions
+from planner.capture.graphs.copies_apart import copy_apart
+from planner.capture.graphs.fresh_results import fresh_results
+from planner.capture.graphs.graph_call import GraphCall
 from planner.compiled.graph_hook import CompiledGraph
 from planner.graph.accumulation import behind_views, is_sum
 from planner.graph.dynamo_graph import structure_of, views_handed_on

@@ -11,7 +11,7 @@ from planner._torch.execution.checkpoints import checkpoint_calls
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
-from planner.capture.graph_runner import GraphRunner, Ran
+from planner.capture.graphs.graph_runner import GraphRunner, Ran
 from planner.lowering.lowerings import Lowering
 
 _MANY_ALIKE = 3
