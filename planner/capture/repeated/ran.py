@@ -27,6 +27,10 @@ class RanGraph:
     results: int
     ended_early: bool
 
+    def is_all_of(self, made: int) -> bool:
+        """Whether a layer that made so many tensors may have run this alone."""
+        return self.results == made and not self.ended_early
+
 
 Ran = dict[torch.nn.Module, list[list[RanGraph]]]
 """By layer: the graphs that each of its calls ran."""
