@@ -15,6 +15,7 @@ OTHER: dict[str, Any] = {
     "structure": "6" * 64,
     "occurrence": 1,
     "occurrences": 2,
+    "places": [0],
     "unused_outputs": [1],
     "per_use_inputs": [0],
     "gradient_layouts": [GradientLayout(output=0, dimensions=[1, 0])],
