@@ -69,6 +69,7 @@ def _exchanged(model: nn.Module) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().clone())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("exchange", [_assigned, _exchanged])
 def test_parameters_that_are_exchanged_have_none_and_go(exchange: Callable[[nn.Module], None]) -> None:
     model, (x,), _ = layers()

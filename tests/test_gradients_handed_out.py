@@ -85,6 +85,7 @@ _WAYS = [_one_view, _several_views, _no_views, _transposed, _expanded, _a_part, 
 _IMAGES = [_flat_image, _image_twice]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("use", "start"),
     [*((use, _linear) for use in _WAYS), *((use, _image) for use in _IMAGES)],

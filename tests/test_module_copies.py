@@ -280,6 +280,7 @@ class Featured(nn.Module):
         return y.square().mean() + self.kept.pop("a").square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "kind", ["hook", "hook and variables", "hook and defaults", "steps", "weak reference"]
 )

@@ -256,6 +256,7 @@ def test_per_use_gradients_of_any_inputs_are_those_of_eager(per_use: list[int], 
         assert ours is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("output", "dimensions", "gaps", "reported"),
     [

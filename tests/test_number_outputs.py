@@ -28,6 +28,7 @@ def _both(model: Layers, x: torch.Tensor) -> dict[str, Any]:
     return {"loss": model.run(x).square().sum() * share, "share": share, "again": float(len(x))}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("step", [_divided, _returned, _both])
 def test_floats_of_sizes_do_not_end_the_plan(step: Callable[..., dict[str, Any]]) -> None:
     def loop(run: Callable[..., dict[str, Any]]) -> Callable[[Layers], list[Any]]:

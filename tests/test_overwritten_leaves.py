@@ -45,6 +45,7 @@ class Filled(Layers):
         return (x + filled).square().mean()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", [Clipped, Normalised])
 def test_the_peak_counts_no_gradient_of_what_is_written(build: type[Layers]) -> None:
     model, args, _ = layers(build)

@@ -69,6 +69,7 @@ def test_bits_and_bytes_are_as_promised(dtype: torch.dtype) -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 def test_bits_take_less_time_than_drawing_again_and_less_memory_than_masks(plan: Plan) -> None:
     without = planned(blocks(), encodings="none")
     assert masks(without) == 0

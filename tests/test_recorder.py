@@ -88,6 +88,7 @@ class _Attributes(nn.Module):
         return x.square().mean() * shifted.float().mean()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("data", [False, True], ids=["without-data", "data-decide"])
 @pytest.mark.parametrize("budget", ["100%", "min"])
 def test_attributes_are_there_before_the_step_and_constants_go_with_it(data: bool, budget: str) -> None:

@@ -169,6 +169,7 @@ def test_as_many_layers_run_however_many_there_are(monkeypatch: pytest.MonkeyPat
     assert len(set(lengths)) == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "make",
     [

@@ -136,6 +136,7 @@ def test_executions_get_gradients_as_they_lie(
     assert (apart.places, len(apart.executions), len(shared.executions)) == (places, 1, 2)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("planned", [1, 4])
 def test_executions_follow_their_plan_at_other_sizes(planned: int) -> None:
     """In a batch of one what is turned lies as it did, so that no execution is apart."""

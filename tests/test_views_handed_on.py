@@ -56,6 +56,7 @@ def test_gradients_of_a_view_come_to_its_uses_one_by_one(name: str) -> None:
     assert not told
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("used_besides", [1, 2])
 def test_other_uses_of_what_is_looked_at_are_warned_of(used_besides: int) -> None:
     torch.manual_seed(0)
