@@ -7,7 +7,7 @@ step that runs with data, what the graph computes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
-from planner._torch.execution.checkpoints import as_written, checkpoint_calls
+from planner._torch.execution.checkpoints import as_written
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
@@ -26,6 +26,7 @@ from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner._torch.without_data import fake_values
 from planner.capture.alike_executions import AlikeExecutions
+from planner.capture.captured_step import CapturedGraph
 from planner.capture.copies_apart import copy_apart
 from planner.capture.fresh_results import fresh_results
 from planner.capture.graph_call import GraphCall
@@ -48,7 +49,6 @@ from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
 
 Ran = Callable[[int, Sequence[Any], Sequence[Any], str | None], None]
-_MANY_ALIKE = 3
 
 
 class GraphRunner:
@@ -330,27 +330,20 @@ def let_go(runners: Iterable[GraphRunner]) -> None:
         vars(runner).clear()
 
 
-def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
-    """What the user should know of the captured graphs; ``regions``: whether some are regions."""
-    notes = []
-    if calls := sum(checkpoint_calls(runner.graph) for runner in runners):
-        notes.append(
-            f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
-            "what is recomputed is decided by the plan"
+def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> list[CapturedGraph]:
+    """What a captured step keeps of each graph, given which of them the step runs."""
+    alike = {i: [k for k in sorted(ran) if runners[k].structure == runners[i].structure] for i in ran}
+    return [
+        CapturedGraph(
+            r.structure,
+            alike[r.index].index(r.index) if r.index in ran else 0,
+            len(alike.get(r.index, ())),
+            r.spec,
+            r.joint if r.index in ran else None,
+            bool(r.gradients.received),
         )
-    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners)
-    if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
-        notes.append(
-            f"{most} regions are alike in operations and sizes and are captured one by one, since their code "
-            "reads what differs between them, as a layer's own number with a cache of keys and values: "
-            "planning and the first step take longer with every layer. For Hugging Face's models "
-            "model.config.use_cache = False makes them one graph"
-        )
-    return notes
-
-
-def _shape(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value.shape)) if isinstance(value, torch.Tensor) else ()  # sizes may be symbols
+        for r in runners
+    ]
 
 
 def collector(
