@@ -49,6 +49,7 @@ class LayersLeftOut:
         self, module: torch.nn.Module, regions: Sequence[str], added_to: Container[torch.Tensor]
     ) -> None:
         self._chains = _chains(module, regions, added_to)
+        self._places = {layer: (chain, n) for chain in self._chains for n, layer in enumerate(chain.of)}
         self._recorder: StepRecorder | None = None
 
     def __bool__(self) -> bool:
@@ -68,7 +69,7 @@ class LayersLeftOut:
         self._recorder = recorder
         for chain in self._chains:
             chain.begin()
-        called = {} if compiled else self._places()
+        called = {} if compiled else self._places
         try:
             for layer in called:
                 modules.install_call(layer, partial(self._call, layer))
@@ -84,12 +85,11 @@ class LayersLeftOut:
 
     def around(self, forward: Forward) -> Forward:
         """What runs the forward of a layer, or leaves it out."""
-        places = self._places()
 
         def run(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._recorder is None or module not in places:
+            if self._recorder is None or module not in self._places:
                 return forward(module, args, kwargs)
-            chain, number = places[module]
+            chain, number = self._places[module]
             return chain.call(self._recorder, number, partial(forward, module, args, kwargs), args, kwargs)
 
         return run
@@ -97,12 +97,9 @@ class LayersLeftOut:
     def _call(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What is called in the place of a layer."""
         assert self._recorder is not None
-        chain, number = self._places()[layer]
+        chain, number = self._places[layer]
         run = partial(modules.module_call, layer, *args, **kwargs)
         return chain.call(self._recorder, number, run, args, kwargs)
-
-    def _places(self) -> "dict[torch.nn.Module, tuple[_Chain, int]]":
-        return {layer: (chain, n) for chain in self._chains for n, layer in enumerate(chain.of)}
 
     def lengthened(self, recording: Recording) -> tuple[Recording, int]:
         """The recording of the step with all layers, and how many events its forward has more.
@@ -122,6 +119,7 @@ class LayersLeftOut:
     def keep_all(self) -> None:
         """Leave no layer out."""
         self._chains.clear()
+        self._places.clear()
 
     def are_alike(self, ran: Ran) -> bool:
         """Whether the layers that were left out did what others did in a step that ran graphs."""
