@@ -54,6 +54,33 @@ class Chain(nn.Module):
         return loss
 
 
+@torch.compiler.disable
+def as_written(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    return x.tanh() if layer.number == 5 else x.sin()
+
+
+class BrokenLayer(Layer):
+    """Behind its graph something runs as written."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return as_written(super().forward(x, scale), self)
+
+
+class BrokenBefore(Layer):
+    """In front of its graph something runs as written."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(as_written(x, self), scale)
+
+
+class Broken(Chain):
+    """Of such layers, of which one in the middle runs something else there."""
+
+    def __init__(self, layer: type[Layer] = BrokenLayer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer(i, self.calls) for i in range(_MANY))
+
+
 class Between(Chain):
     """With an operation between each layer and the next."""
 
@@ -159,11 +186,23 @@ def test_as_many_layers_run_however_many_there_are(monkeypatch: pytest.MonkeyPat
         lambda: Chain(held=(8,)),
         lambda: Chain(held=tuple(range(_MANY))),
         Between,
+        Broken,
+        lambda: Broken(BrokenBefore),
         lambda: Chain(reads_number=True),
         lambda: shared(Chain(), (6,)),
         lambda: shared(Chain(), tuple(range(1, _MANY))),
     ],
-    ids=["one held", "last left out held", "all held", "between", "another layer", "shared", "one weight"],
+    ids=[
+        "one held",
+        "last left out held",
+        "all held",
+        "between",
+        "broken",
+        "broken before",
+        "another layer",
+        "shared",
+        "one weight",
+    ],
 )
 def test_what_is_not_alike_is_recorded_with_all_layers(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch

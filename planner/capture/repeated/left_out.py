@@ -26,7 +26,7 @@ from planner._torch.fake import storage_key
 from planner._torch.without_data import fake_values
 from planner._torch.without_data.plain import facts_of
 from planner.capture.repeated.lengthened import AT_AN_END, IrregularError, Layers, lengthened
-from planner.capture.repeated.ran import Ran
+from planner.capture.repeated.ran import ENDED, Ran
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.regions import Forward
 
@@ -196,11 +196,13 @@ class _Chain:
         return Layers(tuple(e + moved for e in events), nodes, left_out, AT_EACH_END)
 
     def are_alike(self, ran: Ran) -> bool:
-        """Whether each of them, but for the first and the last ones, ran the same single graph."""
+        """Whether each of them, but for the first and the last, ran the same single graph, and no more."""
+        if any(ENDED in call for layer in self.of for call in ran.get(layer, [])):
+            return False
         found = [ran.get(layer, []) for layer in self.of[AT_AN_END:-AT_AN_END]]
         made = len(self._results[1].tensors) - len(self._passed) if self._calls else 0
         return not self._calls or all(
-            len(calls) == 1 and calls == found[0] and len(calls[0]) == 1 and calls[0][0].results == made
+            len(calls) == 1 and calls == found[0] and len(calls[0]) == 1 and calls[0][0].is_all_of(made)
             for calls in found
         )
 
