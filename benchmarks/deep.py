@@ -31,9 +31,9 @@ Made by `python benchmarks/deep.py`: a Llama of width 64, planned by regions (`r
 its step's memory, and trained, on one thread. Seconds are of processors; other work on the machine makes them
 more, by a third and over.
 
-Layers that are alike are traced once, and are one operation each in the pass that looks for gradients. What
-still grows with their number is the recording of the step without a plan, operation by operation, and that
-Dynamo looks at each module.
+Layers that are alike are traced once, and are one operation each in the pass that looks for gradients; the
+step is recorded with eight of them. What still grows with their number is that the model is copied and looked
+through, that Dynamo's guards look at each module, and the problem, which has a row for each operation.
 """
 LARGE = """
 On the meta device, with times by the roofline: seconds to prepare, and to solve for shares of the way from

@@ -1,7 +1,10 @@
 """How much Dynamo does for each of many layers."""
 
-from unittest.mock import patch
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -28,14 +31,22 @@ class Layers(nn.Module):
 
 def counts(layers: int) -> tuple[int, int]:
     """How many instructions are followed, and tensors marked, where there are so many layers."""
-    model = Layers(layers)
-    step, mark = InstructionTranslatorBase.step, VariableBuilder.mark_static_input
-    with (
-        patch.object(InstructionTranslatorBase, "step", autospec=True, side_effect=step) as steps,
-        patch.object(VariableBuilder, "mark_static_input", autospec=True, side_effect=mark) as marks,
-    ):
+    model, called = Layers(layers), Counter[str]()
+
+    def counted(owner: type, name: str) -> Callable[..., Any]:
+        call = getattr(owner, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            called[name] += 1
+            return call(*args, **kwargs)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((InstructionTranslatorBase, "step"), (VariableBuilder, "mark_static_input")):
+            patch.setattr(owner, name, counted(owner, name))
         capture(model, Step((torch.randn(2, 4),)), regions=find_regions(model, "auto"))
-    return steps.call_count, marks.call_count
+    return called["step"], called["mark_static_input"]
 
 
 def test_dynamo_does_little_for_one_layer_more() -> None:

@@ -103,7 +103,7 @@ INSIDE = [
         "The notes of a plan leave them out.",
         (
             Change(
-                "planner/capture/graphs/runners.py",
+                "planner/capture/differences.py",
                 "    if calls := sum(",
                 "    if not sum(",
             ),

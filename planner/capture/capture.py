@@ -32,10 +32,10 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
-from planner.capture.differences import cpu_kernels, other_order
+from planner.capture.differences import cpu_kernels, notes_on, other_order
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
-from planner.capture.graphs.runners import captured_graphs, collector, let_go, notes_on, split_up
+from planner.capture.graphs.runners import captured_graphs, collector, let_go, split_up
 from planner.capture.module_calls import Bound, Marked
 from planner.capture.on_a_copy import RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import recurrent_calls
@@ -55,6 +55,7 @@ from planner.training_step.step import Step, differentiable_outputs, tensors_in,
 
 logger = logging.getLogger(__name__)
 
+_EAGERLY = "running the step"
 _MOST_PASSES = 4
 """How often the step may run until it takes the same path twice."""
 
@@ -177,7 +178,7 @@ class _Capture:
         with layouts_of_kernels(), contextlib.ExitStack() as stack:
             self._as_on_its_device(stack)
             stack.callback(PythonState([self.copied.module]).restore)
-            return self._eagerly(None)
+            return self._recorded(self.copied.module, _EAGERLY)[0]
 
     def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
@@ -196,34 +197,29 @@ class _Capture:
             report("running the eager step", 0.1)
             layers = self._layers(regions)
             with recurrent_calls(module) as recurrent:
-                eager = self._eagerly(layers)
+                eager, _ = self._recorded(module, _EAGERLY, layers=layers)
 
             self._eager_runs = True
             report("capturing the forward", 0.2)
             counted = graph_breaks.counted_breaks()
             graphs = GraphsOfLayers()
-            backend = collector(
-                runners,
-                module,
-                chosen_lowering(),
-                graphs.note,
-                cuda=self._cuda is not None,
-                data=self.copied.data,
-            )
+            around = (lambda forward: forward) if layers is None else layers.around
+            cuda, data = self._cuda is not None, self.copied.data
+            backend = collector(runners, module, chosen_lowering(), graphs.note, cuda=cuda, data=data)
             running = RunningRegions(regions)
             running.put_in(module)
             parts = len(regions)
             compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=parts, decided=decided)
             whole, region = compile_(), compile_()
-            target = Bound(running.during(whole, graphs.of(region)), module)
+            target = Bound(running.during(whole, around(graphs.of(region))), module)
             try:
                 with self._pass("capturing the forward"):
                     self.copied.step.run(target)
                 if not runners:
                     raise nothing_captured(counted)
                 if layers is not None and not layers.are_alike(graphs.ran):
-                    eager = self._eagerly(None)
-                recording, forward_events = self._compiled_pass(target, runners)
+                    layers, (eager, _) = None, self._recorded(module, _EAGERLY)
+                recording, forward_events = self._compiled_pass(target, runners, layers)
             finally:
                 for compiled in (whole, region):
                     dynamo.forget(compiled)
@@ -271,20 +267,25 @@ class _Capture:
         stack.enter_context(kernels_of_cuda(of_cuda.capability, of_cuda.attention, cudnn=of_cuda.cudnn))
         return stack.enter_context(autocast_of_cuda())
 
-    def _compiled_pass(self, target: torch.nn.Module, runners: list[GraphRunner]) -> tuple[Recording, int]:
+    def _compiled_pass(
+        self, target: torch.nn.Module, runners: list[GraphRunner], layers: LayersLeftOut | None
+    ) -> tuple[Recording, int]:
         """Trace the graphs and record the step with them, until it takes the same path twice; then once more
         if some must return per-use (unsummed) gradients. Returns what :meth:`_record` does."""
         module = self.copied.module
         waiting, python, attempts, asked = list(runners), PythonState([module], objects=True), 1, False
         while True:
             waiting = split_up(waiting, runners)
+            if any(runner.places for runner in runners):
+                layers = None  # these count executions
             traced = len(runners)
             self._trace(waiting, traced)
             if attempts == _MOST_PASSES:
                 python.restore()  # counters and histories change each time: as the last pass found them
             python = PythonState([module], objects=True)
             self.report("recording the compiled step", 0.8)
-            recording, forward_events = self._record(target, "running the compiled step", runners)
+            doing = "running the compiled step"
+            recording, forward_events = self._recorded(target, doing, runners, layers)
             waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
             if waiting:  # some code first ran now: a forward may take another path the second time
                 attempts += 1
@@ -314,16 +315,21 @@ class _Capture:
             return None
         return LayersLeftOut(self.copied.module, regions, self.gradients) or None
 
-    def _eagerly(self, layers: LayersLeftOut | None) -> Recording:
-        """The step without graphs, recorded without these layers where that can be made up for."""
-        module, doing = self.copied.module, "running the step"
-        if layers is not None:
+    def _recorded(
+        self,
+        call: torch.nn.Module,
+        doing: str,
+        runners: Sequence[GraphRunner] = (),
+        layers: LayersLeftOut | None = None,
+    ) -> tuple[Recording, int]:
+        """What :meth:`_record` returns, without these layers where that can be made up for."""
+        if layers:
             try:
-                return layers.lengthened(self._record(module, doing, without=layers)[0])
+                return self._record(call, doing, runners, layers)
             except IrregularError as error:
                 logger.debug("the step is recorded with all of its layers", exc_info=error)
                 layers.keep_all()
-        return self._record(module, doing)[0]
+        return self._record(call, doing, runners)
 
     def _record(
         self,
@@ -342,7 +348,9 @@ class _Capture:
             runner.record_to(recorder)
         marked = Marked(call, recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else contextlib.nullcontext()
-        leaving_out = without.recorded_by(recorder) if without is not None else contextlib.nullcontext()
+        leaving_out: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if without is not None:
+            leaving_out = without.recorded_by(recorder, compiled=bool(runners))
         with self._pass(doing), leaving_out, dispatched, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
@@ -353,7 +361,10 @@ class _Capture:
         if self._no_loss and step.in_flight is not None and not step.lets_go_of_outputs:
             self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
         del kept  # after the recording: users hold outputs beyond the step
-        return recorder.recording, marked.events
+        if without is None:
+            return recorder.recording, marked.events
+        recording, more = without.lengthened(recorder.recording)
+        return recording, marked.events + more
 
     @contextlib.contextmanager
     def _pass(self, doing: str) -> Iterator[None]:

@@ -1,9 +1,12 @@
-"""What differs between a planned step and the one that the user has, in words."""
+"""What a user should know of a captured step, in words: of its graphs, and where a planned one differs."""
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from planner._torch.execution.checkpoints import checkpoint_calls
 from planner.capture.captured_step import CudaKernels
 from planner.capture.external_accumulation import reordered_views, sums_between_graphs
 from planner.capture.graphs.graph_runner import GraphRunner
@@ -11,6 +14,7 @@ from planner.capture.recurrent_layers import RecurrentCalls
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
 from planner.training_step.recorder import Recording
 
+_MANY_ALIKE = 3
 _RECURRENT = (torch.nn.RNNBase, torch.nn.LSTMCell, torch.nn.GRUCell)
 _OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
 """Names of kernels that only the CPU has contain one of these."""
@@ -51,3 +55,26 @@ def cpu_kernels(
         "the CPU's. Plan such a step where the GPU is"
         + (f"; {recurrent}" if recurrent.kept_bytes and cuda.cudnn else "")
     ]
+
+
+def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
+    """What the user should know of the captured graphs; ``regions``: whether some are regions."""
+    notes = []
+    if calls := sum(checkpoint_calls(runner.graph) for runner in runners):
+        notes.append(
+            f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
+            "what is recomputed is decided by the plan"
+        )
+    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners if not r.places)
+    if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
+        notes.append(
+            f"{most} regions are alike in operations and sizes and are captured one by one, since their code "
+            "reads what differs between them, as a layer's own number with a cache of keys and values: "
+            "planning and the first step take longer with every layer. For Hugging Face's models "
+            "model.config.use_cache = False makes them one graph"
+        )
+    return notes
+
+
+def _shape(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value.shape)) if isinstance(value, torch.Tensor) else ()  # sizes may be symbols

@@ -92,12 +92,12 @@ class JointOp:
         """Operator name, such as ``aten.mm.default``."""
         return str(self.node.target)
 
-    @property
+    @cached_property
     def module(self) -> str:
         """Name of the module that it came from, as in ``named_modules()``; "" for the root."""
         return module_of(self.node)
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[str, ...]:
         """Marks of the blocks that it came from, ``number kind name``, outermost first."""
         return tuple(marks_of(self.node).split("\n")) if marks_of(self.node) else ()

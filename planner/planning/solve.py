@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.errors import InfeasibleBudget, PlannerError
+from planner.heap import older_objects_set_aside
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord, WholeStep
 from planner.planning.encodings import Solved, better, fits, followed, keeps_everything, offered
@@ -28,6 +29,7 @@ class SolverError(PlannerError, ValueError):
     """There is no solver of that name."""
 
 
+@older_objects_set_aside()
 def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress | None = None) -> PlanRecord:
     """Plan a step that has been captured, with the solver and the selections of its options.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from planner._torch import dynamo, modules
+from planner.heap import older_objects_set_aside
 from planner.planfile.plan import GraphRecord, PlanRecord
 from planner.training_step.step import differentiable_outputs
 
@@ -143,7 +144,8 @@ class CapturedAgain:
         return result
 
     def _first(self, *args: Any) -> Any:
-        result = self._compiled(*args)
+        with older_objects_set_aside():
+            result = self._compiled(*args)
         if self._path.is_empty and differentiable_outputs(result):
             self._warn(
                 "nothing of the planned forward could be captured: the step runs without the plan. Dynamo "

@@ -14,11 +14,12 @@ import functools
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from planner._torch import fake, tensors
@@ -59,8 +60,7 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
 
 
 def _left_behind(young: list[object], result: object, ours: Iterable[object]) -> LeftBehind:
-    place = {id(o): n for n, o in enumerate(young)}
-    holders = _holders(young, place)
+    holders = _Holders(young)
     own = {id(result), *(id(o) for o in ours)}
     skipped: dict[int, bool] = {}
 
@@ -78,9 +78,10 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
         while pending:
             at = pending.pop()
             # Two references more: the list of all, and the argument.
-            if sys.getrefcount(young[at]) > len(holders[at]) + 2 + _references_of_pytorch(young[at]):
+            held_by = holders[at]
+            if sys.getrefcount(young[at]) > len(held_by) + 2 + _references_of_pytorch(young[at]):
                 held.append(at)
-            more = [m for m in holders[at] if m not in seen and not skip(m)]
+            more = [m for m in held_by if m not in seen and not skip(m)]
             seen.update(more)
             pending += more
         if held:
@@ -88,32 +89,44 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
     left = LeftBehind(
         [t for n, _ in found if isinstance(t := young[n], torch.Tensor)],
         [[young[at] for at in held] for _, held in found],
-        set(place),
+        set(map(id, young)),
     )
     young.clear()
     return left
 
 
-def _holders(objects: list[object], place: dict[int, int]) -> list[list[int]]:
+class _Holders:
     """The places of those that refer to each of some objects, once for each reference.
 
     ``gc.get_referents`` tells what all its arguments refer to in one list. A mark between two arguments tells
     where that of the next begins: calls cost more than what they tell, where libraries listen to them.
     """
-    holders: list[list[int]] = [[] for _ in objects]
-    end = object()
-    ends = (end,)
-    for first in range(0, len(objects), _AT_ONCE):
-        some = objects[first : first + _AT_ONCE]
-        marked: list[object] = [ends] * (2 * len(some))
-        marked[::2] = some
-        n = first
-        for referent in gc.get_referents(*marked):
-            if referent is end:
-                n += 1
-            elif (at := place.get(id(referent))) is not None:
-                holders[at].append(n)
-    return holders
+
+    def __init__(self, objects: Sequence[object]) -> None:
+        numbers = np.fromiter(map(id, objects), np.int64, len(objects))
+        order = np.argsort(numbers)
+        known = numbers[order]
+        end = object()
+        ends = (end,)
+        holding, held = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for first in range(0, len(objects), _AT_ONCE):
+            some = objects[first : first + _AT_ONCE]
+            marked: list[object] = [ends] * (2 * len(some))
+            marked[::2] = some
+            referents = gc.get_referents(*marked)
+            found = np.fromiter(map(id, referents), np.int64, len(referents))
+            place = np.minimum(np.searchsorted(known, found), len(known) - 1)
+            among = known[place] == found
+            holding.append((first + np.cumsum(found == id(end)))[among])
+            held.append(order[place[among]])
+        of = np.concatenate(held)
+        by_object = np.argsort(of, kind="stable")
+        self._holding = np.concatenate(holding)[by_object]
+        self._first = np.searchsorted(of[by_object], np.arange(len(objects) + 1))
+
+    def __getitem__(self, at: int) -> list[int]:
+        holding: list[int] = self._holding[self._first[at] : self._first[at + 1]].tolist()
+        return holding
 
 
 def put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

@@ -4,6 +4,7 @@ import functools
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,8 @@ class PythonState:
                 if id(found) not in contents:
                     contents[id(found)] = (found, found.copy())
                     if left != 1 or len(found) <= _MOST_ELEMENTS:  # of objects: data sets, vocabularies
-                        pending += found.values() if isinstance(found, dict) else found
+                        held = found.values() if isinstance(found, dict) else found
+                        pending += [value for value in held if type(value) not in _IS_NOTHING]
             elif kind not in _IS_NOTHING and id(found) not in seen:
                 seen[id(found)] = found
                 self._look_into(found, left)
@@ -153,9 +155,9 @@ def _same(container: Any, saved: Any) -> bool:
     """Whether two containers hold the very same objects in the same order."""
     if len(container) != len(saved):
         return False
-    if isinstance(container, dict):
-        return all(a is b and container[a] is saved[b] for a, b in zip(container, saved, strict=True))
-    return all(a is b for a, b in zip(container, saved, strict=True))
+    if not isinstance(container, dict):
+        return all(map(is_, container, saved))
+    return all(map(is_, container, saved)) and all(map(is_, container.values(), saved.values()))
 
 
 def _content(cell: CellType) -> Any:

@@ -1,6 +1,7 @@
 """One training step, run the same way wherever it runs: on fake tensors, unplanned, or planned."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -160,6 +161,10 @@ class Step:
         return output, None
 
 
+_NOTHING = frozenset({type(None), bool, int, float, str, torch.nn.Parameter})
+_MAY_BE_EMPTY = frozenset({dict, OrderedDict, list, tuple})
+
+
 class LeftInModule:
     """The scalars in the attributes of a module that a forward left there, to be differentiated by.
 
@@ -185,7 +190,11 @@ class LeftInModule:
                     found[id(held)] = held
             elif isinstance(held, dict | list | tuple) and id(held) not in seen:
                 seen.add(id(held))
-                pending += [*(held.values() if isinstance(held, dict) else held)][::-1]
+                inside = [*(held.values() if isinstance(held, dict) else held)][::-1]
+                # Nearly all that modules have are switches, and hooks of which there are none.
+                pending += [
+                    v for v in inside if type(v) not in _NOTHING and (type(v) not in _MAY_BE_EMPTY or v)
+                ]
         return list(found.values())
 
 

@@ -1,20 +1,16 @@
 """The runners of the graphs of one step: how they come about, and what is said of them."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from planner._torch.execution.checkpoints import checkpoint_calls
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
 from planner.capture.graphs.graph_runner import GraphRunner, Ran
 from planner.lowering.lowerings import Lowering
-
-_MANY_ALIKE = 3
 
 
 def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> list[CapturedGraph]:
@@ -62,29 +58,6 @@ def let_go(runners: Iterable[GraphRunner]) -> None:
     """
     for runner in runners:
         vars(runner).clear()
-
-
-def notes_on(runners: Sequence[GraphRunner], regions: bool) -> list[str]:
-    """What the user should know of the captured graphs; ``regions``: whether some are regions."""
-    notes = []
-    if calls := sum(checkpoint_calls(runner.graph) for runner in runners):
-        notes.append(
-            f"{calls} calls of torch.utils.checkpoint in the model are captured like any code: "
-            "what is recomputed is decided by the plan"
-        )
-    alike = Counter((r.structure, *map(_shape, r.example_inputs)) for r in runners if not r.places)
-    if regions and (most := max(alike.values(), default=0)) >= _MANY_ALIKE:
-        notes.append(
-            f"{most} regions are alike in operations and sizes and are captured one by one, since their code "
-            "reads what differs between them, as a layer's own number with a cache of keys and values: "
-            "planning and the first step take longer with every layer. For Hugging Face's models "
-            "model.config.use_cache = False makes them one graph"
-        )
-    return notes
-
-
-def _shape(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value.shape)) if isinstance(value, torch.Tensor) else ()  # sizes may be symbols
 
 
 def collector(

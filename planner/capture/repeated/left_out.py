@@ -10,7 +10,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -26,8 +26,9 @@ from planner._torch.fake import storage_key
 from planner._torch.without_data import fake_values
 from planner._torch.without_data.plain import facts_of
 from planner.capture.repeated.lengthened import AT_AN_END, IrregularError, Layers, lengthened
-from planner.capture.repeated.ran import Ran
+from planner.capture.repeated.ran import ENDED, Ran
 from planner.training_step.recorder import Recording, StepRecorder
+from planner.training_step.regions import Forward
 
 AT_EACH_END = 4
 """How many layers run at the beginning of a chain, and at its end."""
@@ -48,31 +49,60 @@ class LayersLeftOut:
         self, module: torch.nn.Module, regions: Sequence[str], added_to: Container[torch.Tensor]
     ) -> None:
         self._chains = _chains(module, regions, added_to)
+        self._places = {layer: (chain, n) for chain in self._chains for n, layer in enumerate(chain.of)}
+        self._recorder: StepRecorder | None = None
 
     def __bool__(self) -> bool:
         return bool(self._chains)
 
     @contextlib.contextmanager
-    def recorded_by(self, recorder: StepRecorder) -> Iterator[None]:
+    def recorded_by(self, recorder: StepRecorder, *, compiled: bool) -> Iterator[None]:
         """A context in which a step runs without them.
+
+        Args:
+            recorder: What records the step.
+            compiled: Whether layers run what :meth:`around` returned; else their calls as they are.
 
         Raises:
             IrregularError: It does not run as one of alike layers does, or failed without them.
         """
+        self._recorder = recorder
+        for chain in self._chains:
+            chain.begin()
+        called = {} if compiled else self._places
         try:
-            for chain in self._chains:
-                chain.begin(recorder)
+            for layer in called:
+                modules.install_call(layer, partial(self._call, layer))
             yield
         except Exception as error:
             raise IrregularError from error
         finally:
-            for chain in self._chains:
-                chain.take_out()
+            for layer in called:
+                modules.install_call(layer, None)
+            self._recorder = None
         if not all(chain.ran_through() for chain in self._chains):
             raise IrregularError
 
-    def lengthened(self, recording: Recording) -> Recording:
-        """The recording of the step with all layers.
+    def around(self, forward: Forward) -> Forward:
+        """What runs the forward of a layer, or leaves it out."""
+
+        def run(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._recorder is None or module not in self._places:
+                return forward(module, args, kwargs)
+            chain, number = self._places[module]
+            return chain.call(self._recorder, number, partial(forward, module, args, kwargs), args, kwargs)
+
+        return run
+
+    def _call(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What is called in the place of a layer."""
+        assert self._recorder is not None
+        chain, number = self._places[layer]
+        run = partial(modules.module_call, layer, *args, **kwargs)
+        return chain.call(self._recorder, number, run, args, kwargs)
+
+    def lengthened(self, recording: Recording) -> tuple[Recording, int]:
+        """The recording of the step with all layers, and how many events its forward has more.
 
         Raises:
             IrregularError: That cannot be told.
@@ -84,11 +114,12 @@ class LayersLeftOut:
                 moved = sum(more for before, more in added if before < begin)
                 recording, more = lengthened(recording, chain.layers(moved))
                 added.append((begin, more))
-        return recording
+        return recording, sum(more for _, more in added)
 
     def keep_all(self) -> None:
         """Leave no layer out."""
         self._chains.clear()
+        self._places.clear()
 
     def are_alike(self, ran: Ran) -> bool:
         """Whether the layers that were left out did what others did in a step that ran graphs."""
@@ -134,69 +165,68 @@ class _Chain:
     """Layers that are called one after the other; see the module's docstring.
 
     Attributes:
+        of: The layers.
         marks: Before each layer that ran, how many events there were, and the number of the next node.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        self._layers = layers
-        self._recorder: StepRecorder | None = None
+        self.of = layers
+        self.begin()
+
+    def begin(self) -> None:
+        """Be called from the first on."""
         self._calls = 0
         self._given: list[_Tree] = []  # by call
         self._results: list[_Tree] = []
         self._around: object = None  # the modes in which they are called
         self._links: dict[int, int] = {}  # positions of results, by those of the next layer's arguments
         self._passed: dict[int, int] = {}  # positions of arguments, by those of results that they are
-        self._holders: object = None
+        self._holders: list[list[int]] = []  # of the tensors that layers get from those before, by call
         self._last = (0, 0)
         self.marks: list[tuple[int, int]] = []
 
-    def begin(self, recorder: StepRecorder) -> None:
-        """Let a step run without most of them."""
-        self._recorder = recorder
-        for number, layer in enumerate(self._layers):
-            modules.install_call(layer, partial(self._call, number))
-
-    def take_out(self) -> None:
-        """Let them run as ever."""
-        for layer in self._layers:
-            modules.install_call(layer, None)
-        self._recorder = None
-        self._given.clear()
-
     def ran_through(self) -> bool:
         """Whether each of them was called once; or none was."""
-        return self._calls in (0, len(self._layers))
+        return self._calls in (0, len(self.of))
 
     def layers(self, moved: int) -> Layers:
         """Which of them ran, where events have been put before them, so many."""
         events, nodes = zip(*self.marks, self._last, strict=True)
-        left_out = len(self._layers) - len(self.marks)
+        left_out = len(self.of) - len(self.marks)
         return Layers(tuple(e + moved for e in events), nodes, left_out, AT_EACH_END)
 
     def are_alike(self, ran: Ran) -> bool:
         """Whether each of them, but for the first and the last, ran the same single graph, and no more."""
-        found = [ran.get(layer, []) for layer in self._layers[AT_AN_END:-AT_AN_END]]
+        if any(ENDED in call for layer in self.of for call in ran.get(layer, [])):
+            return False
+        found = [ran.get(layer, []) for layer in self.of[AT_AN_END:-AT_AN_END]]
         made = len(self._results[1].tensors) - len(self._passed) if self._calls else 0
         return not self._calls or all(
             len(calls) == 1 and calls == found[0] and len(calls[0]) == 1 and calls[0][0].is_all_of(made)
             for calls in found
         )
 
-    def _call(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        """What is called in the place of a layer."""
-        assert self._recorder is not None
-        here = len(self._recorder.recording.events), next_node_number()
+    def call(
+        self,
+        recorder: StepRecorder,
+        number: int,
+        run: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a layer, by ``run``, or leave it out."""
+        here = len(recorder.recording.events), next_node_number()
         if number != self._calls or running_node() is not None or (number and here != self._last):
             raise IrregularError  # called in another order, again in a backward, or with something in between
         self._calls += 1
         self._look_at(args, kwargs)
-        if AT_EACH_END <= number < len(self._layers) - AT_EACH_END:
+        if AT_EACH_END <= number < len(self.of) - AT_EACH_END:
             result = self._handed_on(args, kwargs)
         else:
             self.marks.append(here)
-            result = modules.module_call(self._layers[number], *args, **kwargs)
+            result = run()
             self._note(result, args, kwargs)
-        self._last = len(self._recorder.recording.events), next_node_number()
+        self._last = len(recorder.recording.events), next_node_number()
         return result
 
     def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,13 +252,26 @@ class _Chain:
             if came_from() is not tensor:
                 raise IrregularError
         chained = [tensors[i] for i in self._links]
-        holders = [(sys.getrefcount(t), *holders_of(t)) for t in chained]
         if any(map(is_hooked, chained)) or any(given.facts[i] is None for i in self._links):
             raise IrregularError
-        if number == 2:
-            self._holders = holders
-        elif holders != self._holders:
-            raise IrregularError  # some of the results are held beyond the next layer
+        self._holders.append([n for t in chained for n in (sys.getrefcount(t), *holders_of(t))])
+        self._compare_holders(number)
+
+    def _compare_holders(self, number: int) -> None:
+        """Compare how many hold what a layer gets: some results may be held beyond the next layer, or all.
+
+        While layers are left out, it is the same tensor, held once more for each of them.
+        """
+        again = number - AT_EACH_END if number <= len(self.of) - AT_EACH_END else 0
+        if again <= 0:
+            expected = self._holders[0]
+        elif again == 1:
+            return
+        else:
+            one, two = self._holders[AT_EACH_END - 2], self._holders[AT_EACH_END - 1]
+            expected = [n + again * (m - n) for n, m in zip(one, two, strict=True)]
+        if self._holders[-1] != expected:
+            raise IrregularError
 
     def _note(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what a layer returned, and compare it with what the one before it did."""

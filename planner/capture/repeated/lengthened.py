@@ -6,12 +6,14 @@ between them that did not run: each reads, and frees, what its neighbour did, on
 compared. A recording that is not so regular is not made longer.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from planner.capture.graphs.graph_call import GraphCall
 from planner.heap import collector_off
 from planner.training_step.recorder import Event, Recording, Storage
 
@@ -135,6 +137,11 @@ class _Longer:
         if {self._after, self._after + 1} - {*self._inner} or len(self._inner) < _LEAST_INNER:
             raise IrregularError
         self._order = _order(self._ran + parts.layers.left_out)
+        self._of_a_layer = Counter(_executed(parts.events["forward", self._after]))
+        """How often a layer runs a graph, by its index."""
+        first = [part for part in _order(self._ran) if part[0] == "before" or 0 < part[1] <= self._after]
+        self._before = Counter(g for p in first if p[0] != "backward" for g in _executed(parts.events[p]))
+        """How often a graph has run before the layers that were left out."""
         event = storage = 0
         self._events: dict[_Part, int] = {}
         """The first event of each part of the longer recording."""
@@ -156,21 +163,22 @@ class _Longer:
             kind, layer = part
             ran, number = self._ran_for(part), self._storages[part]
             inner = ran[1] in self._inner
+            of = partial(self._outer, of=ran, places=parts.storage_places, firsts=self._storages)
             for n, event in enumerate(parts.events[ran]):
                 if inner:
-                    reads = tuple(_resolved(given, layer, self._storages) for given in inner_events[kind][n])
+                    refers = [_resolved(given, layer, self._storages) for given in inner_events[kind][n]]
                 else:
-                    of = partial(self._outer, of=ran, places=parts.storage_places, firsts=self._storages)
-                    reads = tuple(map(of, event.reads))
+                    refers = [of(s) for s in _refers(event)]
                 allocates = tuple(range(number, number + len(event.allocates)))
                 number += len(allocates)
-                events.append(replace(event, reads=reads, allocates=allocates))
+                instance = 0 if event.graph is None else self._instance(event.graph, ran[1], layer, inner)
+                events.append(_referring(event, refers, allocates, instance))
             for n, storage in enumerate(parts.storages[ran]):
                 if inner:
                     died = _resolved(inner_storages[kind][n], layer, self._events)
                 else:
                     died = self._outer(_died(storage), ran, parts.event_places, self._events)
-                storages.append(replace(storage, died_after=None if died < 0 else died))
+                storages.append(Storage(storage.bytes, None if died < 0 else died, storage.kind))
         return replace(
             recording,
             events=events,
@@ -191,6 +199,14 @@ class _Longer:
         """The number in the longer recording of what ran."""
         (kind, layer), n = place
         return firsts[kind, layer if layer <= self._after else layer + self._layers.left_out] + n
+
+    def _instance(self, call: GraphCall, ran: int, layer: int, inner: bool) -> int:
+        """Which execution of its graph one is in the longer recording."""
+        of_a_layer = self._of_a_layer[call.graph]
+        if inner:
+            return call.instance + (layer - ran) * of_a_layer
+        later = call.instance >= self._before[call.graph]
+        return call.instance + later * self._layers.left_out * of_a_layer
 
     # ---- the first and the last layers, and what is around all of them -----------------------------
 
@@ -214,13 +230,15 @@ class _Longer:
     # ---- the layers in the middle ------------------------------------------------------------------
 
     def _inner_events(self, kind: str) -> list[list[_Given]]:
-        """What each event of an inner layer reads."""
+        """What each event of an inner layer refers to."""
         found = []
         for alike in self._side_by_side(self._parts.events, kind):
-            _same([(e.call, e.backward, e.node and e.node[0], len(e.reads), len(e.allocates)) for e in alike])
-            _same([e.graph for e in alike])
-            reads = zip(*(e.reads for e in alike), strict=True)
-            found.append([self._given(r, self._parts.storage_places, self._storages) for r in reads])
+            _same([_what_ran(e) for e in alike])
+            if alike[0].graph is not None:
+                of_a_layer = self._of_a_layer[alike[0].graph.graph]
+                _same([e.graph.instance - n * of_a_layer for n, e in enumerate(alike)])
+            refers = zip(*map(_refers, alike), strict=True)
+            found.append([self._given(r, self._parts.storage_places, self._storages) for r in refers])
         return found
 
     def _inner_storages(self, kind: str) -> list[_Given]:
@@ -265,6 +283,42 @@ class _Longer:
         return frozenset(
             self._storages[part] + n for part in self._order for n in places.get(self._ran_for(part), ())
         )
+
+
+def _executed(events: Iterable[Event]) -> list[int]:
+    return [event.graph.graph for event in events if event.graph is not None and not event.graph.backward]
+
+
+def _what_ran(event: Event) -> tuple[object, ...]:
+    """All of an event but the storages that it refers to, and which execution of a graph it is."""
+    call: GraphCall | None = event.graph
+    node = None if event.node is None else event.node[0]
+    operation = event.call, event.backward, node, len(event.reads), len(event.allocates)
+    if call is None:
+        return operation
+    released = tuple(a in call.released for a in call.arguments)
+    counts = call.allocating, len(call.arguments), len(call.outputs)
+    return *operation, call.graph, call.backward, *counts, released
+
+
+def _refers(event: Event) -> tuple[int, ...]:
+    """The storages that an event refers to but for those that it allocates."""
+    call: GraphCall | None = event.graph
+    return event.reads if call is None else (*event.reads, *call.arguments, *call.outputs)
+
+
+def _referring(event: Event, refers: Sequence[int], allocates: tuple[int, ...], instance: int) -> Event:
+    """An event with others in the place of what :func:`_refers` returned."""
+    call: GraphCall | None = event.graph
+    reads = tuple(refers[: len(event.reads)])
+    if call is not None:
+        arguments = tuple(refers[len(reads) : len(reads) + len(call.arguments)])
+        released = [new for new, old in zip(arguments, call.arguments, strict=True) if old in call.released]
+        outputs = tuple(refers[len(reads) + len(arguments) :])
+        call = replace(
+            call, instance=instance, arguments=arguments, outputs=outputs, released=frozenset(released)
+        )
+    return Event(event.call, reads, allocates, event.backward, call, event.node)
 
 
 def _resolved(given: _Given, layer: int, firsts: Mapping[_Part, int]) -> int:
