@@ -98,17 +98,17 @@ def test_gradients_of_what_is_joined_are_taken_as_they_are(join: str) -> None:
 class Shared(nn.Module):
     """Layers of one graph; the gradients of some lie otherwise than those of the others."""
 
-    def __init__(self, turned: int) -> None:
+    def __init__(self, turned: int, layers: int = 3) -> None:
         super().__init__()
         self.stem, self.mix = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(layers))
         self.turned = turned
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for i, layer in enumerate(self.layers):
             x = layer(x)
-            if i >= 3 - self.turned:
+            if i >= len(self.layers) - self.turned:
                 x = (x.transpose(0, 1) @ self.mix).transpose(0, 1).contiguous()
         return x.square().mean()
 
@@ -134,6 +134,18 @@ def test_executions_get_gradients_as_they_lie(
     assert [layout.dimensions for layout in shared.gradient_layouts] == most
     assert [layout.dimensions for layout in apart.gradient_layouts] == others
     assert (apart.places, len(apart.executions), len(shared.executions)) == (places, 1, 2)
+
+
+def test_the_last_of_many_alike_layers_gets_its_gradient_as_it_lies() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(1, layers=12).train(), torch.randn(4, 6, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, (x,), budget="min", regions="auto", solver="sqrt_n")
+        report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    assert [graph.places for graph in plan.graphs if graph.places] == [[11]]
 
 
 @pytest.mark.heavy
