@@ -166,6 +166,7 @@ class _Builder:
             for storage in event.allocates:
                 if storage in self.value_of:
                     self._hold(self.value_of[storage], self._let_go_after(storage), index)
+        self._hold_what_is_saved()
 
     def graph(self, device: Device, meter: Workspaces | None, costs: Costs) -> Graph:
         """The solvers' graph, with seconds and bytes for a device."""
@@ -342,6 +343,20 @@ class _Builder:
         made = (self._value(Value(copy_bytes(primal), name, on_demand=True)),)
         op = Op(reads, made, recomputable=False, region=region, name=name, module=module)
         return _Row(Source(), op, None, None, made)
+
+    def _hold_what_is_saved(self) -> None:
+        """Hold what an execution saves for a backward that does not run in the step: it re-runs nothing."""
+        events = self.captured.compiled.events
+        calls = [(index, event.graph) for index, event in enumerate(events) if event.graph is not None]
+        differentiated = {(call.graph, call.instance) for _, call in calls if call.backward}
+        for index, call in calls:
+            joint = self.captured.graphs[call.graph].joint
+            if joint is None or call.token < 0 or (call.graph, call.instance) in differentiated:
+                continue
+            storages, let_go = self._storages[call.graph, call.instance], self._let_go_after(call.token)
+            for storage in {s for op in joint.ops[joint.forward_length :] for s in op.reads}:
+                if storage in storages:
+                    self._hold(storages[storage], let_go, index)
 
     # ---- values ------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class PlanBackend:
         if record is None:
             if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
                 return as_written(graph).forward
-            if structure in self._plan.forward_only:
+            if structure in self._plan.forward_only or self._left_out(structure, example_inputs):
                 return warns_if_differentiated(as_written(graph).forward, warn)
         spec = GraphSpec()
         if record is not None:
@@ -317,6 +317,11 @@ class PlanBackend:
                 "PyTorch, or other settings of Inductor?): the step may take more than predicted. Plan it "
                 "again"
             )
+
+    def _left_out(self, structure: str, example_inputs: Sequence[Any]) -> bool:
+        """Whether the last graph of a structure is one of which the planned step differentiates nothing."""
+        occurrences = max((g.occurrences for g in self._plan.graphs if g.structure == structure), default=0)
+        return self._captured[structure] <= occurrences and not any(map(fake.is_size, example_inputs))
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in order,
