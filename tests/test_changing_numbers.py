@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 
 import planner
 from planner._torch import dynamo
@@ -42,3 +43,38 @@ def test_a_number_that_changes_is_told_of_and_a_tensor_is_captured_once(
     with no_plan_warnings():
         left = left_by(third, _annealed(planned, torch.tensor))
     assert_same(left, ours)
+
+
+class _Tasks(nn.Module):
+    """A head for each task, of which each step names some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.heads = nn.ModuleList(nn.Linear(32, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, tasks: tuple[int, ...]) -> list[torch.Tensor | None]:
+        x = self.body(x)
+        return [head(x) if i in tasks else None for i, head in enumerate(self.heads)]
+
+
+def test_numbers_are_found_among_others_that_change() -> None:
+    torch.manual_seed(0)
+    model, x = _Tasks().train(), torch.randn(16, 32)
+    planned = copy.deepcopy(model)
+
+    def loss(outputs: list[torch.Tensor | None]) -> torch.Tensor:
+        return torch.stack([y.square().mean() for y in outputs if y is not None]).sum()
+
+    planner.plan(planned, (x, (0, 1)), loss=loss, budget="min", solver="sqrt_n").apply(planned)
+    for tasks in ((0, 1), (2,), (0, 1), (1, 2), (2, 0)):
+        gradients = []
+        for each in (model, planned):
+            each.zero_grad()
+            outputs = each(x, tasks)
+            assert [y is not None for y in outputs] == [i in tasks for i in range(3)]
+            loss(outputs).backward()
+            gradients.append([p.grad for p in each.parameters()])
+        for ours, theirs in zip(*reversed(gradients), strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or torch.equal(ours, theirs)

@@ -1,5 +1,7 @@
 """Graphs behind a graph break of which the step differentiates nothing run as they are, without a warning."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn as nn
@@ -129,3 +131,59 @@ def test_casts_that_autocast_keeps_of_them_count() -> None:
         report = planner.verify(model, (x,), loss=torch.mean, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+class _Block(nn.Module):
+    """Two graphs."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(inputs, outputs), nn.Linear(outputs, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        result: torch.Tensor = self.second(torch.tanh(torch.sigmoid(x) * x))
+        return result
+
+
+class _Codec(nn.Module):
+    """An encoder that gets no gradients, and a decoder of the same code; the encoding is kept or dropped."""
+
+    def __init__(self, sizes: list[int], kept: bool) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(_Block(*pair) for pair in itertools.pairwise(sizes))
+        self.decoder = nn.ModuleList(_Block(*pair) for pair in itertools.pairwise([32, 32, 64, 32]))
+        self.kept = kept
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for block in self.encoder:
+            x = block(x)
+        y, codes = x.detach(), x if self.kept else None
+        del x
+        for block in self.decoder:
+            y = block(y)
+        return y, codes
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("sizes", [[32, 32, 64, 32], [32, 64, 128, 32]])
+def test_an_encoder_without_gradients_whose_code_the_decoder_runs_too(sizes: list[int], kept: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Codec(sizes, kept).train(), torch.randn(64, 32)
+
+    def loss(output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+        return output[0].square().mean()
+
+    plan = plan_of(model, (x,), loss=loss)
+    with no_plan_warnings():
+        report = planner.verify(model, (x,), plan=plan, loss=loss, repeats=0)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+        plan.apply(model)
+        loss(model(x)).backward()
+
+        def step() -> None:
+            model(x)  # as a step that is skipped
+
+        assert measure_peak(step, "cpu").final_bytes == 0

@@ -179,3 +179,30 @@ def test_views_of_what_was_given_stay_views() -> None:
     assert results[:2] == [passed, made]
     assert (results[2].target, results[2].args[0]) == (aten.detach.default, view)
     assert results[3] is None
+
+
+class _Collects(nn.Module):
+    """What layers return is stacked, and used again with what later ones return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        for layer in self.layers:
+            found.append(layer(x))
+            x = x + torch.stack(found).mean(0)
+        return x.square().mean()
+
+
+def test_parts_of_what_was_stacked_leave_as_views_as_eagers_do() -> None:
+    torch.manual_seed(0)
+    model, x = _Collects().train(), torch.randn(32, 32)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", regions="auto")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes

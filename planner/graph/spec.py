@@ -40,6 +40,15 @@ class GraphSpec:
             },
         )
 
+    @classmethod
+    def per_use(cls, inputs: int) -> Self:
+        """How a graph of so many inputs is traced that the plan has not seen.
+
+        It may share any of them with other graphs: each use has a gradient of its own, and the engine adds
+        them up in the order of the step without a plan.
+        """
+        return cls(per_use_inputs=frozenset(range(inputs)))
+
     @property
     def digest(self) -> str:
         """Equal for specifications by which graphs are traced alike."""

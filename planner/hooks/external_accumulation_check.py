@@ -84,6 +84,7 @@ class ExternalAccumulationCheck(GraphHook):
             before it is accumulated, and only hooks on the tensor see it then.
         """
         edge, alive = get_gradient_edge(tensor), TensorWeakRef(tensor)
+        output = edge.output_nr  # a hook on a node must not hold the node: nothing would free both
 
         def see(gradient: torch.Tensor | None) -> None:
             if self._warned or gradient is None or torch.is_grad_enabled():
@@ -93,7 +94,7 @@ class ExternalAccumulationCheck(GraphHook):
 
         def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
             handle.remove()
-            see(gradients[edge.output_nr])
+            see(gradients[output])
 
         def asked_for() -> None:
             there = alive()

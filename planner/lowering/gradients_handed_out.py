@@ -59,4 +59,10 @@ def _may_be_view(node: Node, given: set[int]) -> bool:
     made: Node = node
     while made.target is operator.getitem:
         made = made.args[0]  # type: ignore[assignment]
-    return not returns_no_views(made.target)
+    return not returns_no_views(made.target) and not _is_part(value)
+
+
+def _is_part(value: torch.Tensor) -> bool:
+    """Whether a view is of more memory than its own: eager's is one too, as the parts of what was stacked."""
+    own = fake.concrete_size(value.numel()) * value.element_size()
+    return own < fake.storage_bytes(value)

@@ -25,21 +25,12 @@ from planner.heap import collector_off
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
 from planner.problem.input_copies import InputCopies
+from planner.problem.rows import Again, Row, Source
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
 from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
 from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op, numbered
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a base row of the problem comes from: operation ``op`` of captured graph ``graph``, -1 for glue;
-    ``instance`` counts the executions of one graph within the step."""
-
-    graph: int = -1
-    instance: int = 0
-    op: int = -1
 
 
 @dataclass(frozen=True)
@@ -116,36 +107,10 @@ def build_problem(
 
 
 @dataclass
-class _Row:
-    """A base row in the making; ``again`` is its replay form."""
-
-    source: Source
-    op: Op
-    call: Call | None
-    output: Any
-    allocates: tuple[ValueId, ...]
-    again: "_Again | None" = None
-
-
-@dataclass
-class _Again:
-    """How a row is run a second time: with what, for what, and what that needs besides. ``call`` is None
-    where the same operation runs; ``extra_bytes`` are held while it runs. ``writers`` are the rows that write
-    over its result, which run with it.
-    """
-
-    inputs: tuple[ValueId, ...]
-    outputs: tuple[ValueId, ...]
-    call: Call | None = None
-    extra_bytes: int = 0
-    writers: tuple[BaseOp, ...] = ()
-
-
-@dataclass
 class _Builder:
     captured: CapturedStep
     copying: bool = False
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     value_of: dict[int, ValueId] = field(default_factory=dict)  # by recorded storage
     _storages: dict[tuple[int, int], dict[int, ValueId]] = field(default_factory=dict)  # by graph, instance
@@ -168,6 +133,7 @@ class _Builder:
             for storage in event.allocates:
                 if storage in self.value_of:
                     self._hold(self.value_of[storage], self._let_go_after(storage), index)
+        self._hold_what_is_saved()
 
     def graph(self, device: Device, meter: Workspaces | None, costs: Costs) -> Graph:
         """The solvers' graph, with seconds and bytes for a device."""
@@ -245,7 +211,7 @@ class _Builder:
             region=GLUE_REGION,
             name=name,
         )
-        self.rows.append(_Row(Source(), op, call, recording.outputs[event.call], made))
+        self.rows.append(Row(Source(), op, call, recording.outputs[event.call], made))
 
     def _graph_event(self, event: Event, call: GraphCall, backward: bool) -> None:
         joint = self.captured.graphs[call.graph].joint
@@ -254,7 +220,7 @@ class _Builder:
             name = f"graph {call.graph}"
             made = self._values_of(event, name)
             op = Op((), made, phase=Phase(backward), recomputable=False, region=GLUE_REGION, name=name)
-            self.rows.append(_Row(Source(), op, None, None, made))
+            self.rows.append(Row(Source(), op, None, None, made))
             return
         execution = (call.graph, call.instance)
         storages = self._storages.setdefault(execution, {})
@@ -293,12 +259,12 @@ class _Builder:
         storages: dict[int, ValueId],
         region: Region,
         backward: bool,
-    ) -> _Row:
+    ) -> Row:
         reads = tuple(storages[s] for s in op.reads if s in storages)
         name = f"{op.node.name} @ {op.module}"
         storages |= {s: self._value(Value(joint.storage_bytes[s], name)) for s in op.allocates}
         made = tuple(storages[s] for s in op.allocates)
-        return _Row(
+        return Row(
             source,
             Op(
                 reads,
@@ -322,13 +288,13 @@ class _Builder:
             self._calls[node] = _call_of(node)
         return self._calls[node]
 
-    def _replay(self, row: _Row, op: JointOp, storages: dict[int, ValueId], copies: InputCopies) -> None:
+    def _replay(self, row: Row, op: JointOp, storages: dict[int, ValueId], copies: InputCopies) -> None:
         """Say how a row is run again, where that differs from its first run."""
         node, state = op.node, op.rule.state(op.node)
         call, read = op.rule.call_again(node), op.read_again
         if state is None and call is None and not op.writers and not copies.are_read(read):
             return
-        row.again = again = _Again(
+        row.again = again = Again(
             tuple(v for v in copies.read(read, storages) if v not in row.allocates),
             tuple(storages[s] for s in op.allocates_again),
             call=None if call is None else Call(call.target, map_arg(call.args, _example)),
@@ -341,13 +307,27 @@ class _Builder:
 
     def _copy_row(
         self, joint: JointGraph, primal: Node, storages: dict[int, ValueId], region: Region, module: str
-    ) -> _Row:
+    ) -> Row:
         """A copy of an input, which is there only in schedules that read it."""
         name = f"copy of {primal.name}"
         reads = tuple(storages[s] for s in joint.storages_of(primal) if s in storages)
         made = (self._value(Value(copy_bytes(primal), name, on_demand=True)),)
         op = Op(reads, made, recomputable=False, region=region, name=name, module=module)
-        return _Row(Source(), op, None, None, made)
+        return Row(Source(), op, None, None, made)
+
+    def _hold_what_is_saved(self) -> None:
+        """Hold what an execution saves for a backward that does not run in the step: it re-runs nothing."""
+        events = self.captured.compiled.events
+        calls = [(index, event.graph) for index, event in enumerate(events) if event.graph is not None]
+        differentiated = {(call.graph, call.instance) for _, call in calls if call.backward}
+        for index, call in calls:
+            joint = self.captured.graphs[call.graph].joint
+            if joint is None or call.token < 0 or (call.graph, call.instance) in differentiated:
+                continue
+            storages, let_go = self._storages[call.graph, call.instance], self._let_go_after(call.token)
+            for storage in {s for op in joint.ops[joint.forward_length :] for s in op.reads}:
+                if storage in storages:
+                    self._hold(storages[storage], let_go, index)
 
     # ---- values ------------------------------------------------------------------------------------
 

@@ -163,6 +163,7 @@ class _Composed:
         self._born: list[int] = []
         self._dies: list[int | None] = []  # the last step that holds it; None: it outlives the step
         self._saved: dict[tuple[int, int], list[int | None]] = {}  # by execution: what its backward takes
+        self._tokens: dict[tuple[int, int], int] = {}  # by execution: a storage that lives as long
         self._workspace: list[int] = []
         self._ends: dict[int, int] = {-1: -1}  # by event: its last step
         self._let_go: list[tuple[int, int]] = []  # what is let go of after an event
@@ -213,10 +214,15 @@ class _Composed:
                 self._hold(recorded, held_by)
         if not call.backward:
             self._saved[call.graph, call.instance] = results[len(call.outputs) :]
+            self._tokens[call.graph, call.instance] = call.token
         self._end(index, call.backward)
 
     def step(self, digests: Mapping[tuple[int, Program], tuple[str, str]]) -> EmittedStep:
         """The step, once all events are there."""
+        for execution, saved in self._saved.items():  # their backward does not run in the step
+            for value in saved:
+                if value is not None:
+                    self._hold(self._tokens[execution], value)
         for held, event in self._let_go:
             self._until(held, self._ends[event])
         length = len(self._workspace)

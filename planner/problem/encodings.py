@@ -29,7 +29,8 @@ from planner.costs.roofline import Costs
 from planner.costs.workspace import NOT_RUN, WorkspaceMeter
 from planner.graph.replay.packed import bits_of, is_packable
 from planner.graph.signs import relu_before, sign_calls, signs_of
-from planner.problem.build import Problem, Source
+from planner.problem.build import Problem
+from planner.problem.rows import Source
 from planner.training_step.call import Call
 from solvers.model.arrays import Schedule
 from solvers.model.graph import Graph, Op, Phase, Value

@@ -110,13 +110,13 @@ class PlanBackend:
         if record is None:
             if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
                 return as_written(graph).forward
-            if structure in self._plan.forward_only:
+            if structure in self._plan.forward_only or self._left_out(structure, example_inputs):
                 return warns_if_differentiated(as_written(graph).forward, warn)
         spec = GraphSpec()
         if record is not None:
             spec = among_sizes(GraphSpec.of(record), graph, example_inputs)
         elif self._plan.coverage != "one-graph" and any(g.per_use_inputs for g in self._plan.graphs):
-            spec = _per_use(example_inputs)
+            spec = GraphSpec.per_use(len(example_inputs))
         absent = [i for i in spec.unused_outputs if not is_tensor_output(graph, i)]
         if absent:
             warn(
@@ -129,7 +129,7 @@ class PlanBackend:
                 if record is None and not spec.per_use_inputs:
                     with contextlib.suppress(_NotOfThePlan):
                         return self._compile(graph, example_inputs, record, spec, exactly=True)
-                    spec = _per_use(example_inputs)
+                    spec = GraphSpec.per_use(len(example_inputs))
                 return self._compile(graph, example_inputs, record, spec)
             except aot.STARTS_AGAIN:
                 self._captured[record.structure if record else structure_of(graph)] -= 1
@@ -320,6 +320,11 @@ class PlanBackend:
                 "again"
             )
 
+    def _left_out(self, structure: str, example_inputs: Sequence[Any]) -> bool:
+        """Whether the last graph of a structure is one of which the planned step differentiates nothing."""
+        occurrences = max((g.occurrences for g in self._plan.graphs if g.structure == structure), default=0)
+        return self._captured[structure] <= occurrences and not any(map(fake.is_size, example_inputs))
+
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in order,
         once for the shapes that were planned and again for others."""
@@ -382,15 +387,6 @@ class PlanBackend:
 
 class _NotOfThePlan(CaptureError):
     """A graph is made of other operations than those of the plan."""
-
-
-def _per_use(inputs: Sequence[Any]) -> GraphSpec:
-    """How a graph is traced that the plan has not seen.
-
-    It may share any of its inputs with other graphs: each use has a gradient of its own, and the engine adds
-    them up in the order of the step without a plan.
-    """
-    return GraphSpec(per_use_inputs=frozenset(range(len(inputs))))
 
 
 def _say_nothing(_text: str) -> None:

@@ -35,6 +35,7 @@ from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
     break_at_checks_of_data,
     break_where_numbers_are_read,
+    look_for_numbers_among_symbols,
     pass_over_marks,
 )
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
@@ -91,6 +92,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     pass_over_marks(_is_ours)
     set_up_before_tracing(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
+    look_for_numbers_among_symbols(_is_ours)
     break_where_numbers_are_read(_is_ours)
     break_at_checks_of_data(_is_ours)
     break_at_swaps(_is_ours)

@@ -18,6 +18,8 @@ class GraphCall:
             their last use inside.
         allocating: How many operations recorded right before it are its own and allocate; none, where its
             joint graph says what it is made of.
+        token: Of a forward, a recorded storage without bytes that lives as long as what it saves for its
+            backward; -1 where it saves nothing.
     """
 
     graph: int
@@ -27,3 +29,4 @@ class GraphCall:
     outputs: tuple[int, ...]
     released: frozenset[int] = frozenset()
     allocating: int = 0
+    token: int = -1

@@ -281,7 +281,7 @@ class GraphRunner:
                     results = fresh_results(values, [_value(p) for p in joint.primals], arguments)
                     self._remember(results, execution)
                 self._instances[fake.storage_key(token)] = execution
-            self._call(arguments, results, backward=False, instance=execution)
+            self._call(arguments, [*results, token], backward=False, instance=execution, saves=True)
             return [*results, token]
 
         return run
@@ -348,7 +348,14 @@ class GraphRunner:
             fake_values.know_values(results, self._known[execution])
 
     def _call(
-        self, arguments: list[Any], results: list[Any], *, backward: bool, instance: int, allocating: int = 0
+        self,
+        arguments: list[Any],
+        results: list[Any],
+        *,
+        backward: bool,
+        instance: int,
+        allocating: int = 0,
+        saves: bool = False,
     ) -> None:
         recorder = self.recorder
         assert recorder is not None
@@ -358,7 +365,9 @@ class GraphRunner:
         arguments.clear()
         recording = recorder.recording
         released = frozenset(i for i in taken if i >= 0 and recording.storages[i].died_after is not None)
-        call = GraphCall(self.index, instance, backward, tuple(taken), tuple(produced), released, allocating)
+        token = produced.pop() if saves else -1
+        given, returned = tuple(taken), tuple(produced)
+        call = GraphCall(self.index, instance, backward, given, returned, released, allocating, token)
         recording.events[-1] = replace(recording.events[-1], graph=call)
 
 

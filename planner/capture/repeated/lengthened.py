@@ -304,7 +304,7 @@ def _what_ran(event: Event) -> tuple[object, ...]:
 def _refers(event: Event) -> tuple[int, ...]:
     """The storages that an event refers to but for those that it allocates."""
     call: GraphCall | None = event.graph
-    return event.reads if call is None else (*event.reads, *call.arguments, *call.outputs)
+    return event.reads if call is None else (*event.reads, *call.arguments, *call.outputs, call.token)
 
 
 def _referring(event: Event, refers: Sequence[int], allocates: tuple[int, ...], instance: int) -> Event:
@@ -314,9 +314,14 @@ def _referring(event: Event, refers: Sequence[int], allocates: tuple[int, ...], 
     if call is not None:
         arguments = tuple(refers[len(reads) : len(reads) + len(call.arguments)])
         released = [new for new, old in zip(arguments, call.arguments, strict=True) if old in call.released]
-        outputs = tuple(refers[len(reads) + len(arguments) :])
+        *outputs, token = refers[len(reads) + len(arguments) :]
         call = replace(
-            call, instance=instance, arguments=arguments, outputs=outputs, released=frozenset(released)
+            call,
+            instance=instance,
+            arguments=arguments,
+            outputs=tuple(outputs),
+            released=frozenset(released),
+            token=token,
         )
     return Event(event.call, reads, allocates, event.backward, call, event.node)
 

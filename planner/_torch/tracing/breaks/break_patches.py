@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo import decorators
+from torch._dynamo import decorators, utils
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.source import FloatTensorSource
-from torch._dynamo.variables import builder
+from torch._dynamo.variables import builder, lists
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -100,6 +101,27 @@ def break_where_numbers_are_read(is_ours: IsOurs) -> None:
 
     builder.wrap_to_fake_tensor_and_record = without_number
     setattr(SymNodeVariable, comparison, unless_read)
+
+
+@functools.cache
+def look_for_numbers_among_symbols(is_ours: IsOurs) -> None:
+    """Find a number in a list of numbers of which some are symbols, as ``i in tasks`` where these change.
+
+    Dynamo compares with constants alone, and says that it is not there.
+    """
+    contains = utils.iter_contains
+
+    def among_symbols(items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        items = list(items)
+        if is_ours(tx) and search.is_python_constant():
+            value = search.as_python_constant()
+            symbols = [item.sym_num for item in items if isinstance(item, SymNodeVariable)]
+            if isinstance(value, int | float) and any(bool(symbol == value) for symbol in symbols):
+                return ConstantVariable.create(True)
+        return contains(items, search, tx, *args, **kwargs)
+
+    for owner in (utils, lists):
+        replace(owner, "iter_contains", among_symbols)
 
 
 # ---- checks of data inside of operators ------------------------------------------------------------------
