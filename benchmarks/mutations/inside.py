@@ -244,7 +244,7 @@ INSIDE = [
         (
             Change(
                 "planner/runtime/backend.py",
-                "                    spec = _per_use(example_inputs)\n                return",
+                "                    spec = GraphSpec.per_use(len(example_inputs))\n                return",
                 "                return",
             ),
         ),

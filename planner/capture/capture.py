@@ -32,7 +32,7 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
-from planner.capture.differences import cpu_kernels, notes_on, other_order
+from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_order
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.graphs.runners import captured_graphs, collector, let_go, split_up
@@ -223,11 +223,9 @@ class _Capture:
             finally:
                 for compiled in (whole, region):
                     dynamo.forget(compiled)
-        for text in other_order(recording, runners):
-            self._warn(text)
+        warn_of_other_order(recording, runners, self._warn)
         if self._cuda is not None:
-            for text in cpu_kernels(recording, runners, module, recurrent, self._cuda):
-                self._warn(text)
+            warn_of_cpu_kernels(recording, runners, module, recurrent, self._cuda, self._warn)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         if all(runners[i].joint is None for i in ran):
