@@ -28,7 +28,8 @@ def test_parts_of_dense_tensors_are_described(data: st.DataObject) -> None:
     layout = MemoryLayout.of(part)
     assert layout.is_of(part) or _reach(part) > 64 * part.numel()
     assert sorted(layout.dimensions) == list(range(part.dim()))
-    assert MemoryLayout.of(torch.empty_strided(part.shape, layout.strides(part.shape))) == layout
+    if layout.is_of(part):  # else it is an order alone, in which dimensions of one element may have any place
+        assert MemoryLayout.of(torch.empty_strided(part.shape, layout.strides(part.shape))) == layout
 
 
 def _reach(tensor: torch.Tensor) -> int:
