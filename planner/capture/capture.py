@@ -152,7 +152,6 @@ class _Capture:
         self.copied, self.report, self._cuda = copied, report, cuda
         self._before = run.before
         self._given = PythonState([], (copied.step.args, dict(copied.step.kwargs)))
-        self._generators = GeneratorStates.now(PythonState([copied.module]).generators)
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
         self._no_loss = self._eager_runs = False
@@ -161,6 +160,8 @@ class _Capture:
         self._alone = rank is None
         if rank is not None:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
+        self._python = PythonState([copied.module])
+        self._generators = GeneratorStates.now(self._python.generators)
         self.parameters = list(copied.module.parameters())
         self.buffers = list(copied.module.buffers())
         given = tensors_in((copied.step.args, dict(copied.step.kwargs)))
@@ -177,7 +178,7 @@ class _Capture:
         """Record the step operation by operation, and no more."""
         with layouts_of_kernels(), contextlib.ExitStack() as stack:
             self._as_on_its_device(stack)
-            stack.callback(PythonState([self.copied.module]).restore)
+            stack.callback(self._python.restore)
             return self._recorded(self.copied.module, _EAGERLY)[0]
 
     def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
@@ -193,7 +194,7 @@ class _Capture:
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
             autocast = self._as_on_its_device(stack)
             # Hooks of the copy write where those of the original do.
-            stack.callback(PythonState([module]).restore)
+            stack.callback(self._python.restore)
             report("running the eager step", 0.1)
             layers = self._layers(regions)
             with recurrent_calls(module) as recurrent:
@@ -271,14 +272,15 @@ class _Capture:
         """Trace the graphs and record the step with them, until it takes the same path twice; then once more
         if some must return per-use (unsummed) gradients. Returns what :meth:`_record` does."""
         module = self.copied.module
-        waiting, python, attempts, asked = list(runners), PythonState([module], objects=True), 1, False
+        waiting, attempts, asked = list(runners), 1, False
+        python: PythonState | None = None
         while True:
             waiting = split_up(waiting, runners)
             if any(runner.places for runner in runners):
                 layers = None  # these count executions
             traced = len(runners)
             self._trace(waiting, traced)
-            if attempts == _MOST_PASSES:
+            if python is not None and attempts == _MOST_PASSES:
                 python.restore()  # counters and histories change each time: as the last pass found them
             python = PythonState([module], objects=True)
             self.report("recording the compiled step", 0.8)

@@ -25,10 +25,13 @@ import torch
 from planner._torch import fake, tensors
 from planner.errors import warn
 from planner.heap import collector_off, nothing_set_aside
+from planner.training_step.recorder import Event, Storage
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _NOTHING = object()
 _AT_ONCE = 1000
+_NUMBERS = {Event, Storage}
+"""Of these a recording has one for each operation and each tensor; they hold no objects."""
 
 
 @dataclass
@@ -56,7 +59,7 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
     """
     gc.collect()
     with collector_off():
-        return _left_behind(newer(), result, ours)
+        return _left_behind([o for o in newer() if type(o) not in _NUMBERS], result, ours)
 
 
 def _left_behind(young: list[object], result: object, ours: Iterable[object]) -> LeftBehind:
