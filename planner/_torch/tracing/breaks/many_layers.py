@@ -24,26 +24,32 @@ _METHODS = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr
 def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
     """Mark the parameters of a module as such the first time that Dynamo comes to it, not in every function.
 
-    The marks stay on the tensors. A model of many layers is come to in each function of its own that goes on
-    behind a region, with all of its parameters.
+    The marks stay on the tensors, until others mark these otherwise, as ``torch.compile`` around an
+    optimizer's step does. A model of many layers is come to in each function of its own that goes on behind
+    a region, with all of its parameters.
     """
     wrap = VariableBuilder.wrap_module
-    marked: dict[int, weakref.ref[torch.nn.Module]] = {}
+    marked: dict[int, tuple[weakref.ref[torch.nn.Module], list[weakref.ref[torch.Tensor]]]] = {}
 
     def once(self: Any, value: torch.nn.Module) -> Any:
-        known = marked.get(id(value))
         if not is_ours(self.tx):
             return wrap(self, value)
-        if known is None or known() is not value:
+        module, tensors = marked.get(id(value), (None, []))
+        if module is None or module() is not value or not all(map(_is_marked, tensors)):
             result = wrap(self, value)
             key = id(value)
-            marked[key] = weakref.ref(value, lambda _: marked.pop(key, None))
+            tensors = [weakref.ref(tensor) for tensor in (*value.parameters(), *value.buffers())]
+            marked[key] = weakref.ref(value, lambda _: marked.pop(key, None)), tensors
             return result
         nothing: dict[str, Any] = dict.fromkeys(_METHODS)
         with patch.multiple(builder, **nothing):
             return wrap(self, value)
 
     VariableBuilder.wrap_module = once  # type: ignore[method-assign]
+
+
+def _is_marked(tensor: weakref.ref[torch.Tensor]) -> bool:
+    return getattr(tensor(), "_dynamo_static_input_type", None) == "unguarded"
 
 
 @functools.cache
