@@ -41,6 +41,7 @@ REASONS = {
     "aten::copy_": "masks of dropout as numbers; single numbers; empty caches of keys and values; statistics "
     "written back",
     "aten::empty_strided": "the memory for these; clones of statistics",
+    "aten::empty": "where numbers of large masks of dropout are drawn",
     "aten::_to_copy": "single numbers",
     "aten::clone": "empty caches of keys and values; statistics of batch normalisation",
     "aten::add": "the forward's `+=`, whose operand a re-run may need; counters of batch normalisations",
