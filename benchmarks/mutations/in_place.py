@@ -49,8 +49,8 @@ IN_PLACE = [
         (
             Change(
                 "planner/capture/graphs/graph_runner.py",
-                "        for executions in groups[1 : _MOST_VARIANTS + 1]:",
-                "        for executions in groups[1:1]:",
+                "        for executions in self.gradients.groups()[1 : _MOST_VARIANTS + 1]:",
+                "        for executions in self.gradients.groups()[1:1]:",
             ),
         ),
         ("tests/test_tangent_layouts.py::test_executions_get_gradients_as_they_lie",),

@@ -183,9 +183,11 @@ class GraphRunner:
 
         Their backwards are traced for these. In the compiled pass this one hands their executions to them.
         """
+        if self._compiled is not None:
+            return []
+        self.gradients.end()
         others: list[GraphRunner] = []
-        groups = self.gradients.groups() if self._compiled is None else []
-        for executions in groups[1 : _MOST_VARIANTS + 1]:
+        for executions in self.gradients.groups()[1 : _MOST_VARIANTS + 1]:
             other = GraphRunner(
                 index + len(others),
                 self.graph,
