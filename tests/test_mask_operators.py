@@ -6,7 +6,13 @@ import torch.nn.functional as F
 
 from planner import PlanWarning
 from planner._torch.execution import bernoulli_draws
-from planner._torch.execution.mask_operators import DRAW_MASK, MASKED_PRODUCT, PACK_BITS, UNPACK_BITS
+from planner._torch.execution.mask_operators import (
+    DRAW_MASK,
+    MASKED_PRODUCT,
+    PACK_BITS,
+    UNPACK_BITS,
+    draw_mask,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -49,6 +55,18 @@ def test_large_masks_are_those_of_bernoulli(keep: float, transposed: bool) -> No
         made.append((draw(), torch.get_rng_state()))
     assert torch.equal(made[0][0], made[1][0])
     assert torch.equal(made[0][1], made[1][1])
+
+
+def test_large_masks_are_drawn_whatever_device_is_the_default() -> None:
+    value = torch.empty(1 << 18)
+    torch.manual_seed(7)
+    expected = value.bernoulli_(0.9).bool()
+    bernoulli_draws.are_bernoullis.cache_clear()
+    torch.manual_seed(7)
+    with torch.device("meta"):
+        mask = draw_mask(value, 0.9)  # as emitted code calls it
+        assert bernoulli_draws.are_bernoullis()
+    assert torch.equal(mask, expected)
 
 
 def test_draws_that_are_not_bernoullis_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,7 +364,7 @@ class _Builder:
 
 
 def _timed(op: Op, seconds: float, workspace_bytes: int) -> Op:
-    """An operation with its costs. There are tens of thousands: ``replace`` takes five times as long."""
+    """An operation with its costs. There are tens of thousands; ``replace`` looks at all fields of each."""
     return Op(
         op.inputs,
         op.outputs,

@@ -55,7 +55,7 @@ class Event:
         reads: Indices of the recorded storages that it reads, one per tensor argument (resident: -1).
         allocates: Indices of the storages that it allocates, in order of the outputs.
         backward: Whether it ran inside a backward pass.
-        graph: For a captured graph, what ran (:class:`planner.capture.graphs.graph_runner.GraphCall`).
+        graph: For a captured graph, what ran (:class:`planner.capture.graphs.graph_call.GraphCall`).
         node: The autograd node that it ran in; None in the forward.
     """
 

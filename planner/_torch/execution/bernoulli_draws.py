@@ -37,7 +37,7 @@ def draw(mask: torch.Tensor, probability: float) -> torch.Tensor:
 
 def _draw(flat: torch.Tensor, probability: float, generator: torch.Generator | None) -> None:
     below = math.ceil(probability * (1 << _BITS))  # exact: a double times a power of two
-    scratch = torch.empty(min(len(flat), _CHUNK), dtype=torch.int64)
+    scratch = torch.empty(min(len(flat), _CHUNK), dtype=torch.int64, device=flat.device)
     for part in flat.split(_CHUNK):
         drawn = scratch[: len(part)].random_(generator=generator).bitwise_and_((1 << _BITS) - 1)
         torch.lt(drawn, below, out=part)
@@ -48,8 +48,8 @@ def are_bernoullis() -> bool:
     """Whether this build of PyTorch draws so."""
     with fake.without_modes():
         for seed, probability in enumerate((0.1, 0.5, 0.9, 1 - 1e-9)):
-            ours, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
-            masks = torch.empty(2, _CHUNK + 7, dtype=torch.bool)
+            ours, theirs = (torch.Generator("cpu").manual_seed(seed) for _ in range(2))
+            masks = torch.empty(2, _CHUNK + 7, dtype=torch.bool, device="cpu")
             _draw(masks[0], probability, ours)
             masks[1].bernoulli_(probability, generator=theirs)
             if not torch.equal(*masks) or not torch.equal(ours.get_state(), theirs.get_state()):

@@ -203,7 +203,7 @@ def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
                 explanation="With use_reentrant=True gradients end here if no tensor given has one.",
                 hints=[],
             )
-        setattr(self, _DRAWS_OTHERS, _is(False, kwargs.get("preserve_rng_state")))
+        setattr(self, _DRAWS_OTHERS, _is_false(kwargs.get("preserve_rng_state")))
         return call(self, tx, args, kwargs)
 
     CheckpointHigherOrderVariable.create_wrapped_node = unless_changed  # type: ignore[method-assign]
@@ -214,11 +214,11 @@ _DRAWS_OTHERS = "_planner_draws_others"
 
 
 def _is_reentrant(options: dict[str, Any]) -> bool:
-    return not _is(False, options.get("use_reentrant"))
+    return not _is_false(options.get("use_reentrant"))
 
 
-def _is(value: bool, given: Any) -> bool:
-    return given is not None and given.as_python_constant() is value
+def _is_false(option: Any) -> bool:
+    return option is not None and option.as_python_constant() is False
 
 
 def _gradients_end(args: list[Any]) -> bool:
