@@ -43,6 +43,13 @@ def test_relu_by_its_signs(
     assert torch.equal(bits(written), expected)
 
 
+def test_signs_are_packed_and_read_whatever_device_is_the_default() -> None:
+    result, gradient = torch.randn(100).relu(), torch.randn(100)
+    with torch.device("meta"):
+        found = sign_operators.mask_gradient(gradient, sign_operators.pack_signs(result))
+    assert torch.equal(found, torch.ops.aten.threshold_backward(gradient, result, 0))
+
+
 def test_what_lies_otherwise_than_planned() -> None:
     result, gradient = torch.randn(2, 6, 10).relu().unbind()
     expected = aten.threshold_backward(gradient, result, 0)

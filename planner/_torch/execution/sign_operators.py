@@ -30,7 +30,7 @@ def pack_signs(result: torch.Tensor) -> torch.Tensor:
         )
         return result.ne(0)
     count = result.numel()
-    packed = torch.empty((count + 7) // 8, dtype=torch.uint8)
+    packed = torch.empty((count + 7) // 8, dtype=torch.uint8, device=result.device)
     flat, bits = _array(result), packed.numpy()
     found = np.empty(min(count, _CHUNK), dtype=bool)
     for start in range(0, count, _CHUNK):
@@ -67,7 +67,7 @@ def _masked(gradient: torch.Tensor, signs: torch.Tensor, into: torch.Tensor | No
         return result if into is None else into.copy_(result)
     result = torch.empty_like(gradient) if into is None else into
     given, made, bits = gradient.view(-1), result.view(-1), signs.numpy()
-    like_result = torch.empty(min(count, _CHUNK), dtype=gradient.dtype)
+    like_result = torch.empty(min(count, _CHUNK), dtype=gradient.dtype, device=gradient.device)
     for start in range(0, count, _CHUNK):
         part = given[start : start + _CHUNK]
         length = len(part)
