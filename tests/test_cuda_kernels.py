@@ -19,8 +19,6 @@ from tests.small import small_gpt
 
 V100, T4, A100, RTX4090, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 
-# What cuDNN's attention takes, as PyTorch sees it since then: dropout in sixteenths, and wider heads.
-SIXTEENTHS = version() >= (2, 14)
 
 
 class Attending(nn.Module):
@@ -104,7 +102,7 @@ def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
         (H100, torch.float16, (2, 4, 16, 64), True, "cudnn"),
         (B200, torch.bfloat16, (2, 4, 16, 128), True, "cudnn"),
         (H100, torch.float32, (2, 4, 16, 64), False, "efficient"),
-        (H100, torch.bfloat16, (2, 4, 16, 160), False, "cudnn" if SIXTEENTHS else "flash"),
+        (H100, torch.bfloat16, (2, 4, 16, 160), False, "cudnn"),
         (H100, torch.bfloat16, (2, 4, 16, 60), False, "flash"),
         (H100, torch.bfloat16, (2, 4, 1, 64), False, "flash"),
         (RTX5090, torch.bfloat16, (2, 4, 16, 64), False, "flash"),
@@ -141,11 +139,15 @@ def attention_call(capability: tuple[int, int] = H100, /, **options: Any) -> Att
         (attention_call(A100, heads=2, gqa=True, mask=(16, 16)), "math"),
         (attention_call(heads=2, gqa=True, mask=(16, 16)), "cudnn"),
         (attention_call(dropout=0.125), "cudnn"),
-        (attention_call(dropout=0.1), "flash" if SIXTEENTHS else "cudnn"),
+        (attention_call(dropout=0.1), "flash"),
         (attention_call(mask=(2, 1, 1, 16)), "cudnn"),
         (attention_call(mask=(4, 16, 16)), "efficient"),
         (attention_call(query_width=192, width=128), "cudnn"),
         (attention_call(A100, query_width=192, width=128), "efficient"),
+        (attention_call(B200, query_width=192, width=128), "cudnn"),
+        (attention_call(B200, query_width=160, width=160), "flash"),
+        (attention_call(A100, query_width=160, width=160), "flash"),
+        (attention_call(A100, dropout=0.1), "flash"),
         (attention_call(keys=1), "flash"),
         (attention_call(causal=True, keys=8), "cudnn"),
         (attention_call(A100, causal=True, keys=8), "efficient"),
@@ -156,6 +158,58 @@ def attention_call(capability: tuple[int, int] = H100, /, **options: Any) -> Att
 )
 def test_masks_heads_and_widths_decide_too(call: AttentionCall, kernel: str) -> None:
     assert choose_attention(call) == kernel
+
+
+# What `torch._fused_sdp_choice` said on an H200 with torch 2.13.0+cu130 and cuDNN 9.19: for each width of the
+# heads the first letters of the kernels of the eight kinds of calls below.
+SINGLE, HALF, WIDE = "eeeeemme", "cccfcccf", "mmmmmmmm"
+CHOICES = {
+    torch.float32: dict.fromkeys((20, 64, 80, 128, 160, 192, 256, 512), SINGLE),
+    torch.float64: dict.fromkeys((20, 64, 80, 128, 160, 192, 256, 512), WIDE),
+    **dict.fromkeys(
+        (torch.float16, torch.bfloat16),
+        {20: "ffmfmfmf", **dict.fromkeys((64, 80, 128, 160, 192, 256), HALF), 512: SINGLE},
+    ),
+}
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"masked": True},
+    {"dropout": 0.1},
+    {"causal": True, "keys": 64},
+    {"heads": 2},
+    {"heads": 2, "masked": True},
+    {"keys": 1},
+)
+
+
+@pytest.mark.skipif(version() >= (2, 14), reason="the choices of PyTorch 2.13")
+@pytest.mark.parametrize("dtype", CHOICES, ids=str)
+def test_the_choices_of_an_h200(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    chosen = {
+        width: "".join(choose_attention(call_of_kind(dtype, width, **kind))[0] for kind in KINDS)
+        for width in CHOICES[dtype]
+    }
+    assert chosen == CHOICES[dtype]
+
+
+def call_of_kind(
+    dtype: torch.dtype,
+    width: int,
+    *,
+    heads: int = 4,
+    keys: int = 128,
+    masked: bool = False,
+    causal: bool = False,
+    dropout: float = 0.0,
+) -> AttentionCall:
+    """Four heads of 128 queries, with gradients."""
+    with torch.device("meta"):
+        q = torch.empty(2, 4, 128, width, dtype=dtype, requires_grad=True)
+        k = torch.empty(2, heads, keys, width, dtype=dtype, requires_grad=True)
+        mask = torch.zeros(2, 1, 128, keys, dtype=dtype) if masked else None
+    return AttentionCall(H100, q, k, k, mask, dropout, causal, gqa=heads != 4)
 
 
 def test_what_is_switched_off_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,21 +154,31 @@ def _obstacle_of_cudnn(call: AttentionCall) -> str | None:
     found = _cudnn_version()
     if call.dropout > 0 and 91100 < found < 91400:
         return "cuDNN 9.11 to 9.13 has no dropout in attention"
-    if call.dropout > 0 and version() >= (2, 14) and call.dropout * 16 != math.floor(call.dropout * 16):
+    if call.dropout * 16 != math.floor(call.dropout * 16):
         return "its dropout must be a multiple of 1/16"
     widths = call.query.shape[-1], call.value.shape[-1]
     if any(width % 8 for width in widths):
         return "the width of its heads must be a multiple of 8"
-    newest = call.capability == (9, 0) or call.capability[0] == 10
-    if version() >= (2, 14) and newest and found > 92200:
-        trained = max(widths) <= 128 or widths in ((192, 128), (256, 256))
-        if max(widths) > 256 or (call.differentiated and not trained):
-            return f"its heads may not be {widths[0]} and {widths[1]} wide"
-    elif max(widths) > 128 and not (newest and found >= 91100 and widths == (192, 128)):
-        return f"its heads are at most 128 wide, not {max(widths)}"
+    if why := _too_wide_for_cudnn(widths, found, call):
+        return why
     if call.key.shape[-2] == 1 or (call.dropout > 0 and call.query.shape[-2] == 1):
         return "a sequence has one position"
     return None
+
+
+def _too_wide_for_cudnn(widths: tuple[int, int], found: int, call: AttentionCall) -> str | None:
+    hopper, blackwell = call.capability == (9, 0), call.capability[0] == 10
+    if version() >= (2, 14) and (hopper or blackwell) and found > 92200:
+        trained = max(widths) <= 128 or widths in ((192, 128), (256, 256))
+        if max(widths) > 256 or (call.differentiated and not trained):
+            return f"its heads may not be {widths[0]} and {widths[1]} wide"
+        return None
+    most = 128
+    if version() < (2, 14) and hopper and found >= 91000:
+        most = 256
+    elif (blackwell or (hopper and version() >= (2, 14))) and found >= 91100 and widths == (192, 128):
+        most = 192
+    return None if max(widths) <= most else f"its heads are at most {most} wide, not {max(widths)}"
 
 
 def _obstacle_of_flash(call: AttentionCall) -> str | None:
