@@ -20,7 +20,6 @@ from tests.small import small_gpt
 V100, T4, A100, RTX4090, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 
 
-
 class Attending(nn.Module):
     """One layer of attention, by PyTorch's function."""
 

@@ -187,13 +187,31 @@ _LAYOUTS |= dict.fromkeys((torch.ops.aten.masked_fill.Scalar, torch.ops.aten.mas
 _LAYOUTS |= {operator: _element_by_element(operator) for operator in ELEMENTWISE}
 
 
+_ON_CUDA: dict[Any, Layout] = {
+    torch.ops.aten.roll.default: _contiguous,
+    torch.ops.aten.native_group_norm.default: _contiguous,
+    torch.ops.aten.native_dropout_backward.default: _suggested_by(0),
+}
+"""Layouts of CUDA's kernels where they differ from the CPU's."""
+
+_UNKNOWN_ON_CUDA = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+        *("_batch_norm_with_update", "_batch_norm_with_update_functional", "native_batch_norm_backward"),
+        *("batch_norm_backward", "native_group_norm_backward", "reflection_pad2d_backward"),
+        *("replication_pad2d_backward", "log_sigmoid_forward"),
+    )
+}
+"""Operators of which CUDA's kernels are taken to give the strides that PyTorch says."""
+
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
 
 
 @contextlib.contextmanager
 def layouts_of_kernels() -> Iterator[None]:
-    """Without data, results on the CPU have the strides that its kernels give them.
+    """Without data, results on the CPU and on CUDA have the strides that their kernels give them.
 
     PyTorch's shape functions of some operators keep the order of transposed inputs where kernels do not, or
     the other way round, and then take copies of the result for views, or views for copies.
@@ -249,7 +267,9 @@ def _elementwise(operator: Any, args: Sequence[Any]) -> tuple[int, ...] | None:
             forms.append(((), ()))
             continue
         form = tuple(operand.shape), operand.stride()
-        if operand.device.type != "cpu" or not all(isinstance(n, int) and n > 0 for n in form[0]):
+        if operand.device.type not in ("cpu", "cuda") or not all(
+            isinstance(n, int) and n > 0 for n in form[0]
+        ):
             return None
         if operand.layout is not torch.strided or not all(isinstance(n, int) for n in form[1]):
             return None
@@ -327,6 +347,19 @@ def _typed(operator: Any, results: Any, args: tuple[Any, ...]) -> Any:
     return (*changed, *results[len(changed) :])
 
 
+def _layout_on(device: torch.device, operator: Any, layout: Layout) -> Layout:
+    """The layout of a result on a device, given that on the CPU."""
+    if device.type == "cpu":
+        return layout
+    if device.type != "cuda" or operator in _UNKNOWN_ON_CUDA:
+        return _as_it_is
+    return _ON_CUDA.get(operator, layout)
+
+
+def _as_it_is(result: torch.Tensor, _: tuple[Any, ...]) -> torch.Tensor:
+    return result
+
+
 def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         results = _typed(operator, shapes(*args, **kwargs), args)
@@ -335,7 +368,7 @@ def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Call
         one, unwanted = isinstance(results, torch.Tensor), not_asked_for(operator, args)
         made = (results,) if one else [None if i in unwanted else r for i, r in enumerate(results)]
         laid_out = tuple(
-            result if result is None or result.device.type != "cpu" else layout(result, args)
+            result if result is None else _layout_on(result.device, operator, layout)(result, args)
             for result in made
         )
         return laid_out[0] if one else laid_out
