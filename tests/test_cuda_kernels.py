@@ -165,10 +165,10 @@ SINGLE, HALF, WIDE = "eeeeemme", "cccfcccf", "mmmmmmmm"
 CHOICES = {
     torch.float32: dict.fromkeys((20, 64, 80, 128, 160, 192, 256, 512), SINGLE),
     torch.float64: dict.fromkeys((20, 64, 80, 128, 160, 192, 256, 512), WIDE),
-    **dict.fromkeys(
-        (torch.float16, torch.bfloat16),
-        {20: "ffmfmfmf", **dict.fromkeys((64, 80, 128, 160, 192, 256), HALF), 512: SINGLE},
-    ),
+    **{
+        dtype: {20: "ffmfmfmf", **dict.fromkeys((64, 80, 128, 160, 192, 256), HALF), 512: SINGLE}
+        for dtype in (torch.float16, torch.bfloat16)
+    },
 }
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake as fake_
 from planner._torch import modules
+from planner._torch.cuda.recurrent_state import flatten_like
 from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_copy, writes
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
@@ -100,6 +101,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     # PyTorch copies no compressed sparse tensor deeply.
     sparse = {id(t): clone(t) for t in module.buffers() if t.layout in SPARSE}
     copied = _copied(module, step, sparse)
+    flatten_like(copied.modules(), module.modules())
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
     pairs = _paired(module, step, copied, (args, kwargs))
 
