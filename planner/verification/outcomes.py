@@ -51,25 +51,54 @@ class Spread:
     Args:
         reference: What the first left.
         allowed: Whether kernels of the device may differ from run to run, as CUDA's, which do some sums in
-            any order. On the CPU they do not, and what differs draws on what cannot be put back.
+            any order. On the CPU they do not, and what differs draws on what cannot be put back. Also an
+            attribute.
     """
 
     def __init__(self, reference: Outcome, allowed: bool) -> None:
-        self._reference, self._allowed = reference, allowed
+        self._reference, self.allowed = reference, allowed
         self._differs: set[Name] = set()
         self._most: dict[Name, float] = {}
+        self._settled: set[Name] = set()
 
     def add(self, again: Outcome) -> None:
         """Another unplanned step."""
         for name, value in self._reference.tensors.items():
             repeated = again.tensors.get(name)
-            if same(value, repeated, 0.0):
-                continue
-            apart = distance(value, repeated) if self._allowed else math.inf
+            if not self.allowed:
+                apart = 0.0 if same(value, repeated, 0.0) else math.inf
+            else:
+                apart = distance(value, repeated)
             if math.isinf(apart):
                 self._differs.add(name)
-            else:
+            elif apart > 0.0:
                 self._most[name] = max(self._most.get(name, 0.0), apart)
+
+    def agrees(self, name: Name, other: Outcome) -> bool:
+        """Whether a tensor of another step is as far from the first step's as those of unplanned steps."""
+        value, there = self._reference.tensors.get(name), other.tensors.get(name)
+        return name in self._settled or same(value, there, self.of(name))
+
+    def differing(self, other: Outcome) -> list[Name]:
+        """The tensors of another step that are further from the first step's."""
+        return [name for name in self._reference.tensors if not self.agrees(name, other)]
+
+    def settle(self, names: Sequence[Name], unplanned: Sequence[Outcome], planned: Sequence[Outcome]) -> None:
+        """Take for equal those of some tensors that are equal, bit for bit, in all of these steps, which were
+        run by deterministic kernels."""
+        first, *others = *unplanned, *planned
+        for name in names:
+            value = first.tensors.get(name)
+            if self.allowed and all(same(value, other.tensors.get(name), 0.0) for other in others):
+                self._settled.add(name)
+
+    def unsettle(self) -> None:
+        """Take back what :meth:`settle` found."""
+        self._settled.clear()
+
+    def exact(self, name: Name) -> bool:
+        """Whether a tensor was compared bit for bit."""
+        return name not in self._settled and self.of(name) == 0.0
 
     def of(self, name: Name) -> float:
         """The most that a tensor was from the first step's: 0 where it never was."""
@@ -88,6 +117,9 @@ def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype or a.dtype is torch.bool:
         return math.inf
     a, b = (_wide(t) for t in (a, b))
+    most = float((a - b).abs().max())
+    if math.isfinite(most):  # no NaN and no infinity is in either
+        return most
     finite = a.isfinite()
     if not torch.equal(finite, b.isfinite()) or not same(a[~finite], b[~finite], 0.0):
         return math.inf
@@ -102,10 +134,10 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float) -> bo
         return False
     if a.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
-    if tolerance > 0.0 and a.dtype is not torch.bool:
-        return bool(torch.allclose(_wide(a), _wide(b), rtol=1e-5, atol=10 * tolerance, equal_nan=True))
     if torch.equal(a, b):
         return True
+    if tolerance > 0.0 and a.dtype is not torch.bool:
+        return bool(torch.allclose(_wide(a), _wide(b), rtol=1e-5, atol=10 * tolerance, equal_nan=True))
     nan = a.isnan()
     return bool(nan.any()) and torch.equal(nan, b.isnan()) and torch.equal(a[~nan], b[~nan])
 
