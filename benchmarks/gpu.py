@@ -159,8 +159,11 @@ class _CaseRun:
             return self._measured(way, self._step(module))
 
     def clear(self) -> None:
-        """No gradients, no cached blocks."""
+        """No gradients, no cached blocks, and no workspaces of cuBLAS, which can lie anywhere among them."""
         self.model.zero_grad(set_to_none=True)
+        if self.bench.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
         _empty(self.bench.device)
 
     def _autocast(self) -> torch.autocast:
@@ -211,6 +214,7 @@ class _CaseRun:
         row = replace(
             row,
             measured_bytes=measured.measured_bytes,
+            unsplit_bytes=measured.unsplit_bytes,
             reserved_bytes=measured.reserved_bytes,
             replayed_bytes=measured.replayed_bytes,
             seconds=measured.seconds,
@@ -251,7 +255,8 @@ class _CaseRun:
                 if run is not None:
                     row = replace(row, replayed_bytes=replay(run, AllocatorSettings()).reserved_bytes)
             self.model.zero_grad(set_to_none=True)
-            row = replace(row, measured_bytes=measure_peak(step, device).peak_bytes)
+            peak = measure_peak(step, device)
+            row = replace(row, measured_bytes=peak.peak_bytes, unsplit_bytes=peak.unsplit_bytes)
             row = replace(row, seconds=measure_seconds([cleared], self.bench.repeats, device=device)[0])
         except Exception as error:
             return replace(row, problem=_shortened(error))

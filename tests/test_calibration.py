@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import planner.costs.devices as devices
+from planner.calibration import measurements, witness
 from planner.calibration.calibrate import as_file, calibrate, with_figures
 from planner.calibration.measurements import SMALL, Measured
 from planner.cli.calibrate_command import described
@@ -55,6 +56,37 @@ def test_without_a_gpu_that_is_an_error(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "no CUDA device is here" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_another_process_sees_what_this_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context is what is gone since another process looked, less what the allocator has."""
+    gib = 1 << 30
+    fakes: dict[str, Any] = {
+        "synchronize": lambda device: None,
+        "mem_get_info": lambda device: (70 * gib, 80 * gib),
+        "memory_reserved": lambda device: 5 * gib,
+    }
+    for name, function in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    device = torch.device("cuda", 0)
+    assert measurements._context(device, 76 * gib) == gib  # others have 4 of the 80
+    assert measurements._context(device, None) == 5 * gib
+
+
+def test_a_witness_says_what_is_free_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness, "_ASKS", "import sys; print(len(sys.argv[1]), flush=True); sys.stdin.read()")
+    with witness.Witness("cuda:1") as asked:
+        process = asked._process
+        assert asked.free_bytes == 6
+        assert process is not None
+        assert process.poll() is None
+    assert process.poll() == 0
+
+
+def test_a_witness_without_the_device_says_nothing() -> None:
+    with witness.Witness("cuda:77") as asked:
+        assert asked.free_bytes is None
+        assert asked._process is None
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,59 @@ def test_peak_on_cuda() -> None:
         return torch.empty(100, dtype=torch.uint8, device="cuda")
 
     assert measure_peak(step, "cuda") == MemoryMeasurement(1 << 20, 512)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_the_allocator_does_not_split_off_is_counted_apart() -> None:
+    torch.cuda.empty_cache()
+    size = 11 << 20  # gets a segment of 12 MiB, of which 1 MiB is too little to be split off
+
+    def step() -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    assert measure_peak(step, "cuda") == MemoryMeasurement(size, size, 1 << 20)
+
+
+class FakeAllocator:
+    """A caching allocator whose history is this, and which counts a little more at its peak."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *events: int, enabled: bool = False) -> None:
+        self.ran = 0
+        trace = [{"action": "alloc" if e > 0 else "free_completed", "size": abs(e)} for e in events]
+        trace.insert(1, {"action": "segment_alloc", "size": 5})
+        snapshot = {"device_traces": [trace]}
+        self.history: list[Any] = []
+        fakes: dict[str, Any] = {
+            "synchronize": lambda device: None,
+            "reset_peak_memory_stats": lambda device: None,
+            "current_device": lambda: 0,
+            "memory_allocated": lambda device: 100 + 7000 * self.ran,
+            "max_memory_allocated": lambda device: 100 + 9000,
+        }
+        for name, function in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        memory = torch.cuda.memory
+        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: enabled, raising=False)
+        monkeypatch.setattr(memory, "_record_memory_history", lambda **how: self.history.append(how))
+        monkeypatch.setattr(memory, "_snapshot", lambda device: snapshot)
+
+    def step(self) -> None:
+        """Counts its runs."""
+        self.ran += 1
+
+
+def test_on_cuda_each_block_counts_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeAllocator(monkeypatch, 600, 3000, -600, 513, -100)
+    # 1024 + 3072, of which 1024 go; 1024 come, and 512 go that were there before.
+    assert measure_peak(gpu.step, "cuda") == MemoryMeasurement(4096, 3584, 9000 - 4096)
+    assert gpu.ran == 1
+    assert gpu.history[-1] == {"enabled": None}
+
+
+def test_a_history_that_is_being_recorded_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeAllocator(monkeypatch, 600, enabled=True)
+    assert measure_peak(gpu.step, "cuda") == MemoryMeasurement(9000, 7000)
+    assert (gpu.ran, gpu.history) == (1, [])
 
 
 def spin(seconds: float) -> Callable[[], None]:

@@ -171,6 +171,14 @@ class _Verified:
     overhead: float = 0.1
     overheads: list[float] = field(default_factory=lambda: [0.12, 0.02, 0.3])
     problems: list[str] = field(default_factory=list)
+    unsplit_bytes: int = 0
+    baseline_unsplit_bytes: int = 0
+
+
+def test_what_the_allocator_counts_more_is_said() -> None:
+    assert "max_memory_allocated" not in _text(render_verification(_Verified()))
+    more = _text(render_verification(_Verified(unsplit_bytes=3 * MIB)))
+    assert "max_memory_allocated counts 0 B and 3.0 MiB more" in more
 
 
 def test_a_verification_shows_both_peaks_and_its_problems() -> None:

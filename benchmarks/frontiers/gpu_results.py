@@ -12,7 +12,9 @@ class Row:
 
     Attributes:
         way: "unplanned", "plan 60%", "checkpoint per block", "compile 0.5", "inductor 60%".
-        predicted_bytes, measured_bytes: Peak of allocated bytes over entry; no prediction for peers.
+        predicted_bytes, measured_bytes: Peak of allocated bytes over entry, each block as large as was asked
+            for, rounded up to 512; no prediction for peers.
+        unsplit_bytes: How much more ``torch.cuda.max_memory_allocated`` counts.
         reserved_bytes: What the caching allocator reserved in all for two steps; None on the CPU.
         predicted_reserved_bytes: What that was predicted to be.
         replayed_bytes: What the simulated allocator reserves for the events of these steps, as recorded.
@@ -28,6 +30,7 @@ class Row:
     way: str
     measured_bytes: int | None = None
     predicted_bytes: int | None = None
+    unsplit_bytes: int | None = None
     reserved_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
     replayed_bytes: int | None = None
@@ -84,21 +87,24 @@ def table(document: dict[str, Any]) -> str:
         f"# Predicted and measured on {document['device']}",
         "",
         f"Made by `python benchmarks/gpu.py` with torch {document['torch']}, in {document['seconds']:.0f} s.",
-        "Memory is the peak of allocated bytes that forward and backward add to what is there before;",
-        "reserved is all that the caching allocator has. Replayed is what its simulation reserves for the",
-        "events that it recorded.",
+        "Memory is the peak of allocated bytes that forward and backward add to what is there before, by the",
+        "allocator's own events: each block as large as was asked for, rounded up to 512. Unsplit is how much",
+        "more `torch.cuda.max_memory_allocated` counts: what the caching allocator does not split off its",
+        "blocks. Reserved is all that it has. Replayed is what its simulation reserves for the events that",
+        "it recorded.",
         *_calibrated(document.get("calibration")),
         "",
-        "| model | precision | way | predicted | measured | error | reserved, predicted | reserved "
+        "| model | precision | way | predicted | measured | error | unsplit | reserved, predicted | reserved "
         "| replayed | seconds | predicted overhead | overhead | right | problem |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         both = row.predicted_bytes and row.measured_bytes
         error = f"{row.predicted_bytes / row.measured_bytes - 1:+.2%}" if both else ""  # type: ignore[operator]
         lines.append(
             f"| {row.model} | {row.precision} | {row.way} | {_bytes(row.predicted_bytes)} "
-            f"| {_bytes(row.measured_bytes)} | {error} | {_bytes(row.predicted_reserved_bytes)} "
+            f"| {_bytes(row.measured_bytes)} | {error} | {_bytes(row.unsplit_bytes)} "
+            f"| {_bytes(row.predicted_reserved_bytes)} "
             f"| {_bytes(row.reserved_bytes)} | {_bytes(row.replayed_bytes)} "
             f"| {'' if row.seconds is None else f'{row.seconds:.4f}'} "
             f"| {_share(row.predicted_overhead)} | {_share(row.measured_overhead)} "

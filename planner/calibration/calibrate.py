@@ -1,5 +1,6 @@
 """Calibration: measured figures of the GPU that is here, kept in a device file that plans use."""
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from planner.calibration.measurements import ON_A_GPU, Measured, Sizes, measure, used_bytes
+from planner.calibration.measurements import ON_A_GPU, Measured, Sizes, measure
+from planner.calibration.witness import Witness
 from planner.costs.devices import Device, DeviceError, calibrated_path, find_device
 from planner.planfile.atomic_file import check_writable, write_atomically
 from planner.training_step.generators import generators_restored
@@ -46,14 +48,15 @@ def calibrate(
     """
     device = torch.device(name)
     here = device if device.type != "cuda" or device.index is not None else torch.device("cuda", _current())
-    used_before = used_bytes(here) if here.type == "cuda" else None
-    table = find_device(str(here), calibrated=False)
-    if path is None:
-        path = calibrated_path(table.name)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    check_writable(path)
-    with generators_restored():
-        measured = measure(here, sizes, used_before)
+    with contextlib.ExitStack() as around:
+        free_before = around.enter_context(Witness(str(here))).free_bytes if _is_unused(here) else None
+        table = find_device(str(here), calibrated=False)
+        if path is None:
+            path = calibrated_path(table.name)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
+        around.enter_context(generators_restored())
+        measured = measure(here, sizes, free_before)
     found = with_figures(table, measured)
     write_atomically(path, json.dumps(as_file(found), indent=1) + "\n")
     return Calibration(found, table, measured, os.fspath(path))
@@ -84,4 +87,11 @@ def _current() -> int:
             "no CUDA device is here, and only one that is here can be calibrated: plans for devices by name, "
             "as device='A100-80GB', use published figures"
         )
-    return torch.cuda.current_device()
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+
+
+def _is_unused(device: torch.device) -> bool:
+    """Whether it is a GPU that is here, and this process has not used it."""
+    if device.type != "cuda" or torch.cuda.is_initialized():
+        return False
+    return (device.index or 0) < torch.cuda.device_count()

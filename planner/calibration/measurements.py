@@ -63,14 +63,15 @@ class Measured:
     notes: list[str] = field(default_factory=list)
 
 
-def measure(device: torch.device, sizes: Sizes, used_before: int | None = None) -> Measured:
+def measure(device: torch.device, sizes: Sizes, free_before: int | None = None) -> Measured:
     """Measure a device. In a process that has not used it yet, as libraries take their memory once.
 
     Args:
         device: The device.
         sizes: How large what is measured is.
-        used_before: Bytes of its memory that were in use before this process used it; None where that is
-            not known, and other processes' memory counts with the context.
+        free_before: Bytes of its memory that were free before this process used it, as
+            :meth:`Witness.free_bytes` says; None where that is not known, and other processes' memory counts
+            with the context.
     """
     notes: list[str] = []
     library, convolution = 0, 0
@@ -82,21 +83,13 @@ def measure(device: torch.device, sizes: Sizes, used_before: int | None = None) 
     launch = _launch(device, sizes.launches)
     context = 0
     if device.type == "cuda":
-        context = _context(device, used_before)
-        if used_before is None:
+        context = _context(device, free_before)
+        if free_before is None:
             notes.append(
-                "the memory of other processes could not be told apart and counts with the context: install "
-                "nvidia-ml-py, or calibrate while nothing else uses the device"
+                "the memory of other processes could not be told apart and counts with the context: "
+                "calibrate while nothing else uses the device"
             )
     return Measured(bandwidth, flops, launch, library, context, convolution, notes)
-
-
-def used_bytes(device: torch.device) -> int | None:
-    """Bytes of a device's memory that are in use, without using it; None where that cannot be told."""
-    try:
-        return int(torch.cuda.device_memory_used(device))
-    except Exception:  # pynvml is missing, or the driver does not say
-        return None
 
 
 def _seconds(device: torch.device, run: Callable[[], object], times: int) -> float:
@@ -188,8 +181,9 @@ def _convolution(device: torch.device, notes: list[str]) -> int:
         return 0
 
 
-def _context(device: torch.device, used_before: int | None) -> int:
+def _context(device: torch.device, free_before: int | None) -> int:
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    in_use = total - free - torch.cuda.memory_reserved(device) - (used_before or 0)
+    there = total if free_before is None else free_before
+    in_use = there - free - torch.cuda.memory_reserved(device)
     return max(math.ceil(in_use / (1 << 20)) << 20, 0)

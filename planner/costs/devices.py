@@ -32,10 +32,11 @@ from planner.errors import PlannerError
 GIB = 1 << 30
 # PyTorch's CUDA caching allocator rounds every block up to 512 bytes (kMinBlockSize).
 CUDA_ROUNDING_BYTES = 512
-# A CUDA context with PyTorch's kernels takes 300 to 550 MiB: it depends on card, driver and CUDA version.
+# A CUDA context with PyTorch's kernels takes 300 to 550 MiB: it depends on card, driver and CUDA version;
+# 693 on an H200 with CUDA 13.0, of which 527 are there before the first kernel.
 CUDA_CONTEXT_BYTES = 500 << 20
-# Kernels shorter than this are bound by their launch.
-CUDA_LAUNCH_SECONDS = 4e-6
+CUDA_CONTEXT_BYTES_HOPPER = 700 << 20
+CUDA_LAUNCH_SECONDS = 4e-6  # kernels shorter than this are bound by their launch
 # PyTorch gives cuBLAS a workspace from the caching allocator for every thread that multiplies matrices (the
 # one that runs the forward and autograd's), which it keeps: :4096:2:16:8, 32 MiB from Hopper on.
 CUBLAS_THREADS = 2
@@ -106,6 +107,7 @@ def _gpu(
     capability: tuple[int, int] | None,
 ) -> Device:
     """`gib` as CUDA reports it; `bandwidth_gb` in 10^9 bytes/s; the dtypes in TFLOP/s."""
+    amd, hopper = name.startswith("MI"), (capability or (0, 0)) >= (9, 0)
     tera = {"float64": float64, "float32": float32, "float16": float16, "bfloat16": bfloat16 or float32}
     if tf32 is not None:
         tera["tf32"] = tf32
@@ -119,11 +121,10 @@ def _gpu(
         flops={dtype: figure * 1e12 for dtype, figure in tera.items()},
         launch_seconds=CUDA_LAUNCH_SECONDS,
         allocation_rounding_bytes=CUDA_ROUNDING_BYTES,
-        context_bytes=CUDA_CONTEXT_BYTES,
-        library_bytes=CUBLAS_THREADS
-        * (CUBLAS_WORKSPACE_BYTES_HOPPER if (capability or (0, 0)) >= (9, 0) else CUBLAS_WORKSPACE_BYTES),
+        context_bytes=CUDA_CONTEXT_BYTES_HOPPER if hopper and not amd else CUDA_CONTEXT_BYTES,
+        library_bytes=CUBLAS_THREADS * (CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES),
         capability=capability,
-        cudnn=not name.startswith("MI"),
+        cudnn=not amd,
     )
 
 
@@ -170,7 +171,7 @@ _TABLE = tuple(_gpu(*row) for row in (
     # NVIDIA H100 and H200 datasheets, SXM; with sparsity halved:
     # https://glennklockwood.com/garden/processors/h100,
     # https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html; GiB of the H100:
-    # https://github.com/vllm-project/vllm/issues/27508; of the H200 not seen.
+    # https://github.com/vllm-project/vllm/issues/27508; of the H200 as measured (docs/results/gpu.md).
     ("H100", 79.1, 3350, 34, 67, 494, 989, 989, 1979, (9, 0)),
     ("H200", 139.8, 4800, 34, 67, 494, 989, 989, 1979, (9, 0)),
     # NVIDIA Blackwell datasheet, one GPU of an HGX B200, with sparsity halved:

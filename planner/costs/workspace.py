@@ -16,7 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from planner._torch.execution.allocator_events import profiler_is_active, record_cpu_allocations
+from planner._torch.execution.allocator_events import (
+    held_on_cuda,
+    profiler_is_active,
+    record_cpu_allocations,
+)
 from planner._torch.execution.plain_execution import plain_execution
 from planner._torch.fake import concrete_size, tree_leaves
 from planner._torch.operators import OpOverload, is_collective, is_foreign, not_asked_for
@@ -211,16 +215,16 @@ class WorkspaceMeter:
     def _run_on_cuda(self, chunk: Mapping[str, Call]) -> dict[str, _Run]:
         def run_one(key: str, call: Call) -> _Run:
             args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            with _grad_mode(call.func):
-                result = _asked_for(call, call.func(*args, **kwargs))
-            after = torch.cuda.memory_allocated()
-            peak = torch.cuda.max_memory_allocated()
-            torch.cuda.synchronize()  # what goes wrong in the kernel shows here
-            outputs = _output_bytes(result, inputs, on="cuda")
-            rounded = sum(-(-size // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES for size in outputs)
-            return _Run(OpMemory(peak - after, outputs), after - before - rounded)
+
+            def run() -> Any:
+                with _grad_mode(call.func):
+                    outputs.append(_asked_for(call, call.func(*args, **kwargs)))
+                return outputs
+
+            outputs: list[Any] = []
+            peak, net = held_on_cuda(run, self.device, CUDA_ROUNDING_BYTES)
+            sizes = _output_bytes(outputs, inputs, on="cuda")
+            return _Run(OpMemory(peak - net, sizes), net - sum(map(_rounded, sizes)))
 
         runs = {}
         with torch.cuda.device(self.device):
@@ -325,6 +329,10 @@ class WorkspaceMeter:
     def _save(self, measured: Mapping[str, OpMemory]) -> None:
         entries = {key: [memory.workspace_bytes, *memory.output_bytes] for key, memory in measured.items()}
         write_entries(self._path, self._environment, entries)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES
 
 
 def _allocates(func: object) -> bool:

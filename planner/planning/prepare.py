@@ -215,6 +215,8 @@ def prepare(
         source.save()
     if meter is not None and meter.unmeasured:
         warn(unmeasured(meter))
+    if here.type == "cuda":
+        torch.cuda.empty_cache()  # blocks of other sizes than the step's, which it would split
     added_to = gradients_there(model, options.accumulate)
     there = _there(captured, rank, model, added_to, step.in_flight)
     reduced = 0 if rank is None else rank.reduced_bytes(model, added_to)

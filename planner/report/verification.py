@@ -41,6 +41,10 @@ class Verified(Protocol):
     def overheads(self) -> list[float]: ...
     @property
     def problems(self) -> list[str]: ...
+    @property
+    def unsplit_bytes(self) -> int: ...
+    @property
+    def baseline_unsplit_bytes(self) -> int: ...
 
 
 def render_verification(report: Verified, *, width: int = 100) -> Group:
@@ -77,8 +81,14 @@ def render_verification(report: Verified, *, width: int = 100) -> Group:
     headers = ("", "predicted peak", "measured peak", "measured / predicted", "time")
     table = fitted_table(headers, rows, width=width, least=("measured / predicted", "predicted peak"))
     overhead = Text(f"{extra_time(report)}; peaks are over the entry of the step")
+    lines = [overhead]
+    if report.unsplit_bytes or report.baseline_unsplit_bytes:
+        more = f"{format_bytes(report.baseline_unsplit_bytes)} and {format_bytes(report.unsplit_bytes)}"
+        why = "which is nothing with PYTORCH_ALLOC_CONF=expandable_segments:True"
+        counts = f"torch.cuda.max_memory_allocated counts {more} more"
+        lines.append(Text(f"{counts}: what the caching allocator does not split off its blocks, {why}"))
     problems = [Text(f"problem: {printable(problem)}", style="red") for problem in report.problems]
-    return Group(verdict, same, Text(), table, overhead, *problems)
+    return Group(verdict, same, Text(), table, *lines, *problems)
 
 
 def extra_time(report: Verified) -> str:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from planner._torch.execution.allocator_events import profiler_is_active, record_cpu_allocations
+from planner._torch.execution.allocator_events import (
+    profiler_is_active,
+    record_cpu_allocations,
+    record_cuda_allocations,
+)
+from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.errors import PlannerError
 
 
@@ -24,18 +29,22 @@ class MemoryMeasurement:
         peak_bytes: The most at any time.
         final_bytes: What was still there when it returned, its return value included. Negative where it
             freed more of what was there before than it left.
+        unsplit_bytes: How much more the peak of ``torch.cuda.max_memory_allocated`` is: it counts the whole
+            of blocks that the caching allocator hands out without splitting off what is left over (up to
+            1 MiB each, unless segments are expandable). 0 on the CPU.
     """
 
     peak_bytes: int
     final_bytes: int
+    unsplit_bytes: int = 0
 
 
 def measure_peak(step: Callable[[], object], device: torch.device | str) -> MemoryMeasurement:
     """Runs a step once and measures the memory it allocates.
 
-    On the CPU the figures are exact to the byte and count kernels' scratch: they come from the
-    allocator's own events, as the profiler records them. On CUDA they are the caching allocator's
-    ``max_memory_allocated``, rounded as it rounds.
+    The figures are exact and count kernels' scratch: they come from the allocator's own events, on the CPU
+    as the profiler records them, on CUDA as the caching allocator's history has them, each block rounded up
+    to 512 bytes. Where such a history is being recorded already they are ``max_memory_allocated``'s.
 
     Args:
         step: What to run. What it returns is held until the measurement has ended, and released then.
@@ -65,6 +74,15 @@ def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> MemoryMea
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
+    recording = record_cuda_allocations(step, device)
+    if recording is not None and recording.complete:
+        running = peak = 0
+        for count in recording.allocations:
+            block = -(-abs(count) // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES
+            running += block if count > 0 else -block
+            peak = max(peak, running)
+        counted = torch.cuda.max_memory_allocated(device) - before
+        return MemoryMeasurement(peak, running, max(counted - peak, 0))
     held = step()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)

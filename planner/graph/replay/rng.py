@@ -61,8 +61,8 @@ def run_from_state(
 
 
 def generator_state_bytes(devices: str) -> int:
-    """Bytes of a saved generator state on the CPU; elsewhere a token figure, as it is on the host."""
-    return int(torch.default_generator.get_state().nbytes) if devices == "cpu" else 16
+    """Bytes of a saved generator state on the CPU; none elsewhere, as it is on the host."""
+    return int(torch.default_generator.get_state().nbytes) if devices == "cpu" else 0
 
 
 def generator_device(node: Node) -> tuple[str, int | None]:
