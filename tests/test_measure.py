@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from planner._torch.execution.allocator_events import held_on_cuda
 from planner.errors import PlannerError
 from planner.verification.measure import MeasurementError, MemoryMeasurement, measure_peak, measure_seconds
 
@@ -181,6 +182,18 @@ def test_on_cuda_each_block_counts_as_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert measure_peak(gpu.step, "cuda") == MemoryMeasurement(4096, 3584, 9000 - 4096)
     assert gpu.ran == 1
     assert gpu.history[-1] == {"enabled": None}
+
+
+def test_scratch_on_cuda_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the block of a workspace of an odd size counts as allocated, and is not asked for."""
+    gpu = FakeAllocator(monkeypatch, 1024, 12_058_640, -12_058_640)
+    assert held_on_cuda(gpu.step, torch.device("cuda"), 512) == (1024 + 12_059_136, 1024)
+
+
+def test_scratch_while_a_history_is_recorded_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeAllocator(monkeypatch, 600, enabled=True)
+    assert held_on_cuda(gpu.step, torch.device("cuda"), 512) == (9000, 7000)
+    assert gpu.ran == 1
 
 
 def test_a_history_that_is_being_recorded_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

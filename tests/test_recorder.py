@@ -6,6 +6,7 @@ import torch.nn as nn
 
 import planner
 from planner._torch import fake
+from planner.graph.replay.rng import generator_state_bytes
 from planner.training_step.recorder import Recording, StepRecorder
 
 
@@ -64,6 +65,28 @@ def test_sums_that_hooks_make_are_tensors_of_their_own() -> None:
     names = [str(recorder.recording.calls[e.call].func) for e in recorder.recording.events if e.backward]
     assert names.count("aten.add.Tensor") == 2  # both gradients of the product, and the hook's
     assert names.count("aten.add_.Tensor") == 1  # that of the cosine, into their sum
+
+
+def test_what_is_on_the_host_takes_nothing_of_a_gpu() -> None:
+    with fake.fake_mode():
+        x = torch.zeros(3, device="cuda")
+        recorder = StepRecorder(fake.fake_mode(), [x])
+        with recorder:
+            kept = [x + 1, torch.zeros(3), torch.get_rng_state()]
+    assert [(s.kind, s.bytes) for s in recorder.recording.storages] == [("cuda", 12), ("cpu", 0), ("cpu", 0)]
+    del kept
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_states_of_generators_are_on_the_host(here: bool) -> None:
+    """In a step that is recorded on the CPU for a GPU, all else is taken to be on that."""
+    recorder = StepRecorder(fake.fake_mode(), [], numbers=here)
+    with recorder:
+        kept = [torch.zeros(3), torch.get_rng_state()]
+    state = torch.get_rng_state().nbytes if here else 0
+    assert [s.bytes for s in recorder.recording.storages] == [12, state]
+    assert generator_state_bytes("cuda") == generator_state_bytes("cuda+cpu") == 0
+    del kept
 
 
 class _Attributes(nn.Module):

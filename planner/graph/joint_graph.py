@@ -199,6 +199,7 @@ class JointGraph:
 
     def _read(self) -> None:
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self._on_gpu = any(t.is_cuda for n in placeholders for t in call_tensors(n.meta.get("val")))
         mutated_nodes = {n for i, n in enumerate(placeholders) if i in self.mutated}
         mutated_storages: set[int] = set()
         maker: dict[int, JointOp] = {}
@@ -277,7 +278,8 @@ class JointGraph:
         number = self._keys.get(key)
         if number is None:
             number = self._keys[key] = len(self.storage_bytes)
-            self.storage_bytes.append(fake.storage_bytes(tensor))
+            on_host = self._on_gpu and tensor.device.type == "cpu"  # takes none of the device's memory
+            self.storage_bytes.append(0 if on_host else fake.storage_bytes(tensor))
         return number
 
     def storages_of(self, node: Node) -> list[int]:

@@ -116,6 +116,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._paused = False
         self._ended = False
+        self._states: set[int] = set()  # storages that are states of generators
         self._numbers = numbers
         self._saved_numbers = SavedNumbers()
         self._product = Product()
@@ -189,6 +190,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._record_saved_number()
         self._saved_numbers.runs(None)
         self._ended = True  # what lives now outlives the step
+        self._leave_out_the_host()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     # ---- used while a captured graph runs --------------------------------------------------------
@@ -289,7 +291,18 @@ class StepRecorder(autograd.InfrastructureMode):
             operator = torch.ops.aten.empty.memory_format
             call = self._call(operator, (list(state.shape),), {"dtype": state.dtype}, state)
             self._append(call, (), [state], autograd.running_node_number())
+            self._states.update(self.recording.events[-1].allocates)
         return state
+
+    def _leave_out_the_host(self) -> None:
+        """On a GPU, what is in the memory of the host takes none of the device's.
+
+        In a step that is recorded on the CPU for one only states of generators are told apart.
+        """
+        here = any(storage.kind == "cuda" for storage in self.recording.storages)
+        for number, storage in enumerate(self.recording.storages):
+            if (here and storage.kind == "cpu") or (number in self._states and not self._numbers):
+                storage.bytes = 0
 
     def _accumulates_in_place(self, func: Any, args: Any, kwargs: Any, node: object) -> bool:
         # The engine accumulates gradients with `old.add_(new)` if it alone holds `old`, but never
