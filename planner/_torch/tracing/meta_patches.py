@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,6 +190,9 @@ _LAYOUTS |= {operator: _element_by_element(operator) for operator in ELEMENTWISE
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
 
+_REMEMBERED_OF_CUDA: dict[Any, Any] = {}
+"""The same where the CPU stands for CUDA."""
+
 
 @contextlib.contextmanager
 def layouts_of_kernels() -> Iterator[None]:
@@ -199,7 +202,7 @@ def layouts_of_kernels() -> Iterator[None]:
     the other way round, and then take copies of the result for views, or views for copies.
     """
     remembered = FakeTensorMode.cache
-    if remembered is _REMEMBERED:
+    if remembered is _REMEMBERED or remembered is _REMEMBERED_OF_CUDA:
         yield
         return
     known = {
@@ -224,6 +227,36 @@ def layouts_of_kernels() -> Iterator[None]:
         FakeTensorMode.cache = remembered
 
 
+Correction = Callable[[Any, tuple[Any, ...]], Any]
+"""The results of an operator, given what PyTorch says without data, and the arguments."""
+
+_corrections_of_cuda: Mapping[Any, Correction] = {}
+
+
+@contextlib.contextmanager
+def cpu_stands_for_cuda(corrections: Mapping[Any, Correction]) -> Iterator[None]:
+    """Within this, inside of :func:`layouts_of_kernels`, tensors without data on the CPU stand for some on a
+    CUDA device.
+
+    PyTorch's own layouts hold, which are those that it has for CUDA.
+
+    Args:
+        corrections: By operator, what corrects its results where PyTorch asks for the device to tell them.
+            All of them must be operators whose layouts on the CPU are corrected too.
+    """
+    global _corrections_of_cuda
+    before = FakeTensorMode.cache, _corrections_of_cuda
+    FakeTensorMode.cache, _corrections_of_cuda = _REMEMBERED_OF_CUDA, corrections
+    try:
+        yield
+    finally:
+        FakeTensorMode.cache, _corrections_of_cuda = before
+
+
+def _stands_for_cuda() -> bool:
+    return FakeTensorMode.cache is _REMEMBERED_OF_CUDA
+
+
 def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
     """Views whose dimensions of one element have the strides of the kernel's too, by which others then choose
     how to compute."""
@@ -242,6 +275,8 @@ def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
 
 def _elementwise(operator: Any, args: Sequence[Any]) -> tuple[int, ...] | None:
     """The strides of a result that is computed element by element; None if PyTorch tells them right."""
+    if _stands_for_cuda():
+        return None
     forms: list[Form] = []
     for position in ELEMENTWISE[operator]:
         operand = args[position]
@@ -329,6 +364,10 @@ def _typed(operator: Any, results: Any, args: tuple[Any, ...]) -> Any:
 
 def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if _stands_for_cuda():
+            correct = _corrections_of_cuda.get(operator)
+            told = shapes(*args, **kwargs)
+            return told if correct is None else correct(told, args)
         results = _typed(operator, shapes(*args, **kwargs), args)
         if kwargs.get("memory_format") not in (None, torch.preserve_format):
             return results
