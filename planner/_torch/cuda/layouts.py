@@ -53,7 +53,7 @@ def _as_cuda(hint: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _format_of_cudnn(image: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """That of a convolution's results: channels-last where one of its operands is, but in double precision."""
+    """That of a convolution's results: channels-last where one operand is, but in double precision."""
     wanted = _CHANNELS_LAST.get(weight.dim())
     if wanted is None or torch.float64 in (image.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
         return torch.contiguous_format
