@@ -8,8 +8,8 @@ Three passes over a copy of the module; nothing that belongs to the user is touc
    more with the graphs in place (as single events), which records the glue around them: losses and
    other code outside the graphs, graph breaks, gradients that are materialised or accumulated.
 
-The tensors of the copy have shapes but no data, so that nothing is allocated and no kernel runs. Where
-the data decide what runs (``nonzero``, ``item``), the step runs on a copy with data instead.
+The tensors of the copy have shapes but no data: nothing is allocated and no kernel runs. Where the data
+decide what runs (``nonzero``, ``item``), see :func:`planner.capture.on_a_copy.on_a_copy`.
 """
 
 import contextlib
@@ -312,8 +312,7 @@ class _Capture:
 
     def _layers(self, regions: Sequence[str]) -> LayersLeftOut | None:
         """Layers that the step is recorded without, if there are many that are alike."""
-        alone = self._alone and self.copied.step.in_flight is None
-        if self.copied.data or self.copied.answers is not None or not alone:
+        if self.copied.decided_by_data or not (self._alone and self.copied.step.in_flight is None):
             return None
         return LayersLeftOut(self.copied.module, regions, self.gradients) or None
 

@@ -11,8 +11,8 @@ import torch
 from planner._torch.autocast_state import region_of_its_own
 from planner._torch.compat import check_version
 from planner._torch.distributed import tensor_parallel_ranks
-from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.tracing.callbacks import parts_run_uncompiled
+from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner._torch.without_data.answers import Answers, NoteAnswers
 from planner._torch.without_data.imports import imports_without_modes
 from planner.blocks.running import blocks_run_as_written
@@ -99,7 +99,7 @@ def on_a_copy(
         if (wrong := _no_data(_SPARSE, module, step)) is not None:
             raise wrong
         if not may_have_data:
-            raise elsewhere(_SPARSE)
+            raise _elsewhere(_SPARSE)
     else:
         try:
             report("copying the module without its data", 0.0)
@@ -126,9 +126,9 @@ def _answers(copied: RunOfACopy) -> Answers:
     """
     answers, copy = Answers(), copied.copied
     try:
-        with copy.running(), region_of_its_own(), blocks_run_as_written(), parts_run_uncompiled():
-            with NoteAnswers(answers):
-                copy.step.run(copy.module)
+        as_written = blocks_run_as_written()
+        with copy.running(), region_of_its_own(), as_written, parts_run_uncompiled(), NoteAnswers(answers):
+            copy.step.run(copy.module)
     except CaptureError:
         raise
     except Exception as error:
@@ -136,11 +136,11 @@ def _answers(copied: RunOfACopy) -> Answers:
     return answers
 
 
-def elsewhere(why_needed: str) -> CaptureError:
+def _elsewhere(why_needed: str) -> CaptureError:
     """The error where the data are not where the step will run."""
     return CaptureError(
-        f"{why_needed}. What runs depends on data, and the model or its inputs are on another device: plan it "
-        "with real ones, on the device that will run it"
+        f"{why_needed}. What runs depends on data, and the model or its inputs are on another device: plan "
+        "it with real ones, on the device that will run it"
     )
 
 
@@ -153,8 +153,8 @@ def _no_data(why_needed: str, module: torch.nn.Module, step: Step) -> CaptureErr
         )
     if lacks_data(module, step):
         return CaptureError(
-            f"{why_needed}. What runs depends on data, and the model or its inputs have none (they are on the "
-            "meta device): plan it with real ones"
+            f"{why_needed}. What runs depends on data, and the model or its inputs have none (they are on "
+            "the meta device): plan it with real ones"
         )
     logger.info("%s; capturing with data", why_needed)
     return None

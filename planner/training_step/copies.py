@@ -44,6 +44,11 @@ class StepCopy:
     notes: Sequence[str] = ()
     answers: Answers | None = None
 
+    @property
+    def decided_by_data(self) -> bool:
+        """Whether what a layer does depends on data, so that none says what others like it do."""
+        return self.data or self.answers is not None
+
 
 @collector_off()
 def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = None) -> StepCopy:

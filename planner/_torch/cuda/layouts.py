@@ -37,7 +37,7 @@ def layouts_of_cuda(*, cudnn: bool) -> Iterator[None]:
     try:
         functions.device_hint = _as_cuda(hint)
         backends._conv_determine_backend_memory_format = of_convolution
-        with cpu_stands_for_cuda(_CORRECTIONS):
+        with cpu_stands_for_cuda(_CORRECTIONS, (cudnn, torch.backends.cudnn.enabled)):
             yield
     finally:
         functions.device_hint = hint

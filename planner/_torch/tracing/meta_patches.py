@@ -190,8 +190,8 @@ _LAYOUTS |= {operator: _element_by_element(operator) for operator in ELEMENTWISE
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
 
-_REMEMBERED_OF_CUDA: dict[Any, Any] = {}
-"""The same where the CPU stands for CUDA."""
+_REMEMBERED_OF_CUDA: dict[object, dict[Any, Any]] = {}
+"""The same where the CPU stands for CUDA, by kind of device."""
 
 
 @contextlib.contextmanager
@@ -202,7 +202,7 @@ def layouts_of_kernels() -> Iterator[None]:
     the other way round, and then take copies of the result for views, or views for copies.
     """
     remembered = FakeTensorMode.cache
-    if remembered is _REMEMBERED or remembered is _REMEMBERED_OF_CUDA:
+    if remembered is _REMEMBERED or _stands_for_cuda():
         yield
         return
     known = {
@@ -230,11 +230,11 @@ def layouts_of_kernels() -> Iterator[None]:
 Correction = Callable[[Any, tuple[Any, ...]], Any]
 """The results of an operator, given what PyTorch says without data, and the arguments."""
 
-_corrections_of_cuda: Mapping[Any, Correction] = {}
+_corrections_of_cuda: Mapping[Any, Correction] | None = None
 
 
 @contextlib.contextmanager
-def cpu_stands_for_cuda(corrections: Mapping[Any, Correction]) -> Iterator[None]:
+def cpu_stands_for_cuda(corrections: Mapping[Any, Correction], kind: object) -> Iterator[None]:
     """Within this, inside of :func:`layouts_of_kernels`, tensors without data on the CPU stand for some on a
     CUDA device.
 
@@ -243,10 +243,11 @@ def cpu_stands_for_cuda(corrections: Mapping[Any, Correction]) -> Iterator[None]
     Args:
         corrections: By operator, what corrects its results where PyTorch asks for the device to tell them.
             All of them must be operators whose layouts on the CPU are corrected too.
+        kind: What else the layouts depend on.
     """
     global _corrections_of_cuda
     before = FakeTensorMode.cache, _corrections_of_cuda
-    FakeTensorMode.cache, _corrections_of_cuda = _REMEMBERED_OF_CUDA, corrections
+    FakeTensorMode.cache, _corrections_of_cuda = _REMEMBERED_OF_CUDA.setdefault(kind, {}), corrections
     try:
         yield
     finally:
@@ -254,7 +255,7 @@ def cpu_stands_for_cuda(corrections: Mapping[Any, Correction]) -> Iterator[None]
 
 
 def _stands_for_cuda() -> bool:
-    return FakeTensorMode.cache is _REMEMBERED_OF_CUDA
+    return _corrections_of_cuda is not None
 
 
 def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,7 +365,7 @@ def _typed(operator: Any, results: Any, args: tuple[Any, ...]) -> Any:
 
 def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _stands_for_cuda():
+        if _corrections_of_cuda is not None:
             correct = _corrections_of_cuda.get(operator)
             told = shapes(*args, **kwargs)
             return told if correct is None else correct(told, args)
