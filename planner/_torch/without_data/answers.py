@@ -53,7 +53,7 @@ class Answers:
 
     def note(self, func: Any, result: Any) -> None:
         """Write down what a call returned."""
-        told = result if func is _NUMBER else tree_map_only(torch.Tensor, _form_of, result)
+        told = result if func is _NUMBER else tree_map_only(torch.Tensor, _Form, result)
         self._told.setdefault(_question(func), []).append(told)
 
     def answer(self, func: Any) -> "Answer | None":
@@ -98,15 +98,11 @@ class _Form:
         return torch.empty_strided(self._sizes, self._strides, dtype=self._dtype)
 
 
-def _form_of(tensor: torch.Tensor) -> _Form:
-    return _Form(tensor)
-
-
 class NoteAnswers(TorchDispatchMode):
     """A mode in which a step with data runs, and what it is told is written down."""
 
     def __init__(self, answers: Answers) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._answers = answers
 
     def __torch_dispatch__(
