@@ -96,7 +96,6 @@ def _no_buffer(results: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _CORRECTIONS: dict[Any, Correction] = {
-    aten.upsample_bilinear2d.default: _contiguous_below(16),
     aten.upsample_nearest2d.default: _contiguous_below(4),
     aten.native_layer_norm.default: _statistics,
     aten.native_batch_norm.default: _batch_statistics,

@@ -186,6 +186,9 @@ _LAYOUTS: dict[Any, Layout] = {
 _LAYOUTS |= dict.fromkeys((torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor), _contiguous)
 _LAYOUTS |= {operator: _element_by_element(operator) for operator in ELEMENTWISE}
 
+_ON_GPUS_TOO = (torch.ops.aten.upsample_bilinear2d.default,)
+"""Operators whose results lie on a CUDA device as they do on the CPU, and PyTorch says otherwise."""
+
 
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
@@ -196,7 +199,7 @@ _REMEMBERED_OF_CUDA: dict[object, dict[Any, Any]] = {}
 
 @contextlib.contextmanager
 def layouts_of_kernels() -> Iterator[None]:
-    """Without data, results on the CPU have the strides that its kernels give them.
+    """Without data, results on the CPU have the strides that its kernels give them, and a few on a GPU.
 
     PyTorch's shape functions of some operators keep the order of transposed inputs where kernels do not, or
     the other way round, and then take copies of the result for views, or views for copies.
@@ -236,9 +239,7 @@ _corrections_of_cuda: Mapping[Any, Correction] | None = None
 @contextlib.contextmanager
 def cpu_stands_for_cuda(corrections: Mapping[Any, Correction], kind: object) -> Iterator[None]:
     """Within this, inside of :func:`layouts_of_kernels`, tensors without data on the CPU stand for some on a
-    CUDA device.
-
-    PyTorch's own layouts hold, which are those that it has for CUDA.
+    CUDA device, and have their layouts.
 
     Args:
         corrections: By operator, what corrects its results where PyTorch asks for the device to tell them.
@@ -365,17 +366,18 @@ def _typed(operator: Any, results: Any, args: tuple[Any, ...]) -> Any:
 
 def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _corrections_of_cuda is not None:
-            correct = _corrections_of_cuda.get(operator)
-            told = shapes(*args, **kwargs)
-            return told if correct is None else correct(told, args)
-        results = _typed(operator, shapes(*args, **kwargs), args)
+        results = shapes(*args, **kwargs)
+        if _corrections_of_cuda is None:
+            results = _typed(operator, results, args)
+        elif (correct := _corrections_of_cuda.get(operator)) is not None:
+            results = correct(results, args)
         if kwargs.get("memory_format") not in (None, torch.preserve_format):
             return results
         one, unwanted = isinstance(results, torch.Tensor), not_asked_for(operator, args)
         made = (results,) if one else [None if i in unwanted else r for i, r in enumerate(results)]
+        devices = ("cpu", "cuda") if operator in _ON_GPUS_TOO else () if _stands_for_cuda() else ("cpu",)
         laid_out = tuple(
-            result if result is None or result.device.type != "cpu" else layout(result, args)
+            result if result is None or result.device.type not in devices else layout(result, args)
             for result in made
         )
         return laid_out[0] if one else laid_out
