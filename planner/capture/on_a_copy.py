@@ -113,7 +113,10 @@ def on_a_copy(
                 told = partial(fake_copy, answers=answers)
     if told is not None:
         report("copying the module without its data", 0.0)
-        return run(told, use)
+        try:
+            return run(told, use)
+        except NotWithoutDataError as error:  # it asks for what the step with data was not asked for
+            raise _elsewhere(str(error)) from error
     report("copying the module with its data: they decide what runs", 0.0)
     return run(real_copy, use)
 
