@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,7 +186,6 @@ _LAYOUTS: dict[Any, Layout] = {
 _LAYOUTS |= dict.fromkeys((torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor), _contiguous)
 _LAYOUTS |= {operator: _element_by_element(operator) for operator in ELEMENTWISE}
 
-
 _ON_CUDA: dict[Any, Layout] = {
     torch.ops.aten.roll.default: _contiguous,
     torch.ops.aten.native_group_norm.default: _contiguous,
@@ -194,19 +193,19 @@ _ON_CUDA: dict[Any, Layout] = {
 }
 """Layouts of CUDA's kernels where they differ from the CPU's."""
 
-_UNKNOWN_ON_CUDA = {
-    getattr(torch.ops.aten, name).default
-    for name in (
-        *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
-        *("_batch_norm_with_update", "_batch_norm_with_update_functional", "native_batch_norm_backward"),
-        *("batch_norm_backward", "native_group_norm_backward", "reflection_pad2d_backward"),
-        *("replication_pad2d_backward", "log_sigmoid_forward"),
-    )
-}
+_UNKNOWN_ON_CUDA = {getattr(torch.ops.aten, name).default for name in (
+    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_batch_norm_with_update", "_batch_norm_with_update_functional", "native_batch_norm_backward",
+    "batch_norm_backward", "native_group_norm_backward", "reflection_pad2d_backward",
+    "replication_pad2d_backward", "log_sigmoid_forward",
+)}  # fmt: skip
 """Operators of which CUDA's kernels are taken to give the strides that PyTorch says."""
 
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
+
+_REMEMBERED_OF_CUDA: dict[object, dict[Any, Any]] = {}
+"""The same where the CPU stands for CUDA, by kind of device."""
 
 
 @contextlib.contextmanager
@@ -217,7 +216,7 @@ def layouts_of_kernels() -> Iterator[None]:
     the other way round, and then take copies of the result for views, or views for copies.
     """
     remembered = FakeTensorMode.cache
-    if remembered is _REMEMBERED:
+    if remembered is _REMEMBERED or _corrections_of_cuda is not None:
         yield
         return
     known = {
@@ -240,6 +239,31 @@ def layouts_of_kernels() -> Iterator[None]:
             else:
                 op_implementations_dict[operator] = own
         FakeTensorMode.cache = remembered
+
+
+Correction = Callable[[Any, tuple[Any, ...]], Any]
+"""The results of an operator, given what PyTorch says without data, and the arguments."""
+
+_corrections_of_cuda: Mapping[Any, Correction] | None = None
+
+
+@contextlib.contextmanager
+def cpu_stands_for_cuda(corrections: Mapping[Any, Correction], kind: object) -> Iterator[None]:
+    """Within this, inside of :func:`layouts_of_kernels`, tensors without data on the CPU stand for some on a
+    CUDA device, and have their layouts.
+
+    Args:
+        corrections: By operator, what corrects its results where PyTorch asks for the device to tell them.
+            All of them must be operators whose layouts on the CPU are corrected too.
+        kind: What else the layouts depend on.
+    """
+    global _corrections_of_cuda
+    before = FakeTensorMode.cache, _corrections_of_cuda
+    FakeTensorMode.cache, _corrections_of_cuda = _REMEMBERED_OF_CUDA.setdefault(kind, {}), corrections
+    try:
+        yield
+    finally:
+        FakeTensorMode.cache, _corrections_of_cuda = before
 
 
 def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
@@ -349,20 +373,20 @@ def _typed(operator: Any, results: Any, args: tuple[Any, ...]) -> Any:
 
 def _layout_on(device: torch.device, operator: Any, layout: Layout) -> Layout:
     """The layout of a result on a device, given that on the CPU."""
-    if device.type == "cpu":
+    if device.type == "cpu" and _corrections_of_cuda is None:
         return layout
-    if device.type != "cuda" or operator in _UNKNOWN_ON_CUDA:
-        return _as_it_is
+    if device.type not in ("cpu", "cuda") or operator in _UNKNOWN_ON_CUDA:
+        return lambda result, _: result
     return _ON_CUDA.get(operator, layout)
-
-
-def _as_it_is(result: torch.Tensor, _: tuple[Any, ...]) -> torch.Tensor:
-    return result
 
 
 def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        results = _typed(operator, shapes(*args, **kwargs), args)
+        results = shapes(*args, **kwargs)
+        if _corrections_of_cuda is None:
+            results = _typed(operator, results, args)
+        elif (correct := _corrections_of_cuda.get(operator)) is not None:
+            results = correct(results, args)
         if kwargs.get("memory_format") not in (None, torch.preserve_format):
             return results
         one, unwanted = isinstance(results, torch.Tensor), not_asked_for(operator, args)
