@@ -158,7 +158,7 @@ def test_every_budget_is_compared_and_random_states_count(
 @pytest.mark.parametrize("part", ["measure_peak", "measure_seconds"])
 @pytest.mark.heavy
 def test_out_of_memory_is_a_row(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = getattr(gpu, part), []
+    original, calls = getattr(gpu_case, part), []
 
     def full(*args: Any, **kwargs: Any) -> Any:
         calls.append(part)
