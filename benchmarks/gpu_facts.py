@@ -126,6 +126,8 @@ def batch_norm() -> Iterator[str]:
         mean, variance = torch.zeros_like(weight), torch.ones_like(weight)
         eager = F.batch_norm(x, mean.clone(), variance.clone(), weight, bias, True)
         for name, operator in (("native", NATIVE), ("by backend", BY_BACKEND)):
+            if operator is BY_BACKEND and dtype is torch.bfloat16:
+                continue  # cuDNN's takes no weights in float32 then, and PyTorch takes its own
             given: tuple[Any, ...] = (x, weight, bias, mean, variance)
             given += (True, 0.1, 1e-5) if operator is NATIVE else (0.1, 1e-5)
             first = operator(*given)

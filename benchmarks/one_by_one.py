@@ -1,11 +1,13 @@
-"""Models in a worker process, one after the other: one that crashes or takes too long costs itself only."""
+"""Models in worker processes, one after the other: one that crashes or takes too long costs itself only."""
 
 import json
 import os
 import selectors
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ def run_each(
     timeout: float,
     failed: Callable[[str, str], dict[str, Any]],
     said: Callable[[dict[str, Any]], str],
+    jobs: int = 1,
 ) -> None:
-    """Run models in a worker process, and append a line of results for each.
+    """Run models in worker processes, and append a line of results for each.
 
     Args:
         script: Started with ``--worker`` and the names; prints a line of JSON for each, as :func:`work` does.
@@ -31,8 +34,32 @@ def run_each(
         timeout: Seconds that a model may take.
         failed: Makes the row of a model that was not done, of its name and the reason.
         said: What is printed of a row.
+        jobs: How many processes work side by side.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
+
+    def wrote(row: dict[str, Any]) -> None:
+        with lock, results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(said(row), file=sys.stderr, flush=True)
+
+    def run(some: Sequence[str]) -> None:
+        _run_in_a_worker(script, arguments, some, timeout, failed, wrote)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(run, names[first::jobs]) for first in range(jobs)]:
+            done.result()
+
+
+def _run_in_a_worker(
+    script: str,
+    arguments: Sequence[str],
+    names: Sequence[str],
+    timeout: float,
+    failed: Callable[[str, str], dict[str, Any]],
+    wrote: Callable[[dict[str, Any]], None],
+) -> None:
     waiting = list(names)
     while waiting:
         command = [sys.executable, "-W", "ignore", script, "--worker", ",".join(waiting), *arguments]
@@ -53,9 +80,7 @@ def run_each(
                         ended = f"the process ended ({worker.wait()})"
                         why = f"took more than {timeout:.0f} s" if line is None else ended
                         row = failed(waiting.pop(0), why)
-                    with results.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(said(row), file=sys.stderr, flush=True)
+                    wrote(row)
                     if not line:
                         break
 

@@ -2,14 +2,16 @@
 
     python benchmarks/zoo.py [--models gpt,hf_bert] [--families text,layers] [--variant one-sample]
                              [--budgets 70%,min] [--results out/zoo.jsonl] [--again failed|all]
-                             [--out docs/zoo.md]
+                             [--device cuda] [--jobs 8] [--out docs/zoo.md]
 
 Each model is captured once and planned for each budget. The plan is applied, a step is run, and loss,
 gradients, buffers and random generators are compared bit for bit with the unplanned step's; the peak is
 measured by the allocator's own events. A worker process does the models one after the other; one that
 crashes or takes too long costs its model only. Every model is a line of JSON in the results, and is not
 run again if it is there already, unless asked for. ``--variant`` changes models or
-inputs (`benchmarks/zoo_variants.py`); a model that cannot run so without a plan is "unable".
+inputs (`benchmarks/zoo_variants.py`); a model that cannot run so without a plan is "unable". With
+``--device`` models and inputs are made on the CPU and moved: what makes tensors on the CPU in its forward is
+"unable" then.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,7 +44,7 @@ from tests import zoo
 
 
 def measure(
-    name: str, budgets: list[str], solver: str, seconds: float, variant: str | None
+    name: str, budgets: list[str], solver: str, seconds: float, variant: str | None, device: str = "cpu"
 ) -> dict[str, Any]:
     """One model: what came of capturing it, and of its plan for each budget."""
     row: dict[str, Any] = {"model": name, "family": zoo.family_of(name)}
@@ -51,7 +54,7 @@ def measure(
             warnings.simplefilter("always", PlanWarning)
             change = VARIANTS[variant] if variant else None
             with change.around() if change else contextlib.nullcontext():
-                _measure(name, budgets, solver, seconds, change, row)
+                _measure(name, budgets, solver, seconds, change, device, row)
         row["warnings"] = sorted({str(w.message) for w in caught if issubclass(w.category, PlanWarning)})
     except planner.PlannerError as error:
         row["refused"] = f"{type(error).__name__}: {error}"
@@ -64,18 +67,27 @@ def measure(
 
 
 def _measure(
-    name: str, budgets: list[str], solver: str, seconds: float, change: Variant | None, row: dict[str, Any]
+    name: str,
+    budgets: list[str],
+    solver: str,
+    seconds: float,
+    change: Variant | None,
+    device: str,
+    row: dict[str, Any],
 ) -> None:
-    model, args, kwargs = zoo.build(name)
-    if change is not None:
-        args, kwargs = change.inputs((args, kwargs))
+    model, args, kwargs = _built(name, device)
+    if change is not None or device != "cpu":
         try:
-            model = change.module(model)
+            if change is not None:
+                args, kwargs = change.inputs((args, kwargs))
+                model = change.module(model)
             zoo.scalar_loss(model(*args, **kwargs)).backward()
         except Exception as error:
             row["unable"] = f"{type(error).__name__}: {error}"[:300]
             return
-        model = change.module(zoo.build(name)[0])
+        model = _built(name, device)[0]
+        if change is not None:
+            model = change.module(model)
     started = time.process_time()
     step = Step(args, kwargs, zoo.scalar_loss)
     prepared = prepare(model, step, PlanOptions())
@@ -113,6 +125,19 @@ def _measure(
             "ok": report.ok,
             "problems": report.problems[:3],
         }
+
+
+def _built(name: str, device: str) -> zoo.Built:
+    """A model and its inputs on a device."""
+    model, args, kwargs = zoo.build(name)
+    if device == "cpu":
+        return model, args, kwargs
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = pytree.tree_map(moved, (args, kwargs))
+    return model.to(device), args, kwargs
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -245,6 +270,8 @@ def main() -> None:
     parser.add_argument("--solver", default="auto")
     parser.add_argument("--solver-seconds", type=float, default=10.0, help="for a model and a budget")
     parser.add_argument("--variant", choices=VARIANTS, help="models or inputs changed so")
+    parser.add_argument("--device", default="cpu", help="where models run: cpu, cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="models planned side by side")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "zoo.jsonl")
     parser.add_argument(
         "--again", choices=("none", "failed", "all"), default="none", help="run again what is there"
@@ -257,7 +284,8 @@ def main() -> None:
     budgets = options.budgets.split(",")
     if options.worker:
         solver, seconds, variant = options.solver, options.solver_seconds, options.variant
-        work(options.worker, lambda name: measure(name, budgets, solver, seconds, variant))
+        device = options.device
+        work(options.worker, lambda name: measure(name, budgets, solver, seconds, variant, device))
         return
     names = options.models.split(",") if options.models else list(every)
     if unknown := set(names) - every.keys():
@@ -271,9 +299,11 @@ def main() -> None:
     given = ["--budgets", options.budgets, "--solver", options.solver]
     given += ["--solver-seconds", str(options.solver_seconds)]
     given += [] if options.variant is None else ["--variant", options.variant]
-    run_each(__file__, given, names, options.results, options.timeout, _failed, _said)
+    given += [] if options.device == "cpu" else ["--device", options.device]
+    run_each(__file__, given, names, options.results, options.timeout, _failed, _said, options.jobs)
     if options.out is not None:
         asked = {"budgets": options.budgets, "solver": options.solver, "variant": options.variant}
+        asked["device"] = options.device
         given = [f"--{name} {value}" for name, value in asked.items() if value != parser.get_default(name)]
         options.out.write_text(markdown(load(options.results), len(every), given))
 

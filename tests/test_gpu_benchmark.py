@@ -13,6 +13,7 @@ import torch
 import planner.api
 import planner.verification.verify
 from benchmarks import gpu, gpu_facts
+from benchmarks.frontiers import gpu_case
 from benchmarks.frontiers.gpu_models import CASES, Case, Inputs
 from benchmarks.frontiers.gpu_results import Row, judged
 from planner.verification.verify import Report
@@ -25,7 +26,13 @@ def test_predicted_is_measured(model: str, precision: str, tmp_path: Path) -> No
     arguments += ["--peers", "checkpoint per block", "compile 0.5", "--inductor", "--out", str(tmp_path)]
     found = gpu.main([*arguments, "--models", model, "--precisions", precision])
     ways = {row["way"]: Row(**row) for row in found["rows"]}
-    assert set(ways) == {"unplanned", "plan 80%", "checkpoint per block", "compile 0.5"}
+    assert set(ways) == {
+        "unplanned",
+        "plan 80%",
+        "checkpoint per block",
+        "compile 0.5",
+        gpu_case.AS_CHECKPOINT,
+    }
     assert not [row.problem for row in ways.values() if row.problem]
     plan, unplanned, peer = ways["plan 80%"], ways["unplanned"], ways["checkpoint per block"]
     for row in (plan, unplanned):
@@ -34,10 +41,28 @@ def test_predicted_is_measured(model: str, precision: str, tmp_path: Path) -> No
     assert plan.measured_bytes < unplanned.measured_bytes  # type: ignore[operator]
     assert plan.total_bytes <= plan.budget_bytes  # type: ignore[operator]
     assert peer.measured_bytes < unplanned.measured_bytes  # type: ignore[operator]
+    assert ways[gpu_case.AS_CHECKPOINT].measured_bytes <= peer.measured_bytes + 1024  # type: ignore[operator]
     assert not found["judged"]["over_budget"]
     written = next(tmp_path.glob("gpu-*.json"))
     assert json.loads(written.read_text())["rows"] == found["rows"]
     assert "plan 80%" in written.with_suffix(".md").read_text()
+
+
+@pytest.mark.heavy
+def test_side_by_side_memory_comes_first_and_times_are_of_the_same_plans(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "60%", "--no-calibrate"]
+    arguments += ["--peers", "checkpoint per block", "--inductor", "--jobs", "2", "--out", str(tmp_path)]
+    found = gpu.main([*arguments, "--models", "gpt2", "--precisions", "fp32", "bf16"])
+    assert len(found["rows"]) == 2 * 4
+    for row in (Row(**row) for row in found["rows"]):
+        assert not row.problem
+        assert row.measured_bytes is not None
+        assert row.seconds is not None
+        if row.way.startswith("plan"):
+            assert row.predicted_bytes == row.measured_bytes
+            assert row.right
+            assert row.measured_overhead is not None
+    assert len(list((tmp_path / "plans").glob("gpt2-*.json"))) == 4
 
 
 SMALL = ("--device", "cpu", "--small", "--repeats", "1", "--models", "resnet-50", "--precisions", "fp32")
@@ -54,7 +79,7 @@ def run_patched(
     monkeypatch.setattr(planner, "plan", quick_plan)
     monkeypatch.setitem(CASES, "resnet-50", Case(build, ("Linear",)))
     for name, function in patched.items():
-        monkeypatch.setattr(gpu, name, function)
+        monkeypatch.setattr(gpu_case, name, function)
     return gpu.main([*SMALL, "--peers", "--inductor", "--out", str(tmp_path), *arguments])
 
 
@@ -81,7 +106,7 @@ class Loss(torch.nn.Module):
 
 def test_what_is_not_begun_in_time_is_left_out(tmp_path: Path) -> None:
     found = gpu.main(["--device", "cpu", "--small", "--seconds", "0", "--out", str(tmp_path)])
-    ways = 1 + len(gpu.BUDGETS) + len(gpu.PEERS) + len(gpu.INDUCTOR)
+    ways = 2 + len(gpu.BUDGETS) + len(gpu.PEERS) + len(gpu.INDUCTOR)
     assert len(found["left_out"]) == len(CASES) * len(gpu.PRECISIONS) * ways
     assert "Left out" in next(tmp_path.glob("*.md")).read_text()
 
@@ -133,7 +158,7 @@ def test_every_budget_is_compared_and_random_states_count(
 @pytest.mark.parametrize("part", ["measure_peak", "measure_seconds"])
 @pytest.mark.heavy
 def test_out_of_memory_is_a_row(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = getattr(gpu, part), []
+    original, calls = getattr(gpu_case, part), []
 
     def full(*args: Any, **kwargs: Any) -> Any:
         calls.append(part)

@@ -1,6 +1,6 @@
 """What was measured on a GPU beside what was predicted: the rows, what they say, and the table of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.planfile.budget import format_bytes
@@ -41,6 +41,16 @@ class Row:
     measured_overhead: float | None = None
     right: bool | None = None
     problem: str = ""
+
+    def with_times(self, other: "Row") -> "Row":
+        """This row with the times of another, and what went wrong there."""
+        problems = dict.fromkeys(filter(None, [self.problem, other.problem]))
+        return replace(
+            self,
+            seconds=other.seconds,
+            measured_overhead=other.measured_overhead,
+            problem="; ".join(problems),
+        )
 
 
 def judged(rows: list[Row]) -> dict[str, Any]:
@@ -87,11 +97,11 @@ def table(document: dict[str, Any]) -> str:
         f"# Predicted and measured on {document['device']}",
         "",
         f"Made by `python benchmarks/gpu.py` with torch {document['torch']}, in {document['seconds']:.0f} s.",
-        "Memory is the peak of allocated bytes that forward and backward add to what is there before, by the",
-        "allocator's own events: each block as large as was asked for, rounded up to 512. Unsplit is how much",
-        "more `torch.cuda.max_memory_allocated` counts: what the caching allocator does not split off its",
-        "blocks. Reserved is all that it has. Replayed is what its simulation reserves for the events that",
-        "it recorded.",
+        "Memory is the peak of allocated bytes that forward and backward add to what is there before, by",
+        "the allocator's own events: each block as large as was asked for, rounded up to 512. Unsplit is",
+        "how much more `torch.cuda.max_memory_allocated` counts: what the caching allocator does not split",
+        "off its blocks. Reserved is all that it has. Replayed is what its simulation reserves for the",
+        "events that it recorded. Seconds are of a step among five in a row, between two waits for the GPU.",
         *_calibrated(document.get("calibration")),
         "",
         "| model | precision | way | predicted | measured | error | unsplit | reserved, predicted | reserved "
