@@ -99,6 +99,30 @@ def test_sizes_are_those_of_a_step_with_data() -> None:
     assert sizes == [1024, 2048]
 
 
+class Routes(nn.Module):
+    """Spreads positions over as many columns as there are, or as data say: one line reads several numbers."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.layer, self.counted = nn.Linear(8, 8), counted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, total = self.layer(x), x.new_zeros(())
+        for scale in (3, 7):
+            places = (x[:, 0] * scale).long()
+            spread = F.one_hot(places, places.max() + 2) if self.counted else F.one_hot(places)
+            total = total + (h.sum(1, keepdim=True) * spread).exp().sum()
+        return total
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_numbers_that_are_only_checked_are_not_taken_for_others(counted: bool) -> None:
+    plan = plan_for_gpu(Routes(counted), torch.ones(128, 8))
+    forward = [op for graph in plan.graphs for op in graph.ops if op.phase == "forward"]
+    columns = [op.bytes // 512 for op in forward if op.name == "aten.mul.Tensor" and op.bytes > 512]
+    assert columns == ([5, 9] if counted else [4, 8])
+
+
 class Aligns(nn.Module):
     """A loss whose kernel's results are as large as its longest target."""
 

@@ -7,15 +7,17 @@ is known by its operator and the line of the user's code, and those of one line 
 is traced nothing is answered: there a question ends the graph, as it does with data. Tested with torch 2.13.
 """
 
+import contextlib
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -84,7 +86,7 @@ class Answer:
     def __init__(self, told: Any, question: _Question) -> None:
         self._told, self.question = told, question
 
-    def made(self, mode: torch.utils._python_dispatch.TorchDispatchMode) -> Any:
+    def made(self, mode: TorchDispatchMode) -> Any:
         """What it returned, without data under a mode."""
         with mode:
             return tree_map_only(_Form, lambda form: form.made(), self._told)
@@ -98,20 +100,55 @@ class _Form:
         return torch.empty_strided(self._sizes, self._strides, dtype=self._dtype)
 
 
-class NoteAnswers(TorchDispatchMode):
-    """A mode in which a step with data runs, and what it is told is written down."""
+class _Noting(TorchDispatchMode):
+    """A mode in which what a step with data is told is written down."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._answers = answers
+        self._answers, self.pauses = answers, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if asks_for_data(func, args):
+        if not self.pauses and asks_for_data(func, args):
             self._answers.note(func, result)
         return result
+
+
+class _WithoutChecks(TorchFunctionMode):
+    """``one_hot`` looks at its numbers on the CPU to check them, which it does neither on a GPU nor without
+    data: it is not noted."""
+
+    def __init__(self, noting: _Noting) -> None:
+        super().__init__()
+        self._noting = noting
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.nn.functional.one_hot:
+            return func(*args, **(kwargs or {}))
+        return self._one_hot(*args, **(kwargs or {}))
+
+    def _one_hot(self, tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
+        classes = int(num_classes)
+        if classes == -1 and tensor.numel():
+            classes = int(tensor.max()) + 1
+        self._noting.pauses = True
+        try:
+            return torch.nn.functional.one_hot(tensor, classes)
+        finally:
+            self._noting.pauses = False
+
+
+@contextlib.contextmanager
+def answers_noted() -> Iterator[Answers]:
+    """A context in which a step with data runs, and what it is told is written down."""
+    answers = Answers()
+    noting = _Noting(answers)
+    with noting, _WithoutChecks(noting):
+        yield answers
 
 
 def _question(func: Any) -> _Question:
