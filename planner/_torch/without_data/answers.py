@@ -3,8 +3,9 @@
 Code asks tensors for numbers (``item``, ``if mask.all()``), and operators find sizes in data (``nonzero``).
 Without data nobody knows. Where there are data on the CPU, the step runs there once, and what it was told is
 written down: numbers, and the forms of results. The same questions are then answered without data. A question
-is known by its operator and the line of the user's code, and those of one line by their order. While a graph
-is traced nothing is answered: there a question ends the graph, as it does with data. Tested with torch 2.13.
+is known by its operator, the kind of its numbers and the line of the user's code, and those of one line by
+their order. While a graph is traced nothing is answered: there a question ends the graph, as it does with
+data. Tested with torch 2.13.
 """
 
 import contextlib
@@ -30,8 +31,8 @@ _ASKS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 _MASKS = (torch.bool, torch.uint8)
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 
-_Question = tuple[object, str, int]
-"""An operator, and a line of the user's code."""
+_Question = tuple[object, str, str, int]
+"""An operator, the kind of numbers that it asks for, and a line of the user's code."""
 
 
 def asks_for_data(func: Any, args: Sequence[Any]) -> bool:
@@ -53,17 +54,17 @@ class Answers:
         """A pass over the step begins."""
         self._next.clear()
 
-    def note(self, func: Any, result: Any) -> None:
+    def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Write down what a call returned."""
         told = result if func is _NUMBER else tree_map_only(torch.Tensor, _Form, result)
-        self._told.setdefault(_question(func), []).append(told)
+        self._told.setdefault(_question(func, args), []).append(told)
 
-    def answer(self, func: Any) -> "Answer | None":
+    def answer(self, func: Any, args: Sequence[Any]) -> "Answer | None":
         """The answer to a question that is asked now; None where it was not asked so often, or a graph is
         being traced."""
         if TracingContext.try_get() is not None:
             return None
-        question = _question(func)
+        question = _question(func, args)
         place = self._next[question]
         self._next[question] += 1
         told = self._told.get(question, ())
@@ -71,7 +72,7 @@ class Answers:
 
     def uses(self, answer: "Answer") -> None:
         """An answer is given that was not known otherwise."""
-        _, file, line = answer.question
+        *_, file, line = answer.question
         self._used[f"{file}:{line}"] = None
 
     @property
@@ -112,7 +113,7 @@ class _Noting(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.pauses and asks_for_data(func, args):
-            self._answers.note(func, result)
+            self._answers.note(func, args, result)
         return result
 
 
@@ -151,11 +152,19 @@ def answers_noted() -> Iterator[Answers]:
         yield answers
 
 
-def _question(func: Any) -> _Question:
+def _question(func: Any, args: Sequence[Any]) -> _Question:
+    kind = _kind(args[0]) if args else ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith("<") and not is_of_pytorch(code) and not is_of_this_package(code):
-            return func, code.co_filename, frame.f_lineno
+            return func, kind, code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return func, "", 0
+    return func, kind, "", 0
+
+
+def _kind(asked: Any) -> str:
+    """What kind of numbers a tensor has: what is half under autocast there need not be half here."""
+    if not isinstance(asked, torch.Tensor):
+        return ""
+    return "floating" if asked.is_floating_point() else str(asked.dtype)
