@@ -77,6 +77,32 @@ def test_draws_are_those_of_a_step_with_data_in_their_order() -> None:
     assert forward_products(plan) == sum(kept)
 
 
+class LoopsOverExperts(nn.Module):
+    """Asks at the head of a loop whose body ends graphs: what is asked there again has another line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x.sum(1) * 7).long() % 4
+        total = x.new_zeros(())
+        for expert in torch.nn.functional.one_hot(chosen, 4).sum(0).nonzero():
+            number = expert[0]
+            if number == 3:
+                continue
+            mine = torch.where(chosen == number)[0]
+            total = total + (x[mine] @ self.experts[number]).tanh().sum()
+        return total
+
+
+def test_experts_that_get_something_are_looped_over() -> None:
+    x = torch.zeros(64, 8)
+    x[:, 0] = torch.tensor([0.2, 0.3, 0.5, 0.1]).repeat(16)  # the experts 1, 2, 3 and 0
+    plan = plan_for_gpu(LoopsOverExperts(), x)
+    assert forward_products(plan) == 3
+
+
 class Selects(nn.Module):
     """Computes the loss of the elements that are above their mean, of which data say how many there are."""
 

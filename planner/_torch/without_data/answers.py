@@ -4,8 +4,9 @@ Code asks tensors for numbers (``item``, ``if mask.all()``), and operators find 
 Without data nobody knows. Where there are data on the CPU, the step runs there once, and what it was told is
 written down: numbers, and the forms of results. The same questions are then answered without data. A question
 is known by its operator, the kind of its numbers and the line of the user's code, and those of one line by
-their order. While a graph is traced nothing is answered: there a question ends the graph, as it does with
-data. Tested with torch 2.13.
+their order. Where code goes on after a graph that ended in a loop, its lines may be told wrong: then those of
+one file are known by their order. While a graph is traced nothing is answered: there a question ends the
+graph, as it does with data. Tested with torch 2.13.
 """
 
 import contextlib
@@ -46,8 +47,8 @@ class Answers:
     """What a step was told when it ran with data, in its order."""
 
     def __init__(self) -> None:
-        self._told: dict[_Question, list[Any]] = {}
-        self._next: Counter[_Question] = Counter()
+        self._told: dict[tuple[object, ...], list[Answer]] = {}  # of each line, and of each file
+        self._next: Counter[tuple[object, ...]] = Counter()
         self._used: dict[str, None] = {}
 
     def begin_again(self) -> None:
@@ -57,7 +58,10 @@ class Answers:
     def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Write down what a call returned."""
         told = result if func is _NUMBER else tree_map_only(torch.Tensor, _Form, result)
-        self._told.setdefault(_question(func, args), []).append(told)
+        question = _question(func, args)
+        answer = Answer(told, question)
+        for key in (question, question[:-1]):
+            self._told.setdefault(key, []).append(answer)
 
     def answer(self, func: Any, args: Sequence[Any]) -> "Answer | None":
         """The answer to a question that is asked now; None where it was not asked so often, or a graph is
@@ -65,10 +69,16 @@ class Answers:
         if TracingContext.try_get() is not None:
             return None
         question = _question(func, args)
-        place = self._next[question]
-        self._next[question] += 1
-        told = self._told.get(question, ())
-        return Answer(told[place], question) if place < len(told) else None
+        of_line, of_file = self._following(question), self._following(question[:-1])
+        if of_file is not None and (of_line is None or of_file.question == question):
+            return of_file
+        return of_line
+
+    def _following(self, key: tuple[object, ...]) -> "Answer | None":
+        place = self._next[key]
+        self._next[key] += 1
+        told = self._told.get(key, ())
+        return told[place] if place < len(told) else None
 
     def uses(self, answer: "Answer") -> None:
         """An answer is given that was not known otherwise."""
