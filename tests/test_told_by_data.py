@@ -77,6 +77,32 @@ def test_draws_are_those_of_a_step_with_data_in_their_order() -> None:
     assert forward_products(plan) == sum(kept)
 
 
+class LoopsOverExperts(nn.Module):
+    """Asks at the head of a loop whose body ends graphs: what is asked there again has another line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x.sum(1) * 7).long() % 4
+        total = x.new_zeros(())
+        for expert in torch.nn.functional.one_hot(chosen, 4).sum(0).nonzero():
+            number = expert[0]
+            if number == 3:
+                continue
+            mine = torch.where(chosen == number)[0]
+            total = total + (x[mine] @ self.experts[number]).tanh().sum()
+        return total
+
+
+def test_experts_that_get_something_are_looped_over() -> None:
+    x = torch.zeros(64, 8)
+    x[:, 0] = torch.tensor([0.2, 0.3, 0.5, 0.1]).repeat(16)  # the experts 1, 2, 3 and 0
+    plan = plan_for_gpu(LoopsOverExperts(), x)
+    assert forward_products(plan) == 3
+
+
 class Selects(nn.Module):
     """Computes the loss of the elements that are above their mean, of which data say how many there are."""
 
@@ -97,6 +123,31 @@ def test_sizes_are_those_of_a_step_with_data() -> None:
         plan = plan_for_gpu(Selects(), scaled)
         sizes += [op.bytes for graph in plan.graphs for op in graph.ops if op.name == "aten.exp.default"]
     assert sizes == [1024, 2048]
+
+
+class Routes(nn.Module):
+    """Spreads positions over as many columns as there are, or as data say: one line reads several numbers."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.layer, self.counted = nn.Linear(8, 8), counted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, total = self.layer(x), x.new_zeros(())
+        for scale in (3, 7):
+            places = (x[:, 0] * scale).long()
+            # A graph does not ask which of them is larger, and eager does.
+            spread = F.one_hot(places, max(places.max() + 2, 4)) if self.counted else F.one_hot(places)
+            total = total + (h.sum(1, keepdim=True) * spread).exp().sum()
+        return total
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_numbers_that_are_only_checked_are_not_taken_for_others(counted: bool) -> None:
+    plan = plan_for_gpu(Routes(counted), torch.ones(128, 8))
+    forward = [op for graph in plan.graphs for op in graph.ops if op.phase == "forward"]
+    columns = [op.bytes // 512 for op in forward if op.name == "aten.mul.Tensor" and op.bytes > 512]
+    assert columns == ([5, 9] if counted else [4, 8])
 
 
 class Aligns(nn.Module):

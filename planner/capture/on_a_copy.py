@@ -13,7 +13,7 @@ from planner._torch.compat import check_version
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
-from planner._torch.without_data.answers import Answers, NoteAnswers
+from planner._torch.without_data.answers import Answers, answers_noted
 from planner._torch.without_data.imports import imports_without_modes
 from planner.blocks.running import blocks_run_as_written
 from planner.errors import CaptureError
@@ -127,16 +127,16 @@ def _answers(copied: RunOfACopy) -> Answers:
     Raises:
         CaptureError: It does not run.
     """
-    answers, copy = Answers(), copied.copied
+    copy, as_written = copied.copied, blocks_run_as_written()
     try:
-        as_written = blocks_run_as_written()
-        with copy.running(), region_of_its_own(), as_written, parts_run_uncompiled(), NoteAnswers(answers):
-            copy.step.run(copy.module)
+        with copy.running(), region_of_its_own(), as_written, parts_run_uncompiled():
+            with answers_noted() as answers:
+                copy.step.run(copy.module)
+            return answers
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(described("running the step with its data", error)) from error
-    return answers
 
 
 def _elsewhere(why_needed: str) -> CaptureError:

@@ -101,7 +101,7 @@ class ConstantTrackingFakeMode(RemembersCalls):
         self.asked += asks
         answer = None
         if asks and self.answers is not None and not self._depth:
-            answer = self.answers.answer(func)
+            answer = self.answers.answer(func, args)
         self._depth += 1
         try:
             result = self._called(func, types, args, kwargs)
