@@ -1,0 +1,213 @@
+"""Convolutions that cuDNN runs on Hopper: copies with channels innermost, and parts of weight gradients.
+
+Which algorithm runs is cuDNN's own choice (see :mod:`planner.costs.cudnn_workspace`), so this is no fact of
+a source but a rule that fits what was seen: cuDNN 9.19 on an H200 (compute capability 9.0), float32 and
+bfloat16, 308 forward and 323 backward calls with contiguous tensors for the most part. What it says:
+
+- Kernels for channels innermost run on copies of image, weight and result, all three at once. A weight of
+  one point needs no copy.
+- A convolution of one point with stride 1 is a matrix product that needs none, but where the image's size
+  is odd.
+- So are small ones: direct kernels run.
+- Gradients of weights are summed in parts, as many as fit the multiprocessors, in 32 bits. Those of one
+  point are summed by example.
+
+Two thirds of the calls agree within 1 MiB that the allocator may not split off, and those above 16 MiB for
+the most part within a tenth. On other capabilities nothing was seen, and nothing counts. Copies that PyTorch
+itself makes of tensors that are not dense count everywhere.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from planner._torch.fake import concrete_size
+from planner.costs.cuda_scratch.layouts import HALF, Layout, allocated, ceil_div, rounded
+from planner.costs.cuda_scratch.processors import Processor
+from planner.costs.cuda_scratch.registry import Arguments, scratch_of
+
+_SEEN_ON = (9, 0)
+_HEADER = 512
+_TILE = 128
+_TILE_BYTES = _TILE * _TILE * 4
+_SMALL = 80_000_000
+_SMALL_HALF = 60_000_000
+_SMALL_BACKWARD = 64_000_000
+_SMALL_PRODUCT = 4_000_000
+_LARGE_WEIGHT = 1_600_000
+_LARGE_HALF_WEIGHT = 1 << 19
+_MOST_WEIGHT_BY_POINT = 10_000
+_POINTS_OF_A_PART = 1024
+_DEEP_CHANNELS = 48
+_DEEP_POINTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    """Sizes of a convolution; bytes are of dense tensors."""
+
+    image: Layout
+    weight: Layout
+    result: Layout
+    stride: tuple[int, ...]
+    pointwise: bool
+    """The kernel is one point, without padding."""
+
+    @classmethod
+    def of(cls, arguments: Arguments, result: Layout | None) -> "_Convolution | None":
+        """None for transposed and grouped ones, of which too few were seen."""
+        if arguments["transposed"] or concrete_size(arguments["groups"]) != 1:
+            return None
+        image, weight = arguments.layout("input"), arguments.layout("weight")
+        spatial = len(image.sizes) - 2
+        stride, padding, dilation = (
+            _each(arguments[name], spatial) for name in ("stride", "padding", "dilation")
+        )
+        if result is None:
+            sizes = [
+                (n + 2 * p - d * (k - 1) - 1) // s + 1
+                for n, p, d, k, s in zip(
+                    image.sizes[2:], padding, dilation, weight.sizes[2:], stride, strict=True
+                )
+            ]
+            shape = (image.sizes[0], weight.sizes[0], *sizes)
+            result = Layout(shape, (0,) * len(shape), image.dtype)
+        pointwise = prod(weight.sizes[2:]) == 1 and not any(padding)
+        return cls(image, weight, result, stride, pointwise)
+
+    @property
+    def half(self) -> bool:
+        return self.image.dtype in HALF
+
+    @property
+    def points(self) -> int:
+        """Points of one image of the result."""
+        return prod(self.result.sizes[2:])
+
+    @property
+    def products(self) -> int:
+        """Multiplications of a forward."""
+        return self.result.elements * self.weight.elements // self.weight.sizes[0]
+
+    @property
+    def strided(self) -> bool:
+        return any(step != 1 for step in self.stride)
+
+    @property
+    def copies(self) -> int:
+        """Bytes of image, weight and result with channels innermost; halves in multiples of 8 channels."""
+        image, weight = self.image.elements, self.weight.elements
+        if self.half:
+            channels = self.image.sizes[1]
+            padded = ceil_div(channels, 8) * 8
+            image, weight = image // channels * padded, weight // channels * padded
+        of_weight = 0 if self.pointwise else weight
+        return (image + of_weight + self.result.elements) * self.image.dtype.itemsize
+
+    @property
+    def copied(self) -> bool:
+        """One of one point runs on copies too: images of odd size or few points, large weights."""
+        if self.half:
+            large = self.weight.elements >= _LARGE_HALF_WEIGHT and self.points % 8 != 0
+        else:
+            large = self.weight.elements >= _LARGE_WEIGHT and self.points >= _TILE
+        few = self.points <= 16 and self.products > _SMALL
+        return (self.points % 4 != 0 and self.points > 1) or few or large
+
+
+@scratch_of("convolution", "_convolution", "cudnn_convolution")
+def _convolution(arguments: Arguments, processor: Processor) -> int:
+    copied = _made_dense(arguments.layout("input"), arguments.layout("weight"))
+    call = _seen(arguments, processor, None)
+    return copied + (rounded(_forward(call)) if call is not None else 0)
+
+
+@scratch_of("convolution_backward")
+def _convolution_backward(arguments: Arguments, processor: Processor) -> int:
+    """First the image's gradient, then the weight's; the bias's takes its place after that."""
+    grad = arguments.layout("grad_output")
+    image, weight = arguments.layout("input"), arguments.layout("weight")
+    for_image, for_weight, for_bias = (bool(flag) for flag in arguments["output_mask"])
+    copied = _made_dense(image, weight, grad)
+    call = _seen(arguments, processor, grad)
+    needed = 0
+    if call is not None and _asks_backward(call):
+        later = weight.bytes if for_weight else 0
+        of_image = rounded(_forward(call)) - later if for_image else 0
+        needed = max(of_image, rounded(_of_weight(call, processor)) if for_weight else 0)
+    after = allocated(weight.sizes[0], grad.dtype) if for_bias else 0
+    return max(copied + needed - after, 0)
+
+
+def _asks_backward(call: _Convolution) -> bool:
+    """Whether anything is asked for: by small ones nothing is."""
+    if call.pointwise and not call.strided:
+        return call.products >= _SMALL_PRODUCT
+    moved = (call.image.elements + call.result.elements) * call.image.dtype.itemsize
+    return call.products >= _SMALL_BACKWARD or moved >= 1 << 20
+
+
+def _forward(call: _Convolution) -> int:
+    """Bytes for the result, or for the gradient of the image."""
+    if call.pointwise and not call.strided:
+        return call.copies + _HEADER if call.copied else _HEADER
+    if call.pointwise:
+        channels = call.image.sizes[1]
+        return call.copies + _HEADER if call.half or channels >= _TILE else 0
+    if call.half:
+        return call.copies + _HEADER if call.products >= _SMALL_HALF else 0
+    deep = call.image.sizes[1] >= _DEEP_CHANNELS and call.points <= _DEEP_POINTS
+    return call.copies + _HEADER if deep or call.products > _SMALL else 0
+
+
+def _of_weight(call: _Convolution, processor: Processor) -> int:
+    """Bytes for the gradient of the weight."""
+    channels, batch = call.image.sizes[1], call.image.sizes[0]
+    part = call.weight.elements * 4
+    if call.pointwise and not call.strided:
+        by_example = call.points % 8 == 0 and call.points >= _TILE
+        small_weight = call.weight.elements < _MOST_WEIGHT_BY_POINT * call.points
+        if (by_example and small_weight) or batch * part < 1 << 20:
+            return batch * part + _HEADER
+    taps = prod(call.weight.sizes[2:])
+    tiles = taps * ceil_div(channels, _TILE) * ceil_div(call.weight.sizes[0], _TILE)
+    points = batch * call.points
+    if call.half:
+        splits = (processor.multiprocessors - 12) // tiles if points >= 1 << 13 else 0
+        return call.copies + _HEADER + (part * splits + _HEADER if splits > 1 else 0)
+    least = _POINTS_OF_A_PART if call.pointwise or call.strided else _POINTS_OF_A_PART // 4
+    splits = min(processor.multiprocessors // tiles, points // least)
+    if splits > 1:
+        return call.copies + part * splits + 2 * _HEADER
+    many = points > 1 << 12
+    nearly = many and processor.multiprocessors < tiles <= processor.multiprocessors + 12
+    return call.copies + _HEADER + (processor.multiprocessors * _TILE_BYTES + _HEADER if nearly else 0)
+
+
+def _seen(arguments: Arguments, processor: Processor, result: Layout | None) -> _Convolution | None:
+    """The sizes of a convolution for which the rule holds."""
+    image = arguments.layout("input")
+    known = image.dtype in HALF or image.dtype is torch.float32
+    if processor.capability != _SEEN_ON or not known or not image.elements or _channels_last(image):
+        return None
+    return _Convolution.of(arguments, result)
+
+
+def _made_dense(image: Layout, weight: Layout, grad: Layout | None = None) -> int:
+    """Copies that PyTorch makes, in the memory format of the image or the weight (``cudnn_conv_suggest_...``)."""
+    last = _channels_last(image) or (
+        len(weight.sizes) == 4 and not weight.contiguous and weight.channels_last
+    )
+    tensors = [t for t in (image, weight, grad) if t is not None]
+    return sum(t.bytes for t in tensors if not (t.channels_last if last else t.contiguous))
+
+
+def _channels_last(image: Layout) -> bool:
+    return not image.contiguous and image.seems_channels_last
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    values = tuple(concrete_size(v) for v in value)
+    return values * count if len(values) == 1 else values
