@@ -28,8 +28,11 @@ from planner.costs.cuda_scratch.layouts import HALF, Layout, allocated, ceil_div
 from planner.costs.cuda_scratch.processors import Processor
 from planner.costs.cuda_scratch.registry import Arguments, scratch_of
 
-_SEEN_ON = (9, 0)
+SEEN_ON = (9, 0)
+"""The compute capability that the rule was seen on."""
+
 _HEADER = 512
+_WARP = 32
 _TILE = 128
 _TILE_BYTES = _TILE * _TILE * 4
 _SMALL = 80_000_000
@@ -146,7 +149,8 @@ def _asks_backward(call: _Convolution) -> bool:
     if call.pointwise and not call.strided:
         return call.products >= _SMALL_PRODUCT
     moved = (call.image.elements + call.result.elements) * call.image.dtype.itemsize
-    return call.products >= _SMALL_BACKWARD or moved >= 1 << 20
+    wide = call.weight.sizes[0] >= 16 and call.image.sizes[1] >= 32 and call.points >= _DEEP_POINTS
+    return call.products >= _SMALL_BACKWARD or moved >= 1 << 20 or (wide and not call.half)
 
 
 def _forward(call: _Convolution) -> int:
@@ -167,17 +171,19 @@ def _of_weight(call: _Convolution, processor: Processor) -> int:
     channels, batch = call.image.sizes[1], call.image.sizes[0]
     part = call.weight.elements * 4
     if call.pointwise and not call.strided:
-        by_example = call.points % 8 == 0 and call.points >= _TILE
-        small_weight = call.weight.elements < _MOST_WEIGHT_BY_POINT * call.points
-        if (by_example and small_weight) or batch * part < 1 << 20:
+        aligned = not (call.points % 8 or channels % 8 or call.weight.sizes[0] % 8)
+        fits = call.weight.elements < _MOST_WEIGHT_BY_POINT * call.points
+        few = call.points < _TILE and batch * part < 1 << 20
+        if (aligned and fits and call.points >= _TILE) or few:
             return batch * part + _HEADER
     taps = prod(call.weight.sizes[2:])
     tiles = taps * ceil_div(channels, _TILE) * ceil_div(call.weight.sizes[0], _TILE)
+    part = taps * _in_warps(channels) * _in_warps(call.weight.sizes[0]) * 4
     points = batch * call.points
     if call.half:
         splits = (processor.multiprocessors - 12) // tiles if points >= 1 << 13 else 0
         return call.copies + _HEADER + (part * splits + _HEADER if splits > 1 else 0)
-    least = _POINTS_OF_A_PART if call.pointwise or call.strided else _POINTS_OF_A_PART // 4
+    least = _POINTS_OF_A_PART if call.pointwise or call.strided else _TILE
     splits = min(processor.multiprocessors // tiles, points // least)
     if splits > 1:
         return call.copies + part * splits + 2 * _HEADER
@@ -186,20 +192,22 @@ def _of_weight(call: _Convolution, processor: Processor) -> int:
     return call.copies + _HEADER + (processor.multiprocessors * _TILE_BYTES + _HEADER if nearly else 0)
 
 
+def _in_warps(channels: int) -> int:
+    return ceil_div(channels, _WARP) * _WARP
+
+
 def _seen(arguments: Arguments, processor: Processor, result: Layout | None) -> _Convolution | None:
     """The sizes of a convolution for which the rule holds."""
     image = arguments.layout("input")
     known = image.dtype in HALF or image.dtype is torch.float32
-    if processor.capability != _SEEN_ON or not known or not image.elements or _channels_last(image):
+    if processor.capability != SEEN_ON or not known or not image.elements or _channels_last(image):
         return None
     return _Convolution.of(arguments, result)
 
 
 def _made_dense(image: Layout, weight: Layout, grad: Layout | None = None) -> int:
-    """Copies that PyTorch makes, in the memory format of the image or the weight (``cudnn_conv_suggest_...``)."""
-    last = _channels_last(image) or (
-        len(weight.sizes) == 4 and not weight.contiguous and weight.channels_last
-    )
+    """Copies that PyTorch makes, in the memory format of the image or the weight (ConvUtils.h)."""
+    last = _channels_last(image) or (not weight.contiguous and weight.channels_last)
     tensors = [t for t in (image, weight, grad) if t is not None]
     return sum(t.bytes for t in tensors if not (t.channels_last if last else t.contiguous))
 
