@@ -179,12 +179,12 @@ FACTS = json.loads((Path(__file__).parent / "data" / "cuda_scratch.json").read_t
 
 
 def read(value: Any) -> Any:
-    """An argument as the file has it: a tensor is an object of dtype, sizes and, if not dense, strides."""
-    if isinstance(value, dict):
-        name, sizes, *strides = value["t"]
-        return meta(*sizes, dtype=getattr(torch, name), strides=strides[0] if strides else None)
+    """An argument as the file has it: a tensor is its dtype, sizes and, if it is not dense, strides."""
     if isinstance(value, str):
-        return getattr(torch, value)
+        name, *numbers = value.replace("]", "").split("[")
+        sizes, *strides = [[int(n) for n in part.split(",") if n] for part in numbers] or [None]
+        dtype = getattr(torch, name)
+        return dtype if sizes is None else meta(*sizes, dtype=dtype, strides=strides[0] if strides else None)
     return [read(item) for item in value] if isinstance(value, list) else value
 
 

@@ -12,9 +12,9 @@ bfloat16, 308 forward and 323 backward calls with contiguous tensors for the mos
 - Gradients of weights are summed in parts, as many as fit the multiprocessors, in 32 bits. Those of one point
   are summed by example; for small images of 32 bits Winograd's form is used.
 
-Of the 631 calls 367 agree to the byte, 46 but for what the allocator does not split off (at most 1 MiB), and 142
-within a tenth or 64 KiB; of the rest most are below what was seen. On other capabilities nothing was seen, and
-nothing counts. Copies that PyTorch itself makes of tensors that are not dense count everywhere.
+Of the 631 calls 367 agree to the byte, 46 but for what the allocator does not split off (at most 1 MiB), and
+142 within a tenth or 64 KiB; of the rest most are below what was seen. On other capabilities nothing was
+seen, and nothing counts. Copies that PyTorch itself makes of tensors that are not dense count everywhere.
 """
 
 from dataclasses import dataclass
@@ -200,7 +200,7 @@ def _of_weight(call: _Convolution, processor: Processor) -> int:
 
 
 def _winograd(call: _Convolution) -> int | None:
-    """Bytes of image, result and weight in Winograd's form, 6 by 6 points for 4 by 4; None where it is not used."""
+    """Bytes of image, result and weight in Winograd's form, 6 by 6 points for 4 by 4; None if unused."""
     square = call.weight.sizes[2:] == (3, 3) and call.image.sizes[2:] == call.result.sizes[2:]
     small = call.products < (_LARGE if _WARP < call.points <= _DEEP_POINTS else _SMALL_BACKWARD)
     if not square or call.strided or not small or call.image.sizes[1] < _WARP:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from planner._torch.operators import OpOverload
+from planner._torch.tensors import schema_of
 from planner.costs.cuda_scratch.layouts import Layout, layout, maybe
 from planner.costs.cuda_scratch.processors import Processor
 from planner.training_step.call import Call
@@ -62,7 +63,7 @@ def scratch_of(*names: str) -> Callable[[Formula], Formula]:
 
 @lru_cache(maxsize=1024)
 def _signature(func: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     return (
         tuple(a.name for a in arguments),
         {a.name: a.default_value for a in arguments if a.has_default_value()},
