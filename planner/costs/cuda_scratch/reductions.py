@@ -112,6 +112,25 @@ def _moments(arguments: Arguments, processor: Processor) -> int:
     return reduction_scratch(source, dims, 4 * accumulated(source.dtype).itemsize, processor)
 
 
+@scratch_of("argmax", "argmin", "max", "min")
+def _extremes(arguments: Arguments, processor: Processor) -> int:
+    """Where indices are wanted, each is accumulated with its value."""
+    if arguments.get("other") is not None:
+        return 0  # element by element
+    source = arguments.layout("self")
+    dim = arguments.get("dim")
+    with_index = dim is not None or arguments.get("keepdim") is not None
+    element_bytes = 16 if with_index else accumulated(source.dtype).itemsize
+    return reduction_scratch(source, reduced_dims(dim, len(source.sizes)), element_bytes, processor)
+
+
+@scratch_of("any", "all")
+def _truths(arguments: Arguments, processor: Processor) -> int:
+    source = arguments.layout("self")
+    dims = reduced_dims(arguments.get("dim"), len(source.sizes))
+    return reduction_scratch(source, dims, 1, processor)
+
+
 def _dimensions(source: Layout, dims: Collection[int]) -> tuple[list[_Dim], list[_Dim]]:
     """Reduced dimensions and those that are kept, fastest first, with neighbours merged."""
     reduced, kept, output_stride = [], [], 1
