@@ -14,8 +14,9 @@ bfloat16, 308 forward and 323 backward calls with contiguous tensors for the mos
 - Results that fill the multiprocessors more than once are split where few parts are left for the last time.
 
 Of the 631 calls 370 agree to the byte, 51 but for what the allocator does not split off (at most 1 MiB), and
-142 within a tenth or 64 KiB; of the rest 49 are below what was seen and 19 above. On other capabilities nothing
-was seen, and nothing counts. Copies that PyTorch itself makes of tensors that are not dense count everywhere.
+142 within a tenth or 64 KiB; of the rest 49 are below what was seen and 19 above. On other capabilities
+nothing was seen, and nothing counts. Copies that PyTorch itself makes of tensors that are not dense count
+everywhere.
 """
 
 from dataclasses import dataclass
