@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 
 import planner
 from planner.costs.cuda_scratch import cuda_scratch
+from planner.costs.cuda_scratch.processors import processor_of
 from planner.costs.cudnn_workspace import CAP
-from planner.costs.devices import find_device
+from planner.costs.devices import DEVICES, find_device
 from planner.training_step.call import Call
 
 aten = torch.ops.aten
@@ -168,6 +170,25 @@ def test_convolutions_on_hopper() -> None:
 def test_a_cap_counts_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CAP, "64")
     assert convolved(meta(2, 32, 16, 16), meta(32, 32, 3, 3), pad=1) == 64 * MIB
+
+
+def test_devices_of_the_table_have_their_multiprocessors() -> None:
+    listed = [d for d in DEVICES.values() if d.kind == "cuda" and d.cudnn]
+    assert {processor_of(d).multiprocessors for d in listed} == {
+        40,
+        58,
+        72,
+        80,
+        82,
+        108,
+        128,
+        132,
+        142,
+        148,
+        170,
+    }
+    renamed = replace(find_device("T4"), name="mine", memory_bytes=MIB)
+    assert processor_of(renamed) == processor_of(find_device("T4"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "MI300X"])
