@@ -2,7 +2,8 @@
 
 Which algorithm runs is cuDNN's own choice (see :mod:`planner.costs.cudnn_workspace`), so this is no fact of
 a source but a rule that fits what was seen: cuDNN 9.19 on an H200 (compute capability 9.0), float32 (TF32
-allowed, as PyTorch sets it) and bfloat16, 308 forward and 323 backward calls with contiguous tensors for the most part. What it says:
+allowed, as PyTorch sets it) and bfloat16, 308 forward and 323 backward calls, of contiguous tensors for the
+most part. What it says:
 
 - Kernels for channels innermost run on copies of image, weight and result, all three at once. A weight of
   one point needs no copy. Channels of 16 bits are filled up to a multiple of 8.
