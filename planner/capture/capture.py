@@ -8,8 +8,8 @@ Three passes over a copy of the module; nothing that belongs to the user is touc
    more with the graphs in place (as single events), which records the glue around them: losses and
    other code outside the graphs, graph breaks, gradients that are materialised or accumulated.
 
-The tensors of the copy have shapes but no data, so that nothing is allocated and no kernel runs. Where
-the data decide what runs (``nonzero``, ``item``), the step runs on a copy with data instead.
+The tensors of the copy have shapes but no data: nothing is allocated and no kernel runs. Where the data
+decide what runs (``nonzero``, ``item``), see :func:`planner.capture.on_a_copy.on_a_copy`.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
+from planner.capture.decided_by_data import told_by_data
 from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_order
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
@@ -251,6 +252,7 @@ class _Capture:
             notes=[
                 *self.notes,
                 *self.copied.notes,
+                *told_by_data(self.copied.answers),
                 *notes_on(runners, bool(regions)),
                 *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],
@@ -310,8 +312,7 @@ class _Capture:
 
     def _layers(self, regions: Sequence[str]) -> LayersLeftOut | None:
         """Layers that the step is recorded without, if there are many that are alike."""
-        alone = self._alone and self.copied.step.in_flight is None
-        if self.copied.data or not alone:
+        if self.copied.decided_by_data or not (self._alone and self.copied.step.in_flight is None):
             return None
         return LayersLeftOut(self.copied.module, regions, self.gradients) or None
 

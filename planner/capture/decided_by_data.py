@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from planner._torch.tensors import SPARSE
+from planner._torch.without_data.answers import Answers
 from planner.graph.joint_graph import JointGraph
 from planner.training_step.recorder import Recording
 from planner.training_step.step import tensors_in
@@ -22,6 +23,21 @@ SPARSE_TENSORS = (
     "the step computes with sparse tensors: what their kernels allocate and free again is not predicted, nor "
     "what they take with other data, so that a step may take more than planned. planner.verify() measures it"
 )
+
+
+_SHOWN = 3
+
+
+def told_by_data(answers: Answers | None) -> list[str]:
+    """What a user should know of a step whose path was found by running it once with data elsewhere."""
+    lines = [] if answers is None else answers.lines
+    if not lines:
+        return []
+    shown = ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+    return [
+        f"what the step reads from its tensors decides what runs (at {shown}). It was run once on the CPU to "
+        "know that, with these inputs; a step that reads something else may run other operations than planned"
+    ]
 
 
 def has_sparse(recording: Recording) -> bool:

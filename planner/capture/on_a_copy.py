@@ -3,18 +3,23 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 
+from planner._torch.autocast_state import region_of_its_own
 from planner._torch.compat import check_version
 from planner._torch.distributed import tensor_parallel_ranks
+from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
+from planner._torch.without_data.answers import Answers, answers_noted
 from planner._torch.without_data.imports import imports_without_modes
+from planner.blocks.running import blocks_run_as_written
 from planner.errors import CaptureError
 from planner.heap import newer_objects
 from planner.progress import Progress
-from planner.training_step.copies import StepCopy, fake_copy, holds_sparse, lacks_data, real_copy
+from planner.training_step.copies import StepCopy, described, fake_copy, holds_sparse, lacks_data, real_copy
 from planner.training_step.left_behind import LeftBehind, left_behind, put_right
 from planner.training_step.snapshot import StepSnapshot
 from planner.training_step.step import Step
@@ -47,6 +52,8 @@ class RunOfACopy:
 
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
+_Copy = Callable[[torch.nn.Module, Step], StepCopy]
 
 
 @no_other_thread_traces()
@@ -60,6 +67,9 @@ def on_a_copy(
 ) -> _T:
     """What ``use`` makes of a copy without data; of one with data where the step does not run without.
 
+    Where it may have none, since another device will run it, a step with data is run once to be told what it
+    reads from them.
+
     Raises:
         CaptureError: If the step runs neither way.
         PlannerError: If this PyTorch is newer than what was tested.
@@ -67,7 +77,7 @@ def on_a_copy(
     check_version()
     before = StepSnapshot.take(module, step)
 
-    def run(copy: Callable[[torch.nn.Module, Step], StepCopy]) -> _T:
+    def run(copy: _Copy, use: Callable[[RunOfACopy], _R]) -> _R:
         left = LeftBehind()
         copied, result = None, None
         try:
@@ -84,35 +94,70 @@ def on_a_copy(
             if copied is not None:
                 put_right(left, copied.value_of)
 
+    told: _Copy | None = None
     if holds_sparse(module, step):
-        if (wrong := _no_data(_SPARSE, module, step, may_have_data)) is not None:
+        if (wrong := _no_data(_SPARSE, module, step)) is not None:
             raise wrong
+        if not may_have_data:
+            raise _elsewhere(_SPARSE)
     else:
         try:
             report("copying the module without its data", 0.0)
-            return run(fake_copy)
+            return run(fake_copy, use)
         except NotWithoutDataError as error:
-            if (wrong := _no_data(str(error), module, step, may_have_data)) is not None:
+            if (wrong := _no_data(str(error), module, step)) is not None:
                 raise wrong from error
+            if not may_have_data:
+                report("running the step with its data: they decide what runs", 0.0)
+                answers = run(real_copy, _answers)
+                told = partial(fake_copy, answers=answers)
+    if told is not None:
+        report("copying the module without its data", 0.0)
+        try:
+            return run(told, use)
+        except NotWithoutDataError as error:  # it asks for what the step with data was not asked for
+            raise _elsewhere(str(error)) from error
     report("copying the module with its data: they decide what runs", 0.0)
-    return run(real_copy)
+    return run(real_copy, use)
 
 
-def _no_data(
-    why_needed: str, module: torch.nn.Module, step: Step, may_have_data: bool
-) -> CaptureError | None:
+def _answers(copied: RunOfACopy) -> Answers:
+    """What a step with data is told where it reads numbers.
+
+    Raises:
+        CaptureError: It does not run.
+    """
+    copy, as_written = copied.copied, blocks_run_as_written()
+    try:
+        with copy.running(), region_of_its_own(), as_written, parts_run_uncompiled():
+            with answers_noted() as answers:
+                copy.step.run(copy.module)
+            return answers
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(described("running the step with its data", error)) from error
+
+
+def _elsewhere(why_needed: str) -> CaptureError:
+    """The error where the data are not where the step will run."""
+    return CaptureError(
+        f"{why_needed}. What runs depends on data, and the model or its inputs are on another device: plan "
+        "it with real ones, on the device that will run it"
+    )
+
+
+def _no_data(why_needed: str, module: torch.nn.Module, step: Step) -> CaptureError | None:
     """The error where a step needs data and has none; None where it has."""
     if tensor_parallel_ranks(module) > 1:
         return CaptureError(
             f"{why_needed}. With data the model could be run, but it is distributed among ranks, which would "
             "have to run it together: leave what does not run without data out of the planned module"
         )
-    missing = lacks_data(module, step)
-    if missing or not may_have_data:
-        why = "have none (they are on the meta device)" if missing else "are on another device"
+    if lacks_data(module, step):
         return CaptureError(
-            f"{why_needed}. What runs depends on data, and the model or its inputs {why}: plan it with "
-            "real ones, on the device that will run it"
+            f"{why_needed}. What runs depends on data, and the model or its inputs have none (they are on "
+            "the meta device): plan it with real ones"
         )
     logger.info("%s; capturing with data", why_needed)
     return None

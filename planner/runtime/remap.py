@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch import fake
+from planner.costs.host_tensors import made_on_host
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.replay.packed import is_mask
 from planner.graph.signs import relu_before
@@ -221,8 +222,15 @@ def matches(record: GraphRecord, joint: JointGraph) -> bool:
 
 
 def total_bytes(joint: JointGraph) -> int:
-    """Bytes that all operations of a graph allocate, together."""
-    return sum(joint.storage_bytes[s] for op in joint.ops for s in op.allocates)
+    """Bytes that all operations of a graph allocate on the device, together."""
+    return sum(joint.storage_bytes[s] for op in joint.ops for s in _on_its_device(op))
+
+
+def _on_its_device(op: JointOp) -> Sequence[int]:
+    on_host = made_on_host(op.node.target)
+    if len(on_host) != len(op.allocates):
+        return op.allocates
+    return [s for s, host in zip(op.allocates, on_host, strict=True) if not host]
 
 
 def planned_bytes(record: GraphRecord) -> int:

@@ -14,6 +14,7 @@ from planner._torch import modules
 from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_copy, writes
 from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
+from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
 from planner.heap import collector_off
 from planner.module_copies import attribute_of, copied_module, referring_to
@@ -29,6 +30,7 @@ class StepCopy:
         running: A context in which the step runs.
         reset: Puts back what a pass changed.
         data: Whether the copy has data.
+        answers: What a step with data was told where it read numbers, and is told without; None: nothing.
         value_of: A tensor of the step without data as one with data; None where it depends on data.
         notes: What of the step the copy leaves out; more may come while it runs.
     """
@@ -40,11 +42,17 @@ class StepCopy:
     data: bool
     value_of: Callable[[torch.Tensor], torch.Tensor | None]
     notes: Sequence[str] = ()
+    answers: Answers | None = None
+
+    @property
+    def decided_by_data(self) -> bool:
+        """Whether what a layer does depends on data, so that none says what others like it do."""
+        return self.data or self.answers is not None
 
 
 @collector_off()
-def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
-    mode = fake_values.ConstantTrackingFakeMode(allow_non_fake_inputs=True)
+def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = None) -> StepCopy:
+    mode = fake_values.ConstantTrackingFakeMode(allow_non_fake_inputs=True, answers=answers)
     replaced: dict[int, torch.Tensor] = {}
     known: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -74,6 +82,8 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     def reset() -> None:
         for made, original in known:
             fake_values.forget_changes(made, original)
+        if answers is not None:
+            answers.begin_again()
 
     loss = _on_copies(step.loss, module, copied, _paired(module, step, copied, (args, kwargs)))
     left = step.left_in(copied)
@@ -86,6 +96,7 @@ def fake_copy(module: torch.nn.Module, step: Step) -> StepCopy:
         data=False,
         value_of=mode.log.value,
         notes=_hook_gradients(module, copied),
+        answers=answers,
     )
 
 

@@ -1,23 +1,27 @@
 """The kernels that a CUDA device would run, captured on tensors without data on the CPU.
 
-PyTorch picks operations by device. Where a step is captured on the CPU for a GPU, two picks change what
-is saved for the backward, and are put right here: dropout (CUDA's fused kernel saves a mask of booleans,
-the CPU's a mask of floats) and attention (CUDA's kernels save their output and the logarithms of the
-softmax's sums; which of them it is ``_torch_attention.py`` says). Batch normalisation saves a mean and an
-inverse deviation a channel on both; cuDNN's reserve is empty without a fused activation.
+PyTorch picks operations by device. Where a step is captured on the CPU for a GPU, these picks are put right
+here: dropout (CUDA's fused kernel saves a mask of booleans, the CPU's a mask of floats), attention (CUDA's
+kernels save their output and the logarithms of the softmax's sums; which of them it is ``attention.py``
+says), batch and group normalisation (``normalisations.py``), and how results lie in memory (``layouts.py``).
+Batch normalisation saves a mean and an inverse deviation a channel on both; cuDNN's reserve is empty without
+a fused activation.
 
 It works through the Python kernels of operators, which take part where the Python dispatcher is on; as
 seen with torch 2.13.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 
 from planner._torch.cuda.attention import Attention, AttentionCall, choose_attention, obstacle
 from planner._torch.cuda.attention import attend as attend_by
+from planner._torch.cuda.layouts import layouts_of_cuda
+from planner._torch.cuda.normalisations import normalisations_of_cuda
 from planner._torch.execution.decompositions import kernels_of_eager
 from planner.errors import CaptureError
 
@@ -60,16 +64,21 @@ def kernels_of_cuda(
             raise CaptureError(f"attention={kind!r} cannot be had: {why}")
         return attend_by(call, kind)
 
-    operator = aten.scaled_dot_product_attention.default
-    taken = dict(operator.py_kernels)
+    kernels: dict[Any, Callable[..., Any]] = {
+        aten.scaled_dot_product_attention.default: attend, **normalisations_of_cuda(cudnn)
+    }  # fmt: skip
+    taken = {operator: dict(operator.py_kernels) for operator in kernels}
     try:
-        operator.py_kernels.update(dict.fromkeys(_DECOMPOSED_AT, attend))
-        operator._dispatch_cache.clear()
-        yield
+        for operator, kernel in kernels.items():
+            operator.py_kernels.update(dict.fromkeys(_DECOMPOSED_AT, kernel))
+            operator._dispatch_cache.clear()
+        with layouts_of_cuda(cudnn=cudnn):
+            yield
     finally:
-        operator.py_kernels.clear()
-        operator.py_kernels.update(taken)
-        operator._dispatch_cache.clear()
+        for operator, before in taken.items():
+            operator.py_kernels.clear()
+            operator.py_kernels.update(before)
+            operator._dispatch_cache.clear()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,20 +186,26 @@ _LAYOUTS: dict[Any, Layout] = {
 _LAYOUTS |= dict.fromkeys((torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor), _contiguous)
 _LAYOUTS |= {operator: _element_by_element(operator) for operator in ELEMENTWISE}
 
+_ON_GPUS_TOO = (torch.ops.aten.upsample_bilinear2d.default,)
+"""Operators whose results lie on a CUDA device as they do on the CPU, and PyTorch says otherwise."""
+
 
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
 
+_REMEMBERED_OF_CUDA: dict[object, dict[Any, Any]] = {}
+"""The same where the CPU stands for CUDA, by kind of device."""
+
 
 @contextlib.contextmanager
 def layouts_of_kernels() -> Iterator[None]:
-    """Without data, results on the CPU have the strides that its kernels give them.
+    """Without data, results on the CPU have the strides that its kernels give them, and a few on a GPU.
 
     PyTorch's shape functions of some operators keep the order of transposed inputs where kernels do not, or
     the other way round, and then take copies of the result for views, or views for copies.
     """
     remembered = FakeTensorMode.cache
-    if remembered is _REMEMBERED:
+    if remembered is _REMEMBERED or _stands_for_cuda():
         yield
         return
     known = {
@@ -224,6 +230,35 @@ def layouts_of_kernels() -> Iterator[None]:
         FakeTensorMode.cache = remembered
 
 
+Correction = Callable[[Any, tuple[Any, ...]], Any]
+"""The results of an operator, given what PyTorch says without data, and the arguments."""
+
+_corrections_of_cuda: Mapping[Any, Correction] | None = None
+
+
+@contextlib.contextmanager
+def cpu_stands_for_cuda(corrections: Mapping[Any, Correction], kind: object) -> Iterator[None]:
+    """Within this, inside of :func:`layouts_of_kernels`, tensors without data on the CPU stand for some on a
+    CUDA device, and have their layouts.
+
+    Args:
+        corrections: By operator, what corrects its results where PyTorch asks for the device to tell them.
+            All of them must be operators whose layouts on the CPU are corrected too.
+        kind: What else the layouts depend on.
+    """
+    global _corrections_of_cuda
+    before = FakeTensorMode.cache, _corrections_of_cuda
+    FakeTensorMode.cache, _corrections_of_cuda = _REMEMBERED_OF_CUDA.setdefault(kind, {}), corrections
+    try:
+        yield
+    finally:
+        FakeTensorMode.cache, _corrections_of_cuda = before
+
+
+def _stands_for_cuda() -> bool:
+    return _corrections_of_cuda is not None
+
+
 def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
     """Views whose dimensions of one element have the strides of the kernel's too, by which others then choose
     how to compute."""
@@ -242,6 +277,8 @@ def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:
 
 def _elementwise(operator: Any, args: Sequence[Any]) -> tuple[int, ...] | None:
     """The strides of a result that is computed element by element; None if PyTorch tells them right."""
+    if _stands_for_cuda():
+        return None
     forms: list[Form] = []
     for position in ELEMENTWISE[operator]:
         operand = args[position]
@@ -329,13 +366,18 @@ def _typed(operator: Any, results: Any, args: tuple[Any, ...]) -> Any:
 
 def _laid_out(operator: Any, shapes: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        results = _typed(operator, shapes(*args, **kwargs), args)
+        results = shapes(*args, **kwargs)
+        if _corrections_of_cuda is None:
+            results = _typed(operator, results, args)
+        elif (correct := _corrections_of_cuda.get(operator)) is not None:
+            results = correct(results, args)
         if kwargs.get("memory_format") not in (None, torch.preserve_format):
             return results
         one, unwanted = isinstance(results, torch.Tensor), not_asked_for(operator, args)
         made = (results,) if one else [None if i in unwanted else r for i, r in enumerate(results)]
+        devices = ("cpu", "cuda") if operator in _ON_GPUS_TOO else () if _stands_for_cuda() else ("cpu",)
         laid_out = tuple(
-            result if result is None or result.device.type != "cpu" else layout(result, args)
+            result if result is None or result.device.type not in devices else layout(result, args)
             for result in made
         )
         return laid_out[0] if one else laid_out

@@ -18,6 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from planner._torch.tensors import copy_elements, strided_copy
+from planner._torch.without_data.answers import NOT_KNOWN, Answers, asks_for_data
 from planner._torch.without_data.apart import tell_results_apart
 from planner._torch.without_data.data_free import DataFreeLog
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for
@@ -81,23 +82,34 @@ class ConstantTrackingFakeMode(RemembersCalls):
     Attributes:
         log: What depends on no data.
         asked: How many calls asked for data: for a number, or for a size that depends on them.
+        answers: What is told where data would be needed, if that is known.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, answers: Answers | None = None, **options: Any) -> None:
         tell_results_apart()
         super().__init__(**options)
         self.log = DataFreeLog()
         self.asked = 0
+        self.answers = answers
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return device_asked_for(args)
         kwargs = kwargs or {}
-        self.asked += _asks_for_data(func, args)
+        asks = asks_for_data(func, args)
+        self.asked += asks
+        answer = None
+        if asks and self.answers is not None and not self._depth:
+            answer = self.answers.answer(func, args)
         self._depth += 1
         try:
             result = self._called(func, types, args, kwargs)
+        except NOT_KNOWN:
+            if answer is None or self.answers is None:
+                raise
+            self.answers.uses(answer)
+            result = answer.made(self)
         finally:
             self._depth -= 1
         if not self._depth:  # an operator that is made of others is noted once
@@ -161,16 +173,6 @@ class ConstantTrackingFakeMode(RemembersCalls):
         if not all(self.may_turn_const(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
             return None
         return [tree_map_only(torch.Tensor, lambda t: _known(self, t, devices[0]), result)]
-
-
-_ASKS_FOR_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-_MASKS = (torch.bool, torch.uint8)
-
-
-def _asks_for_data(func: Any, args: Any) -> bool:
-    if func is torch.ops.aten.index.Tensor:  # the numbers among its indices say nothing of the result's size
-        return any(index is not None and index.dtype in _MASKS for index in args[1])
-    return not _ASKS_FOR_DATA.isdisjoint(getattr(func, "tags", ()))
 
 
 def times_asked_for_data(mode: object) -> int:
