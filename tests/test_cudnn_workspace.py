@@ -38,6 +38,13 @@ def test_a_plan_says_what_it_cannot_know(monkeypatch: pytest.MonkeyPatch) -> Non
     assert plan.predicted.dynamic_peak_bytes < MIB
 
 
+def test_where_a_rule_is_known_it_counts_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CAP, raising=False)
+    (note,) = planned("H100").notes
+    assert "each counts with what a rule says that fits cuDNN 9.19 on an H200: PyTorch takes" in note
+    assert "not counted" not in note
+
+
 @pytest.mark.parametrize("device", ["cpu", "MI300X"])
 def test_where_there_is_no_cudnn_it_says_nothing(device: str) -> None:
     assert not [note for note in planned(device).notes if "cuDNN" in note]

@@ -9,13 +9,10 @@ convolutions of 32 or 64 bits in contiguous tensors are PyTorch's own kernels, w
 """
 
 import os
-from collections.abc import Iterable
 
 import torch
 
 from planner._torch.operators import OpOverload
-from planner.costs.devices import Device
-from planner.costs.workspace import NOT_RUN, OpMemory
 from planner.training_step.call import Call
 
 CAP = "CUDNN_CONV_WSCAP_DBG"
@@ -25,17 +22,6 @@ _IMAGE = {
     torch.ops.aten.convolution_backward: 1,
 }
 """Where the image is among the arguments; the weight is the next, the groups are eight behind it."""
-
-
-class CappedWorkspaces:
-    """Every convolution of cuDNN with the most that the environment lets it ask for."""
-
-    def __init__(self, cap_bytes: int) -> None:
-        self._memory = OpMemory(cap_bytes, ())
-
-    def measure(self, calls: Iterable[Call]) -> list[OpMemory]:
-        """The memory of each call, in order."""
-        return [self._memory if runs_in_cudnn(call) else NOT_RUN for call in calls]
 
 
 def workspace_cap() -> int | None:
@@ -55,9 +41,3 @@ def runs_in_cudnn(call: Call) -> bool:
     small = max(image.numel(), weight.numel()) < 2**31
     wide = image.dtype in (torch.float32, torch.float64)
     return not (depthwise and small and wide and image.is_contiguous() and weight.is_contiguous())
-
-
-def cudnn_workspaces(device: Device) -> CappedWorkspaces | None:
-    """What cuDNN's convolutions ask for on a device that is not here; None where nothing bounds it."""
-    cap = workspace_cap()
-    return CappedWorkspaces(cap) if cap is not None and device.kind == "cuda" and device.cudnn else None

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from planner.costs.cuda_scratch.convolution import SEEN_ON
 from planner.costs.cudnn_workspace import CAP, runs_in_cudnn, workspace_cap
 from planner.planfile.budget import format_bytes
 from planner.planning.prepare import Prepared
@@ -29,14 +30,19 @@ def cudnn_note(prepared: Prepared, graph: Graph, schedule: Schedule, step_bytes:
     cap = workspace_cap()
     if cap is not None:
         return f"{which}: each counts with the most that {CAP} allows, {format_bytes(cap)}"
-    names = [graph.ops[row].name for row in schedule.tolist()]
-    least = min(
-        (int(b) for name, b in zip(names, np.asarray(step_bytes), strict=True) if ".convolution" in name),
-        default=0,
-    )
+    asked = graph.workspace_bytes
+    convolutions = [
+        int(count) - int(asked[row])
+        for row, count in zip(schedule.tolist(), np.asarray(step_bytes), strict=True)
+        if ".convolution" in graph.ops[row].name
+    ]
+    least = min(convolutions, default=0)
     room = device.memory_bytes - prepared.footprint.around(prepared.resident.total + least)
+    counted = "it is not counted"
+    if device.capability == SEEN_ON:
+        counted = "each counts with what a rule says that fits cuDNN 9.19 on an H200"
     return (
-        f"{which}, and it is not counted: PyTorch takes the first algorithm whose workspace fits what is "
+        f"{which}, and {counted}: PyTorch takes the first algorithm whose workspace fits what is "
         f"left of the device, which is at most {format_bytes(max(room, 0))} while one of them runs. With "
         f"{CAP}=256 in the environment of planning and training it is at most 256 MiB, and counted"
     )

@@ -136,7 +136,7 @@ def make_plan(
             device=prepared.device.name,
             inputs=prepared.options.inputs,
             costs=prepared.costs.name,
-            workspace="measured" if meter is not None else "none",
+            workspace=_workspace_source(prepared),
             parallel=parallel_record(
                 None if prepared.rank is None else prepared.rank.options, tensor_parallel_ranks(model)
             ),
@@ -351,3 +351,10 @@ def input_records(step: Step) -> list[TensorRecord]:
                 )
             )
     return records
+
+
+def _workspace_source(prepared: Prepared) -> str:
+    """Where the scratch bytes of operations come from."""
+    if prepared.meter is not None:
+        return "measured"
+    return "formulas" if prepared.device.kind == "cuda" and prepared.device.cudnn else "none"

@@ -14,7 +14,7 @@ from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.capture.decided_by_data import PRODUCTS, SPARSE_TENSORS, has_products, has_sparse
-from planner.costs.cudnn_workspace import cudnn_workspaces
+from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.optimizer_step import OptimizerStep, optimizer_step
@@ -200,7 +200,7 @@ def prepare(
     progress("measuring what kernels allocate inside", 0.8)
     meter = WorkspaceMeter(here) if at_hand else None
     source = find_costs(options.costs, captured, target, meter, progress)
-    workspaces = meter or cudnn_workspaces(target)
+    workspaces = meter or cuda_scratch(target)
     copying = options.inputs == "overwritten"
     problem = build_problem(captured, target, workspaces, source, copying=copying, in_flight=step.in_flight)
     packings = find_packings(captured, problem, target, meter, source)

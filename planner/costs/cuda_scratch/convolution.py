@@ -1,0 +1,301 @@
+"""Convolutions that cuDNN runs on Hopper: copies with channels innermost, and parts of weight gradients.
+
+Which algorithm runs is cuDNN's own choice (see :mod:`planner.costs.cudnn_workspace`), so this is no fact of
+a source but a rule that fits what was seen: cuDNN 9.19 on an H200 (compute capability 9.0), float32 (TF32
+allowed, as PyTorch sets it) and bfloat16, 308 forward and 323 backward calls, of contiguous tensors for the
+most part. What it says:
+
+- Kernels for channels innermost run on copies of image, weight and result, all three at once. A weight of
+  one point needs no copy. Channels of 16 bits are filled up to a multiple of 8.
+- A convolution of one point with stride 1 is a product of matrices that needs none, unless the image's size
+  is odd or the weight is large.
+- Small ones are run by kernels that need none.
+- Gradients of weights are summed in parts, as many as fit the multiprocessors, in 32 bits. Those of one point
+  are summed by example; for small images of 32 bits Winograd's form is used.
+- Results that fill the multiprocessors more than once are split where few parts are left for the last time.
+- Few channels last are copied all the same where a weight's gradient is made.
+
+Of the 631 calls 379 agree to the byte, 48 but for what the allocator does not split off (at most 1 MiB), and
+148 within a tenth or 64 KiB; of the rest 38 are below what was seen and 18 above. On other capabilities
+nothing was seen, and nothing counts. Copies that PyTorch itself makes of tensors that are not dense count
+everywhere.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from planner._torch.fake import concrete_size
+from planner.costs.cuda_scratch.layouts import HALF, Layout, allocated, ceil_div, rounded
+from planner.costs.cuda_scratch.processors import Processor
+from planner.costs.cuda_scratch.registry import Arguments, scratch_of
+
+SEEN_ON = (9, 0)
+"""The compute capability that the rule was seen on."""
+
+_HEADER = 512
+_WARP = 32
+_HALF_TILE = 64
+_TILE = 128
+_TILE_BYTES = _TILE * _TILE * 4
+_LARGE = 1_000_000_000
+_SMALL = 80_000_000
+_SMALL_HALF = 60_000_000
+_SMALL_BACKWARD = 64_000_000
+_SMALL_PRODUCT = 4_000_000
+_LEAST_WEIGHT = 5_000
+_LARGE_WEIGHT = 1_600_000
+_LARGE_HALF_WEIGHT = 1 << 19
+_MOST_WEIGHT_BY_POINT = 10_000
+_POINTS_OF_A_PART = 1024
+_SMALL_LAST = 9_000_000
+_FEW_CHANNELS = 4
+_PARTS_OF_FEW = 36
+_SMALL_FEW = 16_000_000
+_DEEP_CHANNELS = 48
+_DEEP_POINTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    """Sizes of a convolution; bytes are of dense tensors."""
+
+    image: Layout
+    weight: Layout
+    result: Layout
+    stride: tuple[int, ...]
+    pointwise: bool
+    """The kernel is one point, without padding."""
+
+    @classmethod
+    def of(cls, arguments: Arguments, result: Layout | None) -> "_Convolution | None":
+        """None for transposed and grouped ones, of which too few were seen."""
+        if arguments["transposed"] or concrete_size(arguments["groups"]) != 1:
+            return None
+        image, weight = arguments.layout("input"), arguments.layout("weight")
+        spatial = len(image.sizes) - 2
+        stride, padding, dilation = (
+            _each(arguments[name], spatial) for name in ("stride", "padding", "dilation")
+        )
+        if result is None:
+            sizes = [
+                (n + 2 * p - d * (k - 1) - 1) // s + 1
+                for n, p, d, k, s in zip(
+                    image.sizes[2:], padding, dilation, weight.sizes[2:], stride, strict=True
+                )
+            ]
+            shape = (image.sizes[0], weight.sizes[0], *sizes)
+            result = Layout(shape, (0,) * len(shape), image.dtype)
+        pointwise = prod(weight.sizes[2:]) == 1 and not any(padding)
+        return cls(image, weight, result, stride, pointwise)
+
+    @property
+    def half(self) -> bool:
+        return self.image.dtype in HALF
+
+    @property
+    def points(self) -> int:
+        """Points of one image of the result."""
+        return prod(self.result.sizes[2:])
+
+    @property
+    def products(self) -> int:
+        """Multiplications of a forward."""
+        return self.result.elements * self.weight.elements // self.weight.sizes[0]
+
+    @property
+    def strided(self) -> bool:
+        return any(step != 1 for step in self.stride)
+
+    @property
+    def copies(self) -> int:
+        """Bytes of image, weight and result with channels innermost; halves in multiples of 8 channels."""
+        image, weight = self.image.elements, self.weight.elements
+        if self.half:
+            channels = self.image.sizes[1]
+            padded = ceil_div(channels, 8) * 8
+            image, weight = image // channels * padded, weight // channels * padded
+        of_weight = 0 if self.pointwise else weight
+        return (image + of_weight + self.result.elements) * self.image.dtype.itemsize
+
+    @property
+    def copied(self) -> bool:
+        """One of one point runs on copies too: images of odd size or few points, large weights."""
+        if self.half:
+            large = self.weight.elements >= _LARGE_HALF_WEIGHT and self.points % 8 != 0
+        else:
+            large = self.weight.elements >= _LARGE_WEIGHT and self.points >= _TILE
+        few = self.points <= 16 and self.products > _SMALL
+        return (self.points % 4 != 0 and self.points > 1) or few or large
+
+
+@scratch_of("convolution", "_convolution", "cudnn_convolution")
+def _convolution(arguments: Arguments, processor: Processor) -> int:
+    copied = _made_dense(arguments.layout("input"), arguments.layout("weight"))
+    call = _seen(arguments, processor, None)
+    return copied + (rounded(_forward(call, processor)) if call is not None else 0)
+
+
+@scratch_of("convolution_backward")
+def _convolution_backward(arguments: Arguments, processor: Processor) -> int:
+    """First the image's gradient, then the weight's; the bias's takes its place after that."""
+    grad = arguments.layout("grad_output")
+    image, weight = arguments.layout("input"), arguments.layout("weight")
+    for_image, for_weight, for_bias = (bool(flag) for flag in arguments["output_mask"])
+    copied = _made_dense(image, weight, grad)
+    call = _seen(arguments, processor, grad)
+    needed = 0
+    if call is None:
+        needed = _few_channels_last(arguments, processor) if for_weight else 0
+    elif _asks_backward(call):
+        later = weight.bytes if for_weight else 0
+        of_image = rounded(_forward(call, processor)) - later if for_image else 0
+        needed = max(of_image, rounded(_of_weight(call, processor)) if for_weight else 0)
+    after = allocated(weight.sizes[0], grad.dtype) if for_bias else 0
+    return max(copied + needed - after, 0)
+
+
+def _asks_backward(call: _Convolution) -> bool:
+    """Whether anything is asked for: by small ones nothing is."""
+    if call.pointwise and not call.strided:
+        few = not call.half and call.points > 1 and call.weight.elements >= _LEAST_WEIGHT
+        return call.products >= _SMALL_PRODUCT or (few and call.points < _TILE)
+    moved = (call.image.elements + call.result.elements) * call.image.dtype.itemsize
+    if call.image.sizes[1] <= _FEW_CHANNELS and not call.half and call.products >= _SMALL_FEW:
+        return True
+    wide = call.weight.sizes[0] >= 16 and call.image.sizes[1] >= 32 and call.points >= _DEEP_POINTS
+    return call.products >= _SMALL_BACKWARD or moved >= 1 << 20 or (wide and not call.half)
+
+
+def _forward(call: _Convolution, processor: Processor) -> int:
+    """Bytes for the result, or for the gradient of the image."""
+    if call.pointwise and not call.strided:
+        return call.copies + _HEADER if call.copied else _HEADER
+    if call.pointwise:
+        channels = call.image.sizes[1]
+        return call.copies + _HEADER if call.half or channels >= _TILE else 0
+    if call.half:
+        return call.copies + _HEADER + _last_wave(call, processor) if call.products >= _SMALL_HALF else 0
+    deep = call.image.sizes[1] >= _DEEP_CHANNELS and call.points <= _DEEP_POINTS
+    return call.copies + _HEADER + _last_wave(call, processor) if deep or call.products > _SMALL else 0
+
+
+def _last_wave(call: _Convolution, processor: Processor) -> int:
+    """Parts of results that do not fill the multiprocessors once more, which are split."""
+    points = call.image.sizes[0] * call.points
+    tiles = ceil_div(points, _TILE) * ceil_div(call.weight.sizes[0], _TILE)
+    left = tiles % processor.multiprocessors
+    most = (0.5 if call.half else 0.45) * processor.multiprocessors
+    if call.strided or tiles < processor.multiprocessors or left > most:
+        return 0
+    return left * (2 if call.half else 4) * _TILE_BYTES
+
+
+def _of_weight(call: _Convolution, processor: Processor) -> int:
+    """Bytes for the gradient of the weight."""
+    channels, batch = call.image.sizes[1], call.image.sizes[0]
+    part = call.weight.elements * 4
+    if call.pointwise and not call.strided:
+        aligned = not (call.points % 8 or channels % 8 or call.weight.sizes[0] % 8)
+        fits = call.weight.elements < _MOST_WEIGHT_BY_POINT * call.points
+        if aligned and fits and call.points >= _TILE:
+            return batch * part + _HEADER
+        if call.points < _TILE and batch * part < 1 << 20:
+            return batch * part
+    taps = prod(call.weight.sizes[2:])
+    made, points = call.weight.sizes[0], batch * call.points
+    tiles = taps * ceil_div(channels, _TILE) * ceil_div(made, _TILE)
+    part = taps * _whole(channels, _HALF_TILE) * _whole(made, _HALF_TILE) * 4
+    if call.half:
+        return call.copies + _HEADER + _half_parts(call, points, tiles, part, processor)
+    transformed = _winograd(call)
+    if transformed is not None:
+        return transformed
+    if channels <= _FEW_CHANNELS and taps > 1:
+        rows = call.image.elements // channels + taps * made * (1 + _PARTS_OF_FEW)
+        return (rows * _FEW_CHANNELS + call.result.elements) * 4 + _HEADER
+    least = _POINTS_OF_A_PART if call.pointwise or call.strided else _TILE
+    splits = min(processor.multiprocessors // tiles, points // least)
+    if splits > 1:
+        parts = part * splits if call.pointwise or call.strided else min(part * splits, 288 * points)
+        return call.copies + parts + 2 * _HEADER
+    nearly = processor.multiprocessors < tiles <= processor.multiprocessors + 12
+    if nearly and points >= 1 << 12:
+        return call.copies + 2 * _HEADER + min(processor.multiprocessors, points // _WARP) * _TILE_BYTES
+    return call.copies + _HEADER
+
+
+def _few_channels_last(arguments: Arguments, processor: Processor) -> int:
+    """Bytes for the gradient of a weight of few channels of 32 bits, of which images are channels last."""
+    image = arguments.layout("input")
+    if processor.capability != SEEN_ON or image.dtype is not torch.float32 or not image.elements:
+        return 0
+    call = _Convolution.of(arguments, arguments.layout("grad_output"))
+    if call is None or call.pointwise or call.products < _SMALL_LAST:
+        return 0
+    wide, made = call.image.sizes[1], call.weight.sizes[0]
+    if max(wide, made) > _WARP:
+        return 0
+    parts = min(13, ceil_div(image.sizes[0] * call.points, _POINTS_OF_A_PART))
+    return rounded(call.copies + parts * prod(call.weight.sizes[2:]) * _WARP * _WARP * 4)
+
+
+def _half_parts(call: _Convolution, points: int, tiles: int, part: int, processor: Processor) -> int:
+    """Bytes of the parts that a gradient of 16 bits is summed from."""
+    narrow = min(call.image.sizes[1], call.weight.sizes[0])
+    taps = prod(call.weight.sizes[2:])
+    splits = (processor.multiprocessors - 12) // tiles if points >= 1 << 13 else 0
+    if splits <= 1:
+        return 0
+    if narrow >= _HALF_TILE:
+        return part * splits + _HEADER
+    if taps == 1 or narrow < _WARP // 2:
+        part = taps * _whole(call.image.sizes[1], _WARP) * _whole(call.weight.sizes[0], _WARP) * 4
+        return part * splits + _HEADER
+    if points >= 1 << 16:
+        return part * (splits - 1) + 65 * _HEADER
+    rows, columns = (min(2 * n, _HALF_TILE) for n in (call.image.sizes[1], call.weight.sizes[0]))
+    return min(splits, 9) * taps * rows * columns * 4
+
+
+def _winograd(call: _Convolution) -> int | None:
+    """Bytes of image, result and weight in Winograd's form, 6 by 6 points for 4 by 4; None if unused."""
+    square = call.weight.sizes[2:] == (3, 3) and call.image.sizes[2:] == call.result.sizes[2:]
+    small = call.products < (_LARGE if _WARP < call.points <= _DEEP_POINTS else _SMALL_BACKWARD)
+    if not square or call.strided or not small or call.image.sizes[1] < _WARP:
+        return None
+    tiles = call.image.sizes[0] * prod(ceil_div(size, 4) for size in call.result.sizes[2:])
+    channels, made = call.image.sizes[1], call.weight.sizes[0]
+    transformed = 36 * 4 * (tiles * (channels + made) + channels * made)
+    return transformed if transformed < 4 * call.copies else None
+
+
+def _whole(count: int, multiple: int) -> int:
+    return ceil_div(count, multiple) * multiple
+
+
+def _seen(arguments: Arguments, processor: Processor, result: Layout | None) -> _Convolution | None:
+    """The sizes of a convolution for which the rule holds."""
+    image = arguments.layout("input")
+    known = image.dtype in HALF or image.dtype is torch.float32
+    if processor.capability != SEEN_ON or not known or not image.elements or _channels_last(image):
+        return None
+    return _Convolution.of(arguments, result)
+
+
+def _made_dense(image: Layout, weight: Layout, grad: Layout | None = None) -> int:
+    """Copies that PyTorch makes, in the memory format of the image or the weight (ConvUtils.h)."""
+    last = _channels_last(image) or (not weight.contiguous and weight.channels_last)
+    tensors = [t for t in (image, weight, grad) if t is not None]
+    return sum(t.bytes for t in tensors if not (t.channels_last if last else t.contiguous))
+
+
+def _channels_last(image: Layout) -> bool:
+    return not image.contiguous and image.seems_channels_last
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    values = tuple(concrete_size(v) for v in value)
+    return values * count if len(values) == 1 else values
