@@ -153,6 +153,15 @@ def held_on_cuda(run: Callable[[], object], device: torch.device, rounding_bytes
             net += block if count > 0 else -block
             peak = max(peak, net)
         return peak, net
+    return counted_on_cuda(run, device)
+
+
+def counted_on_cuda(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """The most bytes that something holds at once, and those that it leaves, as PyTorch counts them.
+
+    Args:
+        run, device: As for :func:`held_on_cuda`.
+    """
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     held = run()
