@@ -54,6 +54,7 @@ def test_the_choices_run_from_no_plan_to_any_price(found: MaxBatch) -> None:
     assert all(point.total_bytes <= 2**20 for point in largest)
 
 
+@pytest.mark.heavy
 def test_the_fastest_is_not_slower_than_no_plan(found: MaxBatch) -> None:
     assert found.unplanned is not None
     others = [*found.points, *(choice.point for choice in found.choices)]

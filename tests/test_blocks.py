@@ -241,6 +241,7 @@ def test_switches(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.again == 1
 
 
+@pytest.mark.heavy
 def test_blocks_inside_blocks_copies_and_pickles(runs: Runs) -> None:
     ours, theirs = _pair(lambda: planner.recompute(Net(RecomputedLayer)), Net)
     copied = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]

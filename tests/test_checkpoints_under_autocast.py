@@ -72,6 +72,7 @@ def _inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(64, 32), torch.randint(4, (64,))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("forward", [_twice, _after_use, _reentrant_twice, _before_break])
 def test_casts_are_those_of_the_region_around_a_checkpoint(
     forward: Callable[[Checkpointed, Tensor], Tensor],

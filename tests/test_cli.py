@@ -214,6 +214,8 @@ def _report(ok: bool) -> SimpleNamespace:
         "baseline_seconds": 1.0,
         "overhead": 0.1,
         "overheads": [0.1],
+        "unsplit_bytes": 0,
+        "baseline_unsplit_bytes": 0,
         "problems": [] if ok else ["gradients: layers.0.weight differs by 0.5"],
     }
     return SimpleNamespace(**figures, to_dict=lambda: figures)

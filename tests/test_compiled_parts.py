@@ -146,6 +146,7 @@ class _Conditional(_Net):
         return x.square().mean()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_operators_of_higher_order_compile_as_they_do(compiled: bool) -> None:
     model = _Conditional(torch.compile(_gated, backend="aot_eager") if compiled else _gated)

@@ -61,6 +61,7 @@ def squares(y: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("layout", ["rows", pytest.param("last", marks=pytest.mark.heavy)])
 def test_nothing_that_is_padded_or_pooled_is_kept(layout: str) -> None:
     model, x = blocks(), torch.randn(4, 8, 24, 24)

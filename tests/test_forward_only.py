@@ -166,6 +166,7 @@ class _Codec(nn.Module):
         return y, codes
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("sizes", [[32, 32, 64, 32], [32, 64, 128, 32]])
 def test_an_encoder_without_gradients_whose_code_the_decoder_runs_too(sizes: list[int], kept: bool) -> None:

@@ -122,6 +122,7 @@ class Pixels(nn.Module):
         return self.head(x.flatten(2).transpose(1, 2)).exp().sum() + pooled
 
 
+@pytest.mark.heavy
 def test_a_view_stays_one_where_later_strides_depend_on_it() -> None:
     """Sums in place have the strides of the first, others do not, which kernels look at."""
     torch.manual_seed(0)

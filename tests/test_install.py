@@ -161,6 +161,7 @@ def _clone(model: nn.Module) -> nn.Module:
     return clone
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("regions", [None, "auto"])
 @pytest.mark.parametrize("ran", [False, True])
 def test_clones_run_their_own_weights(ran: bool, regions: str | None) -> None:

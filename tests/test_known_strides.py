@@ -74,6 +74,7 @@ def _laid_out(sizes: Sequence[int], order: Sequence[int], odd: random.Random | N
     return torch.empty_strided(sizes, strides).uniform_(-1, 1)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dispatcher", [False, pytest.param(True, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(
     "function", [_tokens, _moved, _gradients, _chosen, _broadcast, _normalised, _product]

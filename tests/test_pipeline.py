@@ -134,6 +134,7 @@ def _measured_as_predicted(
         assert measured() == plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("read", [True, False])
 def test_what_is_sent_is_let_go_of_when_all_have_had_their_forward(

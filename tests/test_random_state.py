@@ -40,6 +40,7 @@ USES = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "use", [pytest.param(use, marks=pytest.mark.heavy) if i else use for i, use in enumerate(USES)]
 )

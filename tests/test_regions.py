@@ -230,6 +230,7 @@ class Pyramid(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.heavy
 def test_regions_of_other_sizes_in_loops_follow_the_plan() -> None:
     """What a loop does between its regions is captured, in later steps too; each size as it was planned."""
     torch.manual_seed(0)

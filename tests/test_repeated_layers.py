@@ -145,6 +145,7 @@ def as_data(recording: Recording) -> tuple[Any, ...]:
     return events, recording.storages, calls, recording.gradients, recording.results
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("accumulate", [None, True])
 @pytest.mark.parametrize(
     "make",
@@ -174,6 +175,7 @@ def test_a_recording_without_most_layers_is_made_as_long_as_with_all(
     assert found.eager_operations == expected.eager_operations
 
 
+@pytest.mark.heavy
 def test_as_many_layers_run_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [recorded(Chain(n), monkeypatch, whole=False)[1] for n in (2 * AT_EACH_END + 2, 20)]
     assert found[0] == found[1]

@@ -44,6 +44,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operator_with_a_factor_is_as_without_a_plan(name: str) -> None:
     torch.manual_seed(0)

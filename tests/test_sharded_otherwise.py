@@ -98,6 +98,7 @@ def _inside(model: nn.Module) -> None:
     _shard(model)
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("shard", "says"),
@@ -134,6 +135,7 @@ def test_a_unit_without_parameters_is_none_that_counts(sharded: bool) -> None:
     assert _said(shard, model=model, regions=["0", "1"]) == []
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("options", "parallel"),

@@ -56,6 +56,7 @@ def _two_layers() -> tuple[nn.Module, nn.Module, tuple[torch.Tensor], Any]:
     return model, copy.deepcopy(model), args, loss
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("when", ["planning", "second step"])
 @pytest.mark.parametrize("name", STANCES)
 def test_a_plan_is_followed_in_any_stance(name: str, when: str) -> None:

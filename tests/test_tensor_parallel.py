@@ -169,6 +169,7 @@ def test_collectives_run_again_only_if_that_is_asked_for(
     assert decisions_digest(asked) != decisions_digest(plan)
 
 
+@pytest.mark.heavy
 def test_the_plan_says_among_how_many_ranks_the_model_is(
     ranks: int, example: dict[str, Any], plan: planner.Plan
 ) -> None:

@@ -41,6 +41,7 @@ def _trained(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Te
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("lazily", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_threads_that_plan_at_once(lazily: bool) -> None:
     models, x = _nets(), torch.randn(16, 32)

@@ -75,6 +75,7 @@ def _net(**options: Any) -> nn.Module:
     return _Net(**options).train()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("made", [small_gpt, small_resnet])
 def test_a_plan_that_runs_and_plans_of_other_budgets_trace_nothing(
     made: Callable[[], Any], nothing_traced: TracedBefore

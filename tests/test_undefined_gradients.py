@@ -102,6 +102,7 @@ def _hooked(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@pytest.mark.heavy
 def test_hooks_of_modules_and_outputs_are_not_called_without_a_gradient() -> None:
     model = Between(_hooked).train()
     x = torch.randn(24, 32)

@@ -62,6 +62,7 @@ def follows(unread: Callable[[Drawing, torch.Tensor], object], **options: Any) -
     return list(planner.verify(model, x, plan=plan, repeats=0).problems)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "kind", [name if name in FAST else pytest.param(name, marks=pytest.mark.heavy) for name in UNREAD]
 )

@@ -48,6 +48,7 @@ def compared(model: nn.Module, x: torch.Tensor) -> tuple[bool, list[str]]:
     return report.ok, [str(w.message) for w in told if w.category is planner.PlanWarning]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", VIEWS)
 def test_gradients_of_a_view_come_to_its_uses_one_by_one(name: str) -> None:
     torch.manual_seed(0)
