@@ -151,10 +151,13 @@ class _CaseRun:
 
     def _as_checkpoint(self) -> str:
         """The budget that allows what the checkpoints around every block take."""
-        whole = None if self.plan is None else self.plan.baseline_whole_step
-        if self.plan is None or whole is None or self.checkpoint_bytes is None:
-            raise RuntimeError("no plan and no checkpoints ran before")
-        share = (self.plan.resident.total + self.checkpoint_bytes) / whole.allocated_bytes
+        if self.checkpoint_bytes is None:
+            raise RuntimeError("no checkpoints ran before")
+        args, kwargs = self.inputs
+        with self._autocast():
+            plan = self.plan or planner.plan(self.model, args, kwargs, budget="100%", costs="roofline")
+        assert plan.baseline_whole_step is not None
+        share = (plan.resident.total + self.checkpoint_bytes) / plan.baseline_whole_step.allocated_bytes
         return f"{100 * share:.3f}%"
 
     def _autocast(self) -> torch.autocast:
