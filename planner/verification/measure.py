@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from planner._torch.execution.allocator_events import (
+    held_on_cuda,
     profiler_is_active,
     record_cpu_allocations,
-    record_cuda_allocations,
 )
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.errors import PlannerError
@@ -74,21 +74,9 @@ def _peak_on_cuda(step: Callable[[], object], device: torch.device) -> MemoryMea
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    recording = record_cuda_allocations(step, device)
-    if recording is not None and recording.complete:
-        running = peak = 0
-        for count in recording.allocations:
-            block = -(-abs(count) // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES
-            running += block if count > 0 else -block
-            peak = max(peak, running)
-        counted = torch.cuda.max_memory_allocated(device) - before
-        return MemoryMeasurement(peak, running, max(counted - peak, 0))
-    held = step()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    after = torch.cuda.memory_allocated(device)
-    del held
-    return MemoryMeasurement(peak - before, after - before)
+    peak, final = held_on_cuda(step, device, CUDA_ROUNDING_BYTES)
+    counted = torch.cuda.max_memory_allocated(device) - before
+    return MemoryMeasurement(peak, final, max(counted - peak, 0))
 
 
 def measure_seconds(

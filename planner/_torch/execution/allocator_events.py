@@ -91,69 +91,40 @@ def _quiet_profiler() -> Iterator[None]:
         os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
-@dataclass(frozen=True, slots=True)
-class CudaRecording:
-    """What the caching allocator of a GPU did while something ran.
-
-    Attributes:
-        allocations: Bytes that were asked for, in order; a free has as many, negative.
-        complete: Whether all events are there, and nothing that was there before was freed unseen.
-    """
-
-    allocations: list[int]
-    complete: bool
-
-
-_MOST_EVENTS = 4_000_000
-
-
-def record_cuda_allocations(step: Callable[[], object], device: torch.device) -> CudaRecording | None:
-    """Run something and record every event of the caching allocator; what it returns lives until the end.
-
-    Returns:
-        The events; None, without having run it, where a history of the allocator is being recorded already.
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    memory = torch.cuda.memory
-    if torch._C._cuda_isHistoryEnabled():
-        return None
-    torch.cuda.synchronize(index)
-    memory._record_memory_history(context=None, max_entries=_MOST_EVENTS)
-    try:
-        held = step()
-        torch.cuda.synchronize(index)
-        trace = memory._snapshot(index)["device_traces"][index]
-    finally:
-        memory._record_memory_history(enabled=None)
-    del held
-    events = [e["size"] if e["action"] == "alloc" else -e["size"] for e in trace if e["action"] in _EVENTS]
-    return CudaRecording(events, len(trace) < _MOST_EVENTS)
-
-
-_EVENTS = frozenset(("alloc", "free_completed"))
-
-
 def held_on_cuda(run: Callable[[], object], device: torch.device, rounding_bytes: int) -> tuple[int, int]:
     """The most bytes that something holds at once, and those that it leaves: of blocks as they are asked for.
 
-    What PyTorch counts as allocated has more: a block of the caching allocator from which up to 1 MiB is left
-    over is not split, which depends on what there was before. It is used where a history of the allocator is
-    being recorded already.
+    They come from the history of the caching allocator. What PyTorch counts as allocated has more: a block
+    from which up to 1 MiB is left over is not split, which depends on what there was before. Where such a
+    history is being recorded already, it goes on, and these are PyTorch's counts.
 
     Args:
         run: What is run, once; what it returns lives until the end.
         device: Of its allocator.
         rounding_bytes: What each block is rounded up to.
     """
-    recording = record_cuda_allocations(run, device)
-    if recording is not None:
-        net = peak = 0
-        for count in recording.allocations:
-            block = -(-abs(count) // rounding_bytes) * rounding_bytes
-            net += block if count > 0 else -block
+    if torch._C._cuda_isHistoryEnabled():
+        return counted_on_cuda(run, device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    memory = torch.cuda.memory
+    torch.cuda.synchronize(index)
+    memory._record_memory_history(context=None)
+    try:
+        held = run()
+        torch.cuda.synchronize(index)  # what goes wrong in a kernel shows here
+        events = memory._snapshot(index)["device_traces"][index]
+    finally:
+        memory._record_memory_history(enabled=None)
+    del held
+    net = peak = 0
+    for event in events:
+        block = -(-event["size"] // rounding_bytes) * rounding_bytes
+        if event["action"] == "alloc":
+            net += block
             peak = max(peak, net)
-        return peak, net
-    return counted_on_cuda(run, device)
+        elif event["action"] == "free_completed":
+            net -= block
+    return peak, net
 
 
 def counted_on_cuda(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
