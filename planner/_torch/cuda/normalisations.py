@@ -5,7 +5,7 @@ Batch normalisation is cuDNN's there, in single precision and some cases of half
 the CPU's leaves channels-last. Seen with torch 2.13.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,20 +48,16 @@ def normalisations_of_cuda(cudnn: bool) -> dict[Any, Callable[..., Any]]:
     return {aten._batch_norm_impl_index.default: batch_norm, aten.group_norm.default: _group_norm}
 
 
-def format_of_gradient(
-    gradient: torch.Tensor, image: torch.Tensor, training: bool, mask: Sequence[bool]
-) -> torch.memory_format:
+def format_of_gradient(gradient: torch.Tensor, image: torch.Tensor, training: bool) -> torch.memory_format:
     """How the gradient of what PyTorch's own kernels normalise in batches lies, as ``Normalization.cu`` says.
 
     Args:
         gradient: That of the result.
         image: What was normalised.
         training: Whether by its own mean and variance.
-        mask: Which gradients are asked for: that of the image, of the weight, of the bias.
     """
-    last = image.is_contiguous(memory_format=torch.channels_last_3d) if image.dim() == 5 else False
-    reduced = training or mask[1] or mask[2]
-    if not training or (reduced and not (last or _by_channels(image))):
+    last = image.dim() == 5 and image.is_contiguous(memory_format=torch.channels_last_3d)
+    if not training or not (last or _by_channels(image)):
         return torch.contiguous_format
     if _by_channels(image) and _by_channels(gradient):
         return torch.preserve_format

@@ -99,7 +99,7 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def _normalised_backward(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    found = format_of_gradient(args[0], args[1], args[7], args[9])
+    found = format_of_gradient(args[0], args[1], args[7])
     if result.shape != args[1].shape:
         return result
     return _strided(result, args[1].stride()) if found is torch.preserve_format else _new(result, found)
