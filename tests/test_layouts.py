@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import planner
 from planner._torch import fake
+from planner._torch.cuda.layouts import layouts_of_cuda
 from planner._torch.tracing.meta_patches import ELEMENTWISE, layouts_of_kernels
 
 aten = torch.ops.aten
@@ -69,6 +70,29 @@ def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
     mean, deviation = aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[1:]
     return (grad, x, None, None, None, mean, deviation, True, 1e-5, [True, False, False])
+
+
+@pytest.mark.parametrize(
+    ("gradient", "image", "training", "expected"),
+    [
+        ((0, 2, 3, 1), (0, 1, 2, 3), True, (0, 1, 2, 3)),  # whatever the gradient's
+        ((0, 1, 2, 3), (0, 2, 3, 1), True, (0, 2, 3, 1)),
+        ((0, 2, 3, 1), (0, 2, 3, 1), True, (0, 2, 3, 1)),
+        ((0, 2, 3, 1), (1, 0, 2, 3), True, (0, 1, 2, 3)),
+        ((0, 2, 3, 1), (0, 2, 3, 1), False, (0, 1, 2, 3)),
+    ],
+)
+def test_gradients_of_batch_normalisations_are_laid_out_as_cudas_source_says(
+    gradient: tuple[int, ...], image: tuple[int, ...], training: bool, expected: tuple[int, ...]
+) -> None:
+    strides = [_laid_out((2, 3, 4, 5), order, None).stride() for order in (gradient, image, expected)]
+    with fake.fake_mode(), layouts_of_kernels(), layouts_of_cuda(cudnn=True):
+        grad, x = (torch.empty_strided((2, 3, 4, 5), s) for s in strides[:2])
+        channels = torch.empty(3)
+        found = aten.native_batch_norm_backward(
+            grad, x, channels, channels, channels, channels, channels, training, 1e-5, [True, False, False]
+        )
+    assert found[0].stride() == strides[2]
 
 
 _ARGUMENTS: dict[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]] = {

@@ -55,6 +55,16 @@ def not_asked_for(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
     return ()
 
 
+def asked_for(operator: Any, args: Sequence[Any], results: Any) -> Any:
+    """The results of a call without those that nobody asks for: what is allocated for them is scratch."""
+    unwanted = not_asked_for(operator, args)
+    return [None if i in unwanted else one for i, one in enumerate(results)] if unwanted else results
+
+
+KEPT_BY_PYTORCH = (torch.ops.aten._cudnn_init_dropout_state.default,)
+"""Operators whose result takes the place of one that PyTorch keeps, and is as large: no step leaves more."""
+
+
 _NUMBERS = (int, float, complex)
 
 

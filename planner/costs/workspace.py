@@ -24,7 +24,7 @@ from planner._torch.execution.allocator_events import (
 )
 from planner._torch.execution.plain_execution import plain_execution
 from planner._torch.fake import concrete_size, tree_leaves
-from planner._torch.operators import OpOverload, is_collective, is_foreign, not_asked_for
+from planner._torch.operators import OpOverload, asked_for, is_collective, is_foreign
 from planner._torch.tensors import as_lazy_as, call_tensors, has_tensors
 from planner.costs.collectives import copied_bytes
 from planner.costs.devices import CUDA_ROUNDING_BYTES
@@ -194,7 +194,7 @@ class WorkspaceMeter:
         def run_one(mark: str, key: str, call: Call) -> None:
             args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
             with _grad_mode(call.func), torch.profiler.record_function(mark):
-                result = _asked_for(call, call.func(*args, **kwargs))
+                result = asked_for(call.func, call.args, call.func(*args, **kwargs))
             outputs[key] = _output_bytes(result, inputs)
 
         def run_each() -> None:
@@ -219,7 +219,7 @@ class WorkspaceMeter:
 
             def run() -> Any:
                 with _grad_mode(call.func):
-                    outputs.append(_asked_for(call, call.func(*args, **kwargs)))
+                    outputs.append(asked_for(call.func, call.args, call.func(*args, **kwargs)))
                 return outputs
 
             outputs: list[Any] = []
@@ -372,12 +372,6 @@ def _output_bytes(result: Any, inputs: Iterable[torch.Tensor], on: str = "cpu") 
                 size = storage.nbytes()
         sizes.append(size)
     return tuple(sizes)
-
-
-def _asked_for(call: Call, result: Any) -> Any:
-    """Results without those that nobody asks for: what is allocated for them is scratch."""
-    unwanted = not_asked_for(call.func, call.args)
-    return [None if i in unwanted else one for i, one in enumerate(result)] if unwanted else result
 
 
 def _available_bytes(device: torch.device) -> int:

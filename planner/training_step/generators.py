@@ -9,8 +9,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from planner._torch.cuda.recurrent_state import dropout_states
-
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -26,7 +24,6 @@ class GeneratorStates:
     Attributes:
         cpu, cuda, python, numpy: Of the default generators.
         others: Other generators, each with its state.
-        recurrent: What cuDNN draws dropout between recurrent layers from, each with a copy on the host.
     """
 
     cpu: torch.Tensor
@@ -34,7 +31,6 @@ class GeneratorStates:
     python: Any
     numpy: Any
     others: list[tuple[Any, Any]]
-    recurrent: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def now(cls, others: Iterable[Any] = ()) -> Self:
@@ -50,7 +46,6 @@ class GeneratorStates:
             random.getstate(),
             np.random.get_state(legacy=False),
             [(generator, _state(generator)) for generator in others],
-            [(state, state.to("cpu", copy=True)) for state in dropout_states()],
         )
 
     def restore(self) -> None:
@@ -67,14 +62,10 @@ class GeneratorStates:
                 generator.bit_generator.state = state
             else:
                 generator.set_state(state)
-        for present, before in self.recurrent:
-            present.copy_(before)
 
     def same_as(self, other: "GeneratorStates") -> bool:
         """Whether every generator is in the same state."""
-        mine, yours = ([copy for _, copy in states.recurrent] for states in (self, other))
-        same = len(mine) == len(yours) and all(map(torch.equal, mine, yours))
-        return same and bool(_plain(self._states()) == _plain(other._states()))
+        return bool(_plain(self._states()) == _plain(other._states()))
 
     def _states(self) -> list[Any]:
         others = [state for _, state in self.others]

@@ -114,8 +114,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._known: dict[int, int] = {}
         self._signatures: dict[Any, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._paused = False
-        self._ended = False
+        self._paused = self._ended = False
         self._states: set[int] = set()  # storages that are states of generators
         self._numbers = numbers
         self._saved_numbers = SavedNumbers()
@@ -124,10 +123,8 @@ class StepRecorder(autograd.InfrastructureMode):
         self._generator_state = torch.get_rng_state
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
         # Held, so that their identities are not used again.
-        there = [held for tensor in (*resident, *gradients) for held in held_tensors(tensor)]
-        self._resident = [tensor.untyped_storage() for tensor in there]
-        for storage in self._resident:
-            self._known[storage_number(storage)] = -1
+        self._resident: list[Any] = []
+        self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE and fake.is_fake(args[0]):
@@ -175,7 +172,10 @@ class StepRecorder(autograd.InfrastructureMode):
                     # The tensor that autograd saved of a number: another is not made.
                     args = operators.numbers_as_tensors(func, args)
         call = self._call(func, args, kwargs, out)
-        made = [t for t in _tensors((out,), {}) if fake.storage_key(t) not in unknown]
+        asked = _tensors((operators.asked_for(func, args, out),), {})
+        made = [t for t in asked if fake.storage_key(t) not in unknown]
+        if func in operators.KEPT_BY_PYTORCH:
+            self._is_resident(made)
         self._append(call, reads, made, node)
         return out
 
@@ -243,6 +243,11 @@ class StepRecorder(autograd.InfrastructureMode):
             # Saving allocates nothing and takes no time; so does this.
             call = self._call(torch.ops.aten.detach.default, (number,), {}, number)
             self._append(call, (), [number], node)
+
+    def _is_resident(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._resident.append(storage := tensor.untyped_storage())
+            self._known[storage_number(storage)] = -1
 
     def _note_growth(self, written: Sequence[torch.Tensor]) -> None:
         """Note the storages that an operator made larger, as `out=` an empty tensor does, with that size from
@@ -361,16 +366,12 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             found += _parts(value)
         elif isinstance(value, list | tuple):
-            for tensor in value:
-                if isinstance(tensor, torch.Tensor):
-                    found += _parts(tensor)
+            found += _tensors(value, {})
     return found
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose storages a tensor uses."""
-    if tensor.layout is torch.strided:
-        return [tensor]
     parts = SPARSE.get(tensor.layout)
     if parts is None:
         return [tensor]

@@ -14,7 +14,6 @@ from torch import nn
 
 from planner._torch import fake, versions
 from planner._torch.autocast_state import AutocastState, autocast_state, set_autocast_state
-from planner._torch.cuda.recurrent_state import find_dropout_states
 from planner._torch.tensors import schema_of
 from planner.heap import collector_off
 from planner.training_step.generators import GeneratorStates
@@ -74,7 +73,6 @@ class StepSnapshot:
             runs: What is going to run: the module, or a copy of it and of the tensors among the arguments.
             earlier: A snapshot whose copies are used again where data are still the same.
         """
-        find_dropout_states(module)
         given = (step.args, dict(step.kwargs))
         python = PythonState([module], (*given, step.loss), objects=runs == "module")
         tensors: dict[int, _Before] = {}

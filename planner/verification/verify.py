@@ -11,6 +11,7 @@ import torch
 
 from planner._torch import modules
 from planner._torch.autocast_state import what_is_noted_stays
+from planner._torch.cuda.recurrent_state import make_dropout_states
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
 from planner.errors import PlanMismatch
@@ -160,6 +161,7 @@ def verify(
             torch.clear_autocast_cache()  # each step is one in a region of its own
             state.restore()
             state.drop_gradients()
+            make_dropout_states(model)
             for parameter in accumulated:
                 parameter.grad = torch.zeros_like(parameter)
 

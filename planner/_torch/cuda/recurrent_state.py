@@ -1,9 +1,10 @@
 """Private PyTorch APIs: the state that cuDNN draws dropout between recurrent layers from, and their weights.
 
-PyTorch has one for each device and process, which it makes, with a number of the device's generator, in the
-first step that drops anything. ``torch.manual_seed`` does not change it, and every step does. It is given to
-cuDNN's operator, where it is found here. The weights of a layer lie in one piece of memory, so that cuDNN
-takes them without copying. Tested with torch 2.13.
+PyTorch has one state for each device and process, which every step that drops anything changes. It makes it
+with a number of the device's generator: in the first such step, and in the first one after a state or a seed
+of that generator was set. So what is drawn after a generator's state was set depends on that alone, but the
+first step makes a state of some megabytes before it lets go of the last. The weights of a layer lie in one
+piece of memory, so that cuDNN takes them without copying. Tested with torch 2.13.
 """
 
 import warnings
@@ -17,24 +18,16 @@ from planner._torch.fake import is_fake
 
 aten = torch.ops.aten
 
-_DROPOUT_STATE = 15
-"""Which argument of cuDNN's operator the state is."""
 
-_states: dict[torch.device, torch.Tensor] = {}
+def make_dropout_states(module: torch.nn.Module) -> None:
+    """Let the states be made that the next step of a module would make for its recurrent layers.
 
-
-def dropout_states() -> list[torch.Tensor]:
-    """The states that were found so far."""
-    return list(_states.values())
-
-
-def find_dropout_states(module: torch.nn.Module) -> None:
-    """Find the states that a module's recurrent layers draw from, and make those that are not there yet."""
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.RNNBase) and layer.dropout > 0 and layer.num_layers > 1:
-            for device in _devices(layer):
-                if device not in _states and (found := _state_on(device)) is not None:
-                    _states[device] = found
+    The step then takes what steps do that follow others. Generators are drawn from as the step would.
+    """
+    layers = [m for m in module.modules() if isinstance(m, torch.nn.RNNBase) and m.training]
+    dropping = [layer for layer in layers if layer.dropout > 0 and layer.num_layers > 1]
+    for device in {device for layer in dropping for device in _devices(layer)}:
+        _make_state(device)
 
 
 def flatten_like(copies: Iterable[torch.nn.Module], originals: Iterable[torch.nn.Module]) -> None:
@@ -53,35 +46,29 @@ def _devices(layer: torch.nn.Module) -> set[torch.device]:
     return {weight.device for weight in layer.parameters() if weight.is_cuda and not is_fake(weight)}
 
 
-class _FoundError(Exception):
+class _ReachedError(Exception):
     """The operator was reached; it need not run."""
 
 
-class _Find(TorchDispatchMode):
-    """Takes the state from among the arguments of cuDNN's operator."""
-
-    state: torch.Tensor | None = None
+class _UpToOperator(TorchDispatchMode):
+    """Runs what comes before cuDNN's operator, which has the state among its arguments."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._cudnn_rnn.default:
-            self.state = args[_DROPOUT_STATE] if len(args) > _DROPOUT_STATE else None
-            raise _FoundError
+            raise _ReachedError
         return func(*args, **(kwargs or {}))
 
 
-def _state_on(device: torch.device) -> torch.Tensor | None:
-    """The state of a device; None where its recurrent layers are not cuDNN's."""
+def _make_state(device: torch.device) -> None:
+    """Let PyTorch make the state of a device if its next step would; not where cuDNN runs no layers."""
     given = torch.zeros(1, 1, 1, device=device)
     if not torch.backends.cudnn.is_acceptable(given):
-        return None
+        return
     hidden, weights = torch.zeros(2, 1, 1, device=device), [given.new_zeros(4, 1), given.new_zeros(4, 1)]
-    generator, find = torch.cuda.get_rng_state(device), _Find()  # type: ignore[no-untyped-call]
     try:
-        with warnings.catch_warnings(), torch.no_grad(), find:
+        with warnings.catch_warnings(), torch.no_grad(), torch.autocast("cuda", enabled=False):
             warnings.simplefilter("ignore")  # that these weights do not lie in one piece
-            torch.lstm(given, (hidden, hidden), weights * 2, False, 2, 0.5, True, False, False)
-    except _FoundError:
-        return find.state
-    finally:
-        torch.cuda.set_rng_state(generator, device)
-    return None
+            with _UpToOperator():  # type: ignore[no-untyped-call]
+                torch.lstm(given, (hidden, hidden), weights * 2, False, 2, 0.5, True, False, False)
+    except _ReachedError:
+        return

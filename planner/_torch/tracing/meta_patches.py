@@ -18,6 +18,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner._torch import compat
+from planner._torch.cuda.normalisations import format_of_gradient
 from planner._torch.fake import strides_of_view
 from planner._torch.operators import SHAPE_VIEWS, not_asked_for
 from planner._torch.tracing.elementwise_strides import ELEMENTWISE, Form, strides_of_elementwise
@@ -97,6 +98,13 @@ def _dense_format(tensor: torch.Tensor) -> torch.memory_format | None:
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
+def _normalised_backward(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    found = format_of_gradient(args[0], args[1], args[7])
+    if result.shape != args[1].shape:
+        return result
+    return _strided(result, args[1].stride()) if found is torch.preserve_format else _new(result, found)
+
+
 def _like(position: int) -> Layout:
     """As what is made like this argument."""
 
@@ -123,12 +131,8 @@ def _new(result: torch.Tensor, memory_format: torch.memory_format) -> torch.Tens
     if not all(isinstance(size, int) for size in result.shape):
         return result.contiguous(memory_format=memory_format)
     contiguous = memory_format is torch.contiguous_format
-    return _strided(
-        result,
-        make_contiguous_strides_for(result.shape)
-        if contiguous
-        else make_channels_last_strides_for(result.shape),
-    )
+    strides = make_contiguous_strides_for if contiguous else make_channels_last_strides_for
+    return _strided(result, strides(result.shape))
 
 
 def _strided(result: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
@@ -156,10 +160,7 @@ _LAYOUTS: dict[Any, Layout] = {
                 "roll",
             ),
         ),
-        (
-            _suggested_by(1),
-            ("reflection_pad2d_backward", "replication_pad2d_backward"),
-        ),
+        (_suggested_by(1), ("reflection_pad2d_backward", "replication_pad2d_backward")),
         (
             _made_contiguous(1) if compat.version() >= (2, 14) else _suggested_by(1),
             ("native_group_norm_backward",),
@@ -190,20 +191,20 @@ _ON_CUDA: dict[Any, Layout] = {
     torch.ops.aten.roll.default: _contiguous,
     torch.ops.aten.native_group_norm.default: _contiguous,
     torch.ops.aten.native_dropout_backward.default: _suggested_by(0),
+    torch.ops.aten.native_batch_norm_backward.default: _normalised_backward,
 }
 """Layouts of CUDA's kernels where they differ from the CPU's."""
 
 _UNKNOWN_ON_CUDA = {getattr(torch.ops.aten, name).default for name in (
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-    "_batch_norm_with_update", "_batch_norm_with_update_functional", "native_batch_norm_backward",
-    "batch_norm_backward", "native_group_norm_backward", "reflection_pad2d_backward",
+    "_batch_norm_with_update", "_batch_norm_with_update_functional", "batch_norm_backward",
+    "native_group_norm_backward", "reflection_pad2d_backward",
     "replication_pad2d_backward", "log_sigmoid_forward",
 )}  # fmt: skip
 """Operators of which CUDA's kernels are taken to give the strides that PyTorch says."""
 
 _REMEMBERED: dict[Any, Any] = {}
 """What is remembered of calls without data under these layouts, apart from what PyTorch remembers."""
-
 _REMEMBERED_OF_CUDA: dict[object, dict[Any, Any]] = {}
 """The same where the CPU stands for CUDA, by kind of device."""
 
@@ -345,7 +346,6 @@ class _Underway(threading.local):
 
 
 _UNDERWAY = _Underway()
-
 
 _STATISTICS = ("native_group_norm", "native_layer_norm", "batch_norm")
 """Names of normalisations, which return statistics behind their result, contain one of these."""
