@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 import planner.api
 import planner.verification.verify
-from benchmarks import gpu, gpu_facts
+from benchmarks import gpu, gpu_elsewhere, gpu_facts
 from benchmarks.frontiers import gpu_case
 from benchmarks.frontiers.gpu_models import CASES, Case, Inputs
 from benchmarks.frontiers.gpu_results import Row, judged
@@ -63,6 +63,18 @@ def test_side_by_side_memory_comes_first_and_times_are_of_the_same_plans(tmp_pat
             assert row.right
             assert row.measured_overhead is not None
     assert len(list((tmp_path / "plans").glob("gpt2-*.json"))) == 4
+
+
+@pytest.mark.heavy
+def test_what_is_predicted_elsewhere_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = gpu_elsewhere.predicted("gpt2", "fp32", "H200", small=True)
+    steps = [Row("gpt2", "fp32", "unplanned", measured_bytes=n) for n in (count, 2 * count)]
+    rows = [*steps, Row("gpt2", "fp32", "plan 60%", measured_bytes=1), Row("sd-unet", "fp32", "unplanned")]
+    results = tmp_path / "gpu.json"
+    results.write_text(json.dumps({"rows": [asdict(row) for row in rows]}))
+    gpu_elsewhere.main([str(results), "--device", "H200", "--small"])
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[-2].strip() for line in table[2:]] == ["0", "-50.000%"]
 
 
 SMALL = ("--device", "cpu", "--small", "--repeats", "1", "--models", "resnet-50", "--precisions", "fp32")
