@@ -103,6 +103,8 @@ def test_multiprocessors_decide_how_sums_are_split() -> None:
             0,
         ),
         (aten.index_put.default, (meta(256, 64), [meta(256, dtype=LONG)], meta(256, 64), True), 8704),
+        (aten.index_put.default, (meta(256, 64), [meta(256, dtype=LONG)], meta(64), True), 8704 + 65536),
+        (aten.index_put.default, (meta(256, 64), [meta(256, dtype=LONG)], meta(64), False), 0),
         (aten.sort.default, (meta(256, dtype=LONG),), 2048),
         (aten.cumsum.default, (meta(8, 1024, dtype=torch.bool), -1), 65536),
         (aten._softmax_backward_data.default, (*(meta(8, 4, 128, 128),) * 2, -1, FLOAT), 2097152),

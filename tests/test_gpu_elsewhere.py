@@ -143,3 +143,111 @@ def test_seeds_that_attention_keeps_on_the_host_are_no_bytes_of_the_gpu() -> Non
     joint = captured.graphs[0].joint
     assert joint is not None
     assert total_bytes(joint) == planned_bytes(plan.graphs[0])
+
+
+class Scaled(nn.Module):
+    """A linear layer and ``nn.RMSNorm``."""
+
+    def __init__(self, *sizes: int, affine: bool = True, weight: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 256)
+        self.norm = nn.RMSNorm(sizes or 256, elementwise_affine=affine, dtype=weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x).transpose(0, 1))  # type: ignore[no-any-return]
+
+
+FUSED, FUSED_BACKWARD = "_fused_rms_norm.default", "_fused_rms_norm_backward.default"
+
+
+def made_by(captured: CapturedStep, name: str) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]]:
+    """Types, sizes and strides of an operator's results."""
+    (joint,) = [g.joint for g in captured.graphs if g.joint]
+    (op,) = [op for op in joint.ops if str(op.node.target) == f"aten.{name}"]
+    return [(t.dtype, tuple(t.shape), t.stride()) for t in op.node.meta["val"] if t is not None]
+
+
+@pytest.mark.parametrize("device", ["H100", "T4", "MI300X"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_rms_norm_is_one_kernel(device: str, affine: bool) -> None:
+    x = torch.randn(128, 32, 256)
+    plan = plan_of(Scaled(affine=affine), (x,), device=device, loss=torch.sum)
+    found = operations(plan)
+    assert found[FUSED] == 4_210_688  # its result, and a number for each row
+    assert found[FUSED_BACKWARD] == 4_194_304 + 1024 * affine
+    assert not [name for name in found if name.startswith(("pow", "rsqrt", "mul"))]
+    assert "rsqrt.default" in operations(plan_of(Scaled(affine=affine), (x,), loss=torch.sum))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_results_of_rms_norm_lie_as_on_the_gpu(dtype: torch.dtype) -> None:
+    model, x = Scaled(4, 256).to(dtype), torch.randn(4, 6, 256, dtype=dtype)
+    captured = captured_for(model, (x,), CudaKernels(H100, None, True))
+    single = torch.float64 if dtype is torch.float64 else torch.float32
+    assert made_by(captured, FUSED) == [(dtype, (6, 4, 256), (1024, 256, 1)), (single, (6, 1, 1), (1, 1, 1))]
+    assert made_by(captured, FUSED_BACKWARD) == [
+        (dtype, (6, 4, 256), (1024, 256, 1)),
+        (dtype, (4, 256), (256, 1)),
+    ]
+    eager = {str(call.func) for call in captured.eager.calls}
+    assert {f"aten.{FUSED}", f"aten.{FUSED_BACKWARD}"} <= eager
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_rms_norm_under_autocast_is_in_single_precision(affine: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = captured_for(
+            Scaled(affine=affine), (torch.randn(4, 6, 256),), CudaKernels(H100, None, True)
+        )
+    row = (torch.float32, (6, 4, 1), (4, 1, 1))
+    assert made_by(captured, FUSED) == [(torch.float32, (6, 4, 256), (1024, 256, 1)), row]
+    assert made_by(captured, FUSED_BACKWARD)[0][0] is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_rms_norm_is_taken_apart_where_its_weight_is_of_another_type() -> None:
+    model, x = Scaled(weight=torch.bfloat16), torch.randn(4, 6, 256)
+    found = called(captured_for(model, (x,), CudaKernels(H100, None, True)))
+    assert "rsqrt.default" in found
+    assert FUSED not in found
+
+
+class Penalised(nn.Module):
+    """A loss with a gradient of itself by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Scaled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        loss = self.body(x).square().sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+def test_rms_norm_can_be_differentiated_twice() -> None:
+    x = torch.randn(4, 6, 256)
+    plan = planner.plan(Penalised(), (x,), budget="1GiB", device="H100", solver="none", loss=torch.sum)
+    found = operations(plan)
+    assert FUSED in found
+    assert FUSED_BACKWARD not in found  # of it there is no derivative: its parts are differentiated
+
+
+def test_rms_norm_of_the_cpu_is_as_it_was_afterwards() -> None:
+    kernels = dict(aten._fused_rms_norm.default.py_kernels)
+    with kernels_of_cuda(H100, None), dispatched_in_python():
+        weight = torch.randn(8, requires_grad=True)
+        given = torch.randn(4, 8, requires_grad=True)
+        result = F.rms_norm(given, [8], weight)  # with data
+    assert aten._fused_rms_norm.default.py_kernels == kernels
+    torch.testing.assert_close(result, F.rms_norm(given, [8], weight))
+
+
+def test_the_gradient_of_rms_norm_is_contiguous_whatever_it_is_given() -> None:
+    with FakeTensorMode(), layouts_of_kernels(), kernels_of_cuda(H100, None), dispatched_in_python():
+        turned = torch.empty(4, 6, 8).transpose(0, 1)
+        made = aten._fused_rms_norm_backward(
+            turned, turned, [8], torch.empty(6, 4, 1), torch.empty(8), [True, True]
+        )
+    assert [t.stride() for t in made] == [(32, 8, 1), (1,)]

@@ -3,7 +3,7 @@
 PyTorch picks operations by device. Where a step is captured on the CPU for a GPU, these picks are put right
 here: dropout (CUDA's fused kernel saves a mask of booleans, the CPU's a mask of floats), attention (CUDA's
 kernels save their output and the logarithms of the softmax's sums; which of them it is ``attention.py``
-says), batch and group normalisation (``normalisations.py``), and how results lie in memory (``layouts.py``).
+says), normalisations (``normalisations.py``), and how results lie in memory (``layouts.py``).
 Batch normalisation saves a mean and an inverse deviation a channel on both; cuDNN's reserve is empty without
 a fused activation.
 
@@ -21,7 +21,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from planner._torch.cuda.attention import Attention, AttentionCall, choose_attention, obstacle
 from planner._torch.cuda.attention import attend as attend_by
 from planner._torch.cuda.layouts import layouts_of_cuda
-from planner._torch.cuda.normalisations import normalisations_of_cuda
+from planner._torch.cuda.normalisations import fused_normalisations, normalisations_of_cuda
 from planner._torch.execution.decompositions import kernels_of_eager
 from planner.errors import CaptureError
 
@@ -64,13 +64,15 @@ def kernels_of_cuda(
             raise CaptureError(f"attention={kind!r} cannot be had: {why}")
         return attend_by(call, kind)
 
-    kernels: dict[Any, Callable[..., Any]] = {
+    chosen: dict[Any, Callable[..., Any]] = {
         aten.scaled_dot_product_attention.default: attend, **normalisations_of_cuda(cudnn)
     }  # fmt: skip
+    kernels = {operator: dict.fromkeys(_DECOMPOSED_AT, kernel) for operator, kernel in chosen.items()}
+    kernels |= fused_normalisations()
     taken = {operator: dict(operator.py_kernels) for operator in kernels}
     try:
-        for operator, kernel in kernels.items():
-            operator.py_kernels.update(dict.fromkeys(_DECOMPOSED_AT, kernel))
+        for operator, by_key in kernels.items():
+            operator.py_kernels.update(by_key)
             operator._dispatch_cache.clear()
         with layouts_of_cuda(cudnn=cudnn):
             yield

@@ -2,7 +2,9 @@
 
 Batch normalisation is cuDNN's there, in single precision and some cases of half; the rules are those of
 ``_select_batch_norm_backend`` in ``Normalization.cpp``. Group normalisation makes its input contiguous, which
-the CPU's leaves channels-last. Seen with torch 2.13.
+the CPU's leaves channels-last. ``rms_norm`` is one kernel on CUDA, ``_fused_rms_norm``, where it has no
+weight or one of its input's dtype, which ``rms_norm`` itself decides; the CPU has no such kernel. Seen with
+torch 2.13.
 """
 
 from collections.abc import Callable
@@ -68,6 +70,23 @@ def _by_channels(image: torch.Tensor) -> bool:
     if image.is_contiguous():
         return image.stride(1) == 1
     return image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
+
+
+def fused_normalisations() -> dict[Any, dict[Any, Callable[..., Any]]]:
+    """Kernels in Python, by operator and dispatch key, of normalisations that only CUDA does not take apart.
+
+    That the CPU has a kernel lets autograd record the operator, and its backward, whole; and where tracing
+    asks for the parts later, there are none.
+    """
+    operator: Any = aten._fused_rms_norm.default
+
+    def with_data(*args: Any) -> Any:
+        return operator._op_dk(_COMPOSITE, *args)
+
+    def no_parts(*_args: Any, **_named: Any) -> Any:
+        return NotImplemented
+
+    return {operator: {torch._C.DispatchKey.CPU: with_data, _COMPOSITE: no_parts}}
 
 
 def _runs_in_cudnn(

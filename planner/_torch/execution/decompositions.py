@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 # Those of them that stand for what CUDA runs, see planner/_torch/cuda/kernels.py.
-_CUDA_KERNELS = {"dropout", "scaled_dot_product_attention", "_batch_norm_impl_index", "group_norm"}
+_CUDA_KERNELS = {
+    "dropout", "scaled_dot_product_attention", "_batch_norm_impl_index", "group_norm", "_fused_rms_norm"
+}  # fmt: skip
 _DECOMPOSED_AT = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
 
 

@@ -169,8 +169,8 @@ _LAYOUTS: dict[Any, Layout] = {
             _contiguous,
             (
                 *("native_layer_norm", "native_layer_norm_backward", "_log_softmax", "log_sigmoid_forward"),
-                *("_log_softmax_backward_data", "tril", "triu"),
-                *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"),
+                *("_log_softmax_backward_data", "_fused_rms_norm", "_fused_rms_norm_backward"),
+                *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "tril", "triu"),
             ),
         ),
         (

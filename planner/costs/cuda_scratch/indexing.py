@@ -3,12 +3,14 @@
 From PyTorch's ``aten/src/ATen/native``: ``cuda/Embedding.cu`` and ``cuda/EmbeddingBackwardKernel.cu`` (with
 more than 3,072 indices they are sorted, and rows are summed in segments), ``cuda/Indexing.cu``
 (``index_put_with_sort_kernel``), ``TensorAdvancedIndexing.cpp`` (copies of indices whose strides differ),
-``cuda/Sort.cpp``, ``cuda/ScanKernels.cpp``. On an H200 all but the sorts of CUB agreed to the byte. Of those
-only what they hand to be sorted is known from the source; for their buffers as much again counts.
+``cuda/Sort.cpp``, ``cuda/ScanKernels.cpp``; and CUB's ``dispatch_radix_sort.cuh`` (``InvokeOnesweep``). On an
+H200 they agreed to the byte, up to 1,048,576 indices; CUB's sorts of other elements than pairs of 16 bytes,
+and on other GPUs, were not seen: there its blocks may take other tiles.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 
 import torch
 
@@ -30,6 +32,8 @@ _ROWS_OF_A_SEGMENT = 10
 _WARP = 32
 _SMALL_SORT = 4096
 _SORTED_BY_ONE_BLOCK = 4096
+_SORT_TILE_BYTES = 4608 * 16
+_DIGIT_BITS = 8
 _SCAN_TILE = 1024
 _SCAN_PADDING = 32
 _ALIGNMENT = 256
@@ -53,30 +57,33 @@ def _embedding_backward(arguments: Arguments, _processor: Processor) -> int:
         return scratch
     index = indices.dtype
     kept = (3 if by_frequency else 2) * allocated(count, index)  # sorted, where from, how often
-    sorting = allocated(count, index) + _sort_buffers(count, 2 * index.itemsize)
+    sorting = allocated(count, index) + _sort_buffers(count, 2 * index.itemsize, weights.bit_length())
     segments = min(count, weights)
     partial = count // _ROWS_OF_A_SEGMENT + segments
     columns = ceil_div(grad.elements // count, _WARP) * _WARP
     dtype = torch.float32 if grad.dtype in HALF else grad.dtype
-    summing = 3 * allocated(segments, index) + allocated(partial, index) + 2 * allocated(1, index)
+    summing = allocated(count, index) + 2 * allocated(segments, index)
+    summing += allocated(partial, index) + 2 * allocated(1, index)
     return scratch + kept + max(sorting, summing + allocated(partial * columns, dtype))
 
 
 @scratch_of("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 def _index_put(arguments: Arguments, _processor: Processor) -> int:
-    """Indices that are added at are sorted; others are written where they are."""
-    indices = [layout(i) for i in arguments["indices"] if isinstance(i, torch.Tensor)]
-    if (
-        not arguments["accumulate"]
-        or any(i.dtype in (torch.bool, torch.uint8) for i in indices)
-        or not indices
-    ):
+    """Indices that are added at are sorted, and values made dense; others are written where they are."""
+    given = list(arguments["indices"])
+    indices = [layout(i) for i in given if isinstance(i, torch.Tensor)]
+    if not arguments["accumulate"] or _masks(indices) or not indices:
         return 0
     shape = _broadcast([i.sizes for i in indices])
-    count = Layout(shape, (0,) * len(shape), torch.int64).elements
+    count, sizes = prod(shape), arguments.layout("self").sizes
     if not count:
         return 0
-    return 4 * allocated(count, torch.int64) + _sort_buffers(count, 16)
+    indexed = [isinstance(i, torch.Tensor) for i in given] + [False] * (len(sizes) - len(given))
+    values = arguments.layout("values")
+    added = count * prod(n for n, by_index in zip(sizes, indexed, strict=True) if not by_index)
+    copied = values.copy_bytes if values.elements == added else allocated(added, values.dtype)
+    rows = prod(sizes[: len(sizes) - indexed[::-1].index(True)])
+    return copied + 4 * allocated(count, torch.int64) + _sort_buffers(count, 16, (rows - 1).bit_length())
 
 
 @scratch_of("index", "_unsafe_index")
@@ -105,7 +112,11 @@ def _sort(arguments: Arguments, _processor: Processor) -> int:
     last = dim == len(source.sizes) - 1 and source.contiguous
     copied = 0 if last else source.bytes
     numbered = allocated(source.elements, torch.int64)
-    return copied + numbered + _sort_buffers(source.elements, source.dtype.itemsize + 8)
+    return (
+        copied
+        + numbered
+        + _sort_buffers(source.elements, source.dtype.itemsize + 8, 8 * source.dtype.itemsize)
+    )
 
 
 @scratch_of("cumsum", "cumprod", "logcumsumexp")
@@ -125,11 +136,21 @@ def _scan(arguments: Arguments, _processor: Processor) -> int:
     return scratch
 
 
-def _sort_buffers(count: int, element_bytes: int) -> int:
-    """What CUB's radix sort of so many pairs may ask for: both again, and counts of every block."""
+def _sort_buffers(count: int, element_bytes: int, bits: int) -> int:
+    """What CUB's radix sort of pairs asks for: both again, counts of digits, and a state of each block.
+
+    Args:
+        count: How many pairs.
+        element_bytes: Of a pair.
+        bits: Of a key, as far as they differ.
+    """
     if count <= _SORTED_BY_ONE_BLOCK:
         return rounded(1)
-    return rounded(count * element_bytes + count * element_bytes // 16 + (16 << 10))
+    digits = 1 << _DIGIT_BITS
+    counts = digits * ceil_div(bits, _DIGIT_BITS) * 8
+    states = digits * ceil_div(count * element_bytes, _SORT_TILE_BYTES) * 4
+    parts = (count * element_bytes, counts, states, 1)
+    return rounded(sum(ceil_div(part, _ALIGNMENT) * _ALIGNMENT for part in parts) + _ALIGNMENT - 1)
 
 
 def _flat(source: Layout) -> bool:

@@ -1,8 +1,8 @@
-"""Layer and group normalization: contiguous copies, and sums that a second kernel reads.
+"""Layer, RMS and group normalization: contiguous copies, and sums that a second kernel reads.
 
 From PyTorch's ``aten/src/ATen/native/cuda/layer_norm_kernel.cu`` and ``group_norm_kernel.cu``. On an H200
-layer and group normalization agreed to the byte, but for the partial sums of more than 65,536 rows, which no
-row of the measurement had.
+they agreed to the byte, but for the partial sums of more than 65,536 rows, which no row of the measurement
+had.
 """
 
 from math import prod

@@ -104,6 +104,18 @@ def _values(arguments: Arguments, processor: Processor) -> int:
     return reduction_scratch(source, dims, accumulated(source.dtype).itemsize, processor)
 
 
+@scratch_of("logsumexp")
+def _logarithms_of_sums(arguments: Arguments, processor: Processor) -> int:
+    """The largest of each sum, and the exponentials of what is below it (``ReduceOps.cpp``)."""
+    source = arguments.layout("self")
+    dims = reduced_dims(arguments.get("dim"), len(source.sizes))
+    dtype = source.dtype if source.dtype.is_floating_point or source.dtype.is_complex else torch.float32
+    largest = allocated(prod(n for d, n in enumerate(source.sizes) if d not in dims), dtype)
+    exponentials = Layout(source.sizes, source.strides, dtype)
+    summing = reduction_scratch(exponentials, dims, accumulated(dtype).itemsize, processor)
+    return largest + exponentials.bytes + summing
+
+
 @scratch_of("var", "std", "var_mean", "std_mean")
 def _moments(arguments: Arguments, processor: Processor) -> int:
     """Mean, sum of squares and two counts are accumulated (``WelfordData`` in SharedReduceOps.h)."""
