@@ -18,9 +18,9 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner._torch import compat
-from planner._torch.cuda.normalisations import format_of_gradient
 from planner._torch.fake import strides_of_view
 from planner._torch.operators import SHAPE_VIEWS, not_asked_for
+from planner._torch.tensors import format_of_batch_norm_gradient
 from planner._torch.tracing.elementwise_strides import ELEMENTWISE, Form, strides_of_elementwise
 
 
@@ -99,7 +99,7 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def _normalised_backward(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    found = format_of_gradient(args[0], args[1], args[7])
+    found = format_of_batch_norm_gradient(args[0], args[1], args[7])
     if result.shape != args[1].shape:
         return result
     return _strided(result, args[1].stride()) if found is torch.preserve_format else _new(result, found)
