@@ -66,7 +66,9 @@ def take_parts_of_lists_at_once(is_ours: Callable[[Any], bool]) -> None:
             and _is_looped_over(tx)
         ):
             return taken_from(self, tx, key)
-        modules = self.var_getattr(tx, "_modules").call_method(tx, "values", [], {})
+        name = VariableTracker.build(tx, "_modules")
+        held = VariableTracker.build(tx, getattr).call_function(tx, [self, name], {})
+        modules = held.call_method(tx, "values", [], {})
         return VariableTracker.build(tx, list).call_function(tx, [modules], {}).mp_subscript_impl(tx, key)
 
     UnspecializedNNModuleVariable.mp_subscript_impl = at_once  # type: ignore[method-assign]
