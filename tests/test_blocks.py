@@ -270,6 +270,7 @@ def _backward(model: Any, x: torch.Tensor) -> None:
     model(x).backward()
 
 
+@pytest.mark.heavy
 def test_it_takes_less_memory() -> None:
     peaks = []
     for kind in (Layer, RecomputedLayer):

@@ -83,6 +83,7 @@ def test_a_witness_says_what_is_free_and_ends(monkeypatch: pytest.MonkeyPatch) -
     assert process.poll() == 0
 
 
+@pytest.mark.heavy
 def test_a_witness_without_the_device_says_nothing() -> None:
     with witness.Witness("cuda:77") as asked:
         assert asked.free_bytes is None

@@ -200,6 +200,7 @@ class _Collects(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.heavy
 def test_parts_of_what_was_stacked_leave_as_views_as_eagers_do() -> None:
     torch.manual_seed(0)
     model, x = _Collects().train(), torch.randn(32, 32)

@@ -70,6 +70,7 @@ def again() -> tuple[Net, torch.Tensor, planner.Plan]:
     return model, x, plan
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:Inductor emits other programs")
 def test_masks_are_drawn_again_as_eager_drew_them(again: tuple[Net, torch.Tensor, planner.Plan]) -> None:
@@ -310,6 +311,7 @@ class Twice(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.heavy
 def test_sums_and_what_runs_again_stay_where_the_schedule_has_them() -> None:
     torch.manual_seed(0)
     prepared = planner.prepare(Twice().train(), torch.randn(256, 16), backend="inductor")._prepared
