@@ -25,12 +25,12 @@ stay.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -68,7 +68,9 @@ def calibrated(device: torch.device, folder: Path) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
         if done.returncode == 0:
-            return dict(json.loads(done.stdout))
+            found = dict(json.loads(done.stdout))
+            del found["saved_to"]  # a place on this machine
+            return found
         return {"error": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1][:300]}
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return {"error": shortened(error)}
@@ -138,14 +140,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         ways.append(AS_CHECKPOINT)
     if options.jobs > 1 or options.memory_only:
         bench.costs = "roofline"
-    if options.jobs > 1:
-        bench.plans = options.plans or options.out / "plans"
-        side_by_side(bench, options)
-        bench.memory = False
-    for some in (ways, [f"inductor {budget}" for budget in options.inductor]):
-        for precision in options.precisions:
-            for model in options.models:
-                bench.run(model, precision, some)
+    with tempfile.TemporaryDirectory() as scratch:  # plans of an earlier run are others
+        if options.jobs > 1:
+            bench.plans = (options.plans or Path(scratch) / "plans").resolve()
+            side_by_side(bench, options, Path(scratch))
+            bench.memory = False
+        for some in (ways, [f"inductor {budget}" for budget in options.inductor]):
+            for precision in options.precisions:
+                for model in options.models:
+                    bench.run(model, precision, some)
     found = document(bench, "")
     write(bench, "")
     print(table(found))
@@ -156,24 +159,34 @@ SHARE = 0.6
 """Of the time, what planning and comparing side by side may take."""
 
 
-def side_by_side(bench: Bench, options: argparse.Namespace) -> None:
-    """Plan, compare and measure the memory of models in processes of their own, several at a time."""
+def side_by_side(bench: Bench, options: argparse.Namespace, scratch: Path) -> None:
+    """Plan, compare and measure the memory of models in processes of their own, several at a time.
+
+    Args:
+        bench: Gets their rows, and what was left out: by a process that ended before it was through, too.
+        options: As given on the command line.
+        scratch: A folder in which they write.
+    """
     assert bench.plans is not None
     bench.plans.mkdir(parents=True, exist_ok=True)
-    seconds = SHARE * (bench.deadline - time.monotonic())
-    until = time.monotonic() + seconds
+    until = time.monotonic() + SHARE * (bench.deadline - time.monotonic())
 
     def measured(case: tuple[str, str]) -> None:
-        folder = options.out / "parts" / "-".join(case)
-        left = until - time.monotonic()
+        folder, left = scratch / "-".join(case), until - time.monotonic()
         command = [sys.executable, __file__, "--memory-only", "--no-calibrate", "--seconds", f"{left:.0f}"]
         command += ["--device", str(bench.device), "--models", case[0], "--precisions", case[1]]
         command += ["--plans", str(bench.plans), "--out", str(folder), *(["--small"] * bench.small)]
         for name in ("budgets", "peers", "inductor"):
             command += [f"--{name}", *getattr(options, name)]
+        ended = "its time did not come"
         if left > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(command, stdout=subprocess.DEVNULL, timeout=left + GRACE, cwd=ROOT)
+            try:
+                done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=left + GRACE, cwd=ROOT)
+                ended = f"its process ended with {done.returncode}" if done.returncode else ""
+            except subprocess.TimeoutExpired:
+                ended = "its time was up"
+        if ended:
+            bench.left_out.append(f"{' '.join(case)}, or what of it has no row ({ended})")
         for file in folder.glob("gpu-*.json"):
             found = json.loads(file.read_text(encoding="utf-8"))
             for row in found["rows"]:

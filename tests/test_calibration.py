@@ -1,6 +1,7 @@
 """Measured figures of a device, their file, and plans that use it; a fake stands for the GPU."""
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import planner.costs.devices as devices
-from planner.calibration import measurements, witness
+from planner.calibration import free_memory, measurements
 from planner.calibration.calibrate import as_file, calibrate, with_figures
 from planner.calibration.measurements import SMALL, Measured
 from planner.cli.calibrate_command import described
@@ -73,21 +74,26 @@ def test_another_process_sees_what_this_one_takes(monkeypatch: pytest.MonkeyPatc
     assert measurements._context(device, None) == 5 * gib
 
 
-def test_a_witness_says_what_is_free_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(witness, "_ASKS", "import sys; print(len(sys.argv[1]), flush=True); sys.stdin.read()")
-    with witness.Witness("cuda:1") as asked:
-        process = asked._process
-        assert asked.free_bytes == 6
-        assert process is not None
-        assert process.poll() is None
-    assert process.poll() == 0
+def test_another_process_says_what_is_free_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], subprocess.Popen
+
+    def popen(*args: Any, **kwargs: Any) -> Any:
+        started.append(start(*args, **kwargs))
+        return started[-1]
+
+    says = "import sys; print(len(sys.argv[1]), flush=True); sys.stdin.read()"
+    monkeypatch.setattr(free_memory, "_ASKS", says)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with free_memory.free_beside_another("cuda:1") as free_bytes:
+        assert free_bytes == 6
+        assert started[0].poll() is None
+    assert started[0].poll() == 0
 
 
 @pytest.mark.heavy
-def test_a_witness_without_the_device_says_nothing() -> None:
-    with witness.Witness("cuda:77") as asked:
-        assert asked.free_bytes is None
-        assert asked._process is None
+def test_without_the_device_nothing_is_said() -> None:
+    with free_memory.free_beside_another("cuda:77") as free_bytes:
+        assert free_bytes is None
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ def test_predicted_is_measured(model: str, precision: str, tmp_path: Path) -> No
 def test_side_by_side_memory_comes_first_and_times_are_of_the_same_plans(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--small", "--repeats", "1", "--budgets", "60%", "--no-calibrate"]
     arguments += ["--peers", "checkpoint per block", "--inductor", "--jobs", "2", "--out", str(tmp_path)]
+    arguments += ["--plans", str(tmp_path / "plans")]
     found = gpu.main([*arguments, "--models", "gpt2", "--precisions", "bf16"])
     assert len(found["rows"]) == 4
     for row in (Row(**row) for row in found["rows"]):

@@ -207,29 +207,17 @@ class _CaseRun:
             self.bench.add(self.unplanned)
         whole = plan.whole_step
         assert whole is not None
-        row = Row(
-            self.name,
-            self.precision,
-            way,
-            predicted_bytes=plan.predicted.dynamic_peak_bytes,
-            predicted_reserved_bytes=_reserved(whole),
-            budget_bytes=plan.target.budget_bytes,
-            predicted_overhead=plan.predicted.seconds / plan.baseline.seconds - 1,
-        )
         plan.apply(self.model)
         try:
             measured = self._measured(way, self._step(self.model))
         finally:
             planner.remove(self.model)
         row = replace(
-            row,
-            measured_bytes=measured.measured_bytes,
-            unsplit_bytes=measured.unsplit_bytes,
-            reserved_bytes=measured.reserved_bytes,
-            replayed_bytes=measured.replayed_bytes,
-            seconds=measured.seconds,
-            measured_overhead=measured.measured_overhead,
-            problem=measured.problem,
+            measured,
+            predicted_bytes=plan.predicted.dynamic_peak_bytes,
+            predicted_reserved_bytes=_reserved(whole),
+            budget_bytes=plan.target.budget_bytes,
+            predicted_overhead=plan.predicted.seconds / plan.baseline.seconds - 1,
         )
         if measured.measured_bytes is not None:
             around = whole.total_bytes - whole.forward_backward_bytes

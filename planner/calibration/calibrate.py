@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from planner.calibration.free_memory import free_beside_another
 from planner.calibration.measurements import ON_A_GPU, Measured, Sizes, measure
-from planner.calibration.witness import Witness
 from planner.costs.devices import Device, DeviceError, calibrated_path, find_device
 from planner.planfile.atomic_file import check_writable, write_atomically
 from planner.training_step.generators import generators_restored
@@ -49,7 +49,7 @@ def calibrate(
     device = torch.device(name)
     here = device if device.type != "cuda" or device.index is not None else torch.device("cuda", _current())
     with contextlib.ExitStack() as around:
-        free_before = around.enter_context(Witness(str(here))).free_bytes if _is_unused(here) else None
+        free_before = around.enter_context(free_beside_another(str(here))) if _is_unused(here) else None
         table = find_device(str(here), calibrated=False)
         if path is None:
             path = calibrated_path(table.name)

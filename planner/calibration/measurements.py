@@ -69,9 +69,8 @@ def measure(device: torch.device, sizes: Sizes, free_before: int | None = None) 
     Args:
         device: The device.
         sizes: How large what is measured is.
-        free_before: Bytes of its memory that were free before this process used it, as
-            :meth:`Witness.free_bytes` says; None where that is not known, and other processes' memory counts
-            with the context.
+        free_before: Bytes of its memory that were free before this process used it; None where that is not
+            known, and other processes' memory counts with the context.
     """
     notes: list[str] = []
     library, convolution = 0, 0
