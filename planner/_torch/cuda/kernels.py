@@ -64,9 +64,8 @@ def kernels_of_cuda(
             raise CaptureError(f"attention={kind!r} cannot be had: {why}")
         return attend_by(call, kind)
 
-    chosen: dict[Any, Callable[..., Any]] = {
-        aten.scaled_dot_product_attention.default: attend, **normalisations_of_cuda(cudnn)
-    }  # fmt: skip
+    chosen: dict[Any, Callable[..., Any]] = normalisations_of_cuda(cudnn)
+    chosen[aten.scaled_dot_product_attention.default] = attend
     kernels = {operator: dict.fromkeys(_DECOMPOSED_AT, kernel) for operator, kernel in chosen.items()}
     kernels |= fused_normalisations()
     taken = {operator: dict(operator.py_kernels) for operator in kernels}

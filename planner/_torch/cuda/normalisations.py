@@ -7,7 +7,7 @@ weight or one of its input's dtype, which ``rms_norm`` itself decides; the CPU h
 torch 2.13.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,22 +28,12 @@ def normalisations_of_cuda(cudnn: bool) -> dict[Any, Callable[..., Any]]:
         cudnn: Whether the device is one that cuDNN runs on.
     """
 
-    def batch_norm(
-        image: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor | None,
-        variance: torch.Tensor | None,
-        training: bool,
-        momentum: float,
-        epsilon: float,
-        cudnn_enabled: bool,
-    ) -> Any:
-        rest = (weight, bias, mean, variance, training)
-        if not (cudnn and _runs_in_cudnn(image, *rest, epsilon)):
+    def batch_norm(image: torch.Tensor, *rest: Any) -> Any:
+        *parameters, training, momentum, epsilon, _ = rest
+        if not (cudnn and _runs_in_cudnn(image, parameters, training, epsilon)):
             operator: Any = aten._batch_norm_impl_index.default
-            return operator._op_dk(_COMPOSITE, image, *rest, momentum, epsilon, cudnn_enabled)
-        image, parameters = image.contiguous(memory_format=_format(image)), [_contiguous(t) for t in rest[:4]]
+            return operator._op_dk(_COMPOSITE, image, *rest)
+        image, parameters = image.contiguous(memory_format=_format(image)), list(map(_contiguous, parameters))
         results = aten.cudnn_batch_norm(image, *parameters, training, momentum, epsilon)
         return (*results, _CUDNN)
 
@@ -68,14 +58,9 @@ def fused_normalisations() -> dict[Any, dict[Any, Callable[..., Any]]]:
 
 
 def _runs_in_cudnn(
-    image: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    training: bool,
-    epsilon: float,
+    image: torch.Tensor, parameters: Sequence[torch.Tensor | None], training: bool, epsilon: float
 ) -> bool:
+    weight, bias, mean, variance = parameters
     if weight is None or bias is None or not torch.backends.cudnn.enabled or image.dim() < 3:
         return False
     if torch.bfloat16 in (image.dtype, weight.dtype) or not image.numel():

@@ -23,6 +23,7 @@ from planner.costs.cuda_scratch.layouts import (
     copies,
     layout,
     rounded,
+    summed,
 )
 from planner.costs.cuda_scratch.processors import Processor
 from planner.costs.cuda_scratch.registry import Arguments, scratch_of
@@ -123,10 +124,7 @@ def _sort(arguments: Arguments, _processor: Processor) -> int:
 def _scan(arguments: Arguments, _processor: Processor) -> int:
     """Inputs are cast and made contiguous; one dimension alone is scanned by CUB in tiles."""
     source = arguments.layout("self")
-    made = arguments.get("dtype")
-    if made is None:
-        whole = not source.dtype.is_floating_point and not source.dtype.is_complex
-        made = torch.int64 if whole else source.dtype
+    made = summed(source, arguments.get("dtype"))
     scratch = 0
     if made is not source.dtype or not source.contiguous:
         scratch = allocated(source.elements, made)

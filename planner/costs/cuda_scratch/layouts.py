@@ -110,6 +110,14 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def summed(source: Layout, asked_for: torch.dtype | None) -> torch.dtype:
+    """The dtype of a sum, or a product, of elements: whole numbers and booleans are added up in 64 bits."""
+    if asked_for is not None:
+        return asked_for
+    whole = not source.dtype.is_floating_point and not source.dtype.is_complex
+    return torch.int64 if whole else source.dtype
+
+
 def ceil_div(one: int, other: int) -> int:
     return -(-one // other)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from planner._torch.fake import concrete_size
-from planner.costs.cuda_scratch.layouts import HALF, Layout, accumulated, allocated, ceil_div, rounded
+from planner.costs.cuda_scratch.layouts import HALF, Layout, accumulated, allocated, ceil_div, rounded, summed
 from planner.costs.cuda_scratch.processors import Processor
 from planner.costs.cuda_scratch.registry import Arguments, scratch_of
 
@@ -85,10 +85,7 @@ def reduced_dims(given: Any, ndim: int) -> list[int]:
 @scratch_of("sum", "mean", "nansum", "prod")
 def _sums(arguments: Arguments, processor: Processor) -> int:
     source = arguments.layout("self")
-    made = arguments.get("dtype")
-    if made is None:
-        whole = not source.dtype.is_floating_point and not source.dtype.is_complex
-        made = torch.int64 if whole else source.dtype
+    made = summed(source, arguments.get("dtype"))
     cast = 0
     if made is not source.dtype and not (source.dtype in HALF and made is torch.float32):
         cast = allocated(source.elements, made)

@@ -16,6 +16,9 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from planner._torch.compat import replace
 
 REASON = "cuDNN's recurrent layers run as written; they are not run again, and keep what was recorded"
+KIND = "a recurrent layer on a GPU"
+DROPPING = f"{KIND}, whose dropout draws other numbers in later steps if the plan runs other dropout again"
+"""What a plan's notes say of where a graph ends."""
 
 
 @functools.cache
@@ -30,7 +33,7 @@ def break_at_recurrent_layers(is_ours: Callable[[Any], bool]) -> None:
     def unless_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if runs_on_gpu(self.value) and is_ours(tx):
             unimplemented(
-                gb_type="a recurrent layer on a GPU",
+                gb_type=DROPPING if self.value.dropout > 0 and self.value.num_layers > 1 else KIND,
                 context=type(self.value).__name__,
                 explanation=REASON,
                 hints=[],
