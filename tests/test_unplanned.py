@@ -286,12 +286,17 @@ def _transposed(model: nn.Module, x: torch.Tensor) -> None:
     model(x.t().contiguous().t()).backward()
 
 
+def _differentiated(model: nn.Module, x: torch.Tensor) -> None:
+    model(x.clone().requires_grad_()).backward()
+
+
 @pytest.mark.parametrize(
     ("step", "what", "remedy"),
     [
         (_two_calls, "awaits its backward", "make them one batch"),
         (_retained, "retain_graph=True", "call backward once"),
         (_transposed, r"has other strides than planned", ".contiguous()"),
+        (_differentiated, "requires a gradient, and did not when", "Plan with inputs that require gradients"),
     ],
 )
 def test_what_takes_more_than_predicted_is_reported_once(
@@ -313,6 +318,13 @@ def test_what_takes_more_than_predicted_is_reported_once(
     texts = [text for text in _warnings_of(lambda: [step(model, x) for _ in range(2)]) if what in text]
     assert len(texts) == 1
     assert remedy in texts[0]
+
+
+def test_a_region_of_other_operations_is_reported_where_the_step_does_not_fit() -> None:
+    model, (x,), _ = layers()
+    plan_of(model, (x,), regions=["layers.*"], budget="90%").apply(model)
+    texts = _warnings_of(lambda: _differentiated(model, x))
+    assert any("into other operations" in text for text in texts)
 
 
 def test_an_input_that_lies_as_planned_is_not_warned_of() -> None:

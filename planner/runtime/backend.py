@@ -359,8 +359,10 @@ class PlanBackend:
                 warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
                 return no_recomputation(joint), ()
             remapped = remap_schedule(record, joint)
-            # Where all that the operations produce fits into the planned peak, any order of them does.
-            fits = total_bytes(joint) <= self._plan.predicted.dynamic_peak_bytes
+            # Where all that the step's operations produce fits into the planned peak, any order of them does.
+            others = sum(planned_bytes(g) * len(g.executions) for g in self._plan.graphs)
+            produced = others - planned_bytes(record) + total_bytes(joint)
+            fits = produced <= self._plan.predicted.dynamic_peak_bytes
             if not fits and (not remapped.only_less or grown(record, joint)):
                 warn(
                     f"PyTorch traces this model into other operations than when the plan was made "

@@ -58,7 +58,8 @@ def checked(policy: str) -> OnNewShape:
 
 
 def shape_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Shapes of all tensors among arguments, to look up at every call; 1 or 2 microseconds."""
+    """Shapes of all tensors among arguments, and which require gradients, to look up at every call; 1 or 2
+    microseconds."""
     key = [_laid_out(a) if isinstance(a, torch.Tensor) else _nested(a) for a in args]
     if kwargs:
         key += [(k, _laid_out(a) if isinstance(a, torch.Tensor) else _nested(a)) for k, a in kwargs.items()]
@@ -66,9 +67,10 @@ def shape_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _laid_out(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
+    laid_out = tensor.layout is not torch.strided or tensor.is_contiguous()
+    if laid_out and not tensor.requires_grad:
         return tensor.shape
-    return tensor.shape, tensor.stride()
+    return tensor.shape, None if laid_out else tensor.stride(), tensor.requires_grad
 
 
 def _nested(value: Any) -> Any:
@@ -139,7 +141,8 @@ class NewShapes:
         self._parameters = names_of_parameters(model.forward)
         self._planned = dict(self._named((r.path, tuple(r.shape)) for r in plan.model.inputs))
         self._planned_strides = self._strides(plan.model.inputs)
-        self._warned_of_strides = False
+        self._warned_of_strides = self._warned_of_gradients = False
+        self._with_gradients = self._requiring_gradients(plan.model.inputs)
         self._others = _Others()
         self._programs = [self._program(plan, self._planned)]
         self._predictions = 0
@@ -154,6 +157,7 @@ class NewShapes:
         records = input_records(Step(args, kwargs))
         shapes = dict(self._named((r.path, tuple(r.shape)) for r in records))
         self._look_at_strides(records)
+        self._look_at_gradients(records)
         if self._policy == "error" and shapes != self._planned:
             raise PlanMismatch(
                 f"{self._differences(shapes)}; the plan was applied with on_new_shape='error'. Plan for this "
@@ -240,6 +244,20 @@ class NewShapes:
                 f"{other[0]} has other strides than planned ({found[other[0]]}): copies of it "
                 "are not predicted, and the step may take more. Pass .contiguous(), or plan with one like it"
             )
+
+    def _look_at_gradients(self, records: Sequence[TensorRecord]) -> None:
+        other = self._requiring_gradients(records) - self._with_gradients
+        if other and not self._warned_of_gradients:
+            self._warned_of_gradients = True
+            warn(
+                f"{min(other)} requires a gradient, and did not when the plan was made: neither that nor "
+                "what leads to it is predicted, and the step may take more. Plan with inputs that require "
+                "gradients where those of training do"
+            )
+
+    def _requiring_gradients(self, records: Sequence[TensorRecord]) -> set[str]:
+        found = self._named((r.path, r.requires_grad) for r in records)
+        return {name for name, requires in found if requires}
 
     def _strides(self, records: Sequence[TensorRecord]) -> dict[str, Any]:
         return dict(self._named((r.path, tuple(r.strides or ())) for r in records))
