@@ -219,4 +219,17 @@ BELONGINGS = [
             "tests/test_random_state.py::test_a_fresh_process_draws_what_it_draws_without_a_plan[auto_checkpoint]",
         ),
     ),
+    Mutation(
+        "exchanged-in-place",
+        "Parameters of a planned module can be exchanged in place, between steps too.",
+        "What Dynamo remembers of a capture refers to them weakly, which PyTorch refuses to exchange.",
+        (
+            Change(
+                "planner/_torch/dynamo.py",
+                '"invalidate_compile_context_weakrefs": True,',
+                '"invalidate_compile_context_weakrefs": False,',
+            ),
+        ),
+        ("tests/test_exchanged_in_place.py::test_a_module_that_was_planned_at_its_first_call",),
+    ),
 ]

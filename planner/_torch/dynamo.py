@@ -65,6 +65,8 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     # addcdiv_ and the like are otherwise taken apart, and round differently.
     "enable_dynamo_decompositions": False,
     **NUMPY_SETTINGS,
+    # A tensor with weak references cannot be exchanged in place (torch.utils.swap_tensors).
+    "invalidate_compile_context_weakrefs": True,
     # What other processes found to vary says nothing about this one.
     "automatic_dynamic_local_pgo": False,
     "automatic_dynamic_remote_pgo": False,

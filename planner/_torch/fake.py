@@ -24,6 +24,14 @@ def fake_mode_with_sizes() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
+def forget_real_tensors(mode: FakeTensorMode) -> None:
+    """Drop a mode's weak references to the tensors that it made ones without data of. A tensor with weak
+    references cannot be exchanged in place (``torch.utils.swap_tensors``)."""
+    describer = mode.fake_tensor_converter.meta_converter.describer
+    describer.lookup_tensor.clear()
+    describer.lookup_storage.clear()
+
+
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A tensor without data like ``tensor``; one on the meta device is taken to be on the CPU, since
     PyTorch picks operations by device and has none of its own for meta."""

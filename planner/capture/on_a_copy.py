@@ -93,6 +93,7 @@ def on_a_copy(
         finally:
             if copied is not None:
                 put_right(left, copied.value_of)
+                copied.let_go()
 
     told: _Copy | None = None
     if holds_sparse(module, step):

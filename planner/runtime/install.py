@@ -188,7 +188,7 @@ class PlannedCall(InstalledCall):
         self.when_changed: Callable[..., Callable[..., Any] | None] | None = None
         self._earlier: EarlierGradients | None = None  # where the plan is for none, until there are some
         if plan.resident.gradient_bytes == 0:
-            self._earlier = EarlierGradients(model.parameters)
+            self._earlier = EarlierGradients(model.modules)
 
     def install_in(self, copied: torch.nn.Module) -> None:
         _install(copied, self.plan, None, self.on_new_shape, self.loss)

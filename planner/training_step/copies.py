@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class StepCopy:
         data: Whether the copy has data.
         answers: What a step with data was told where it read numbers, and is told without; None: nothing.
         value_of: A tensor of the step without data as one with data; None where it depends on data.
+        let_go: Called when no pass will run any more: forgets the original's tensors.
         notes: What of the step the copy leaves out; more may come while it runs.
     """
 
@@ -42,6 +44,7 @@ class StepCopy:
     reset: Callable[[], None]
     data: bool
     value_of: Callable[[torch.Tensor], torch.Tensor | None]
+    let_go: Callable[[], None]
     notes: Sequence[str] = ()
     answers: Answers | None = None
 
@@ -96,6 +99,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         reset,
         data=False,
         value_of=mode.log.value,
+        let_go=partial(fake_.forget_real_tensors, mode),
         notes=_hook_gradients(module, copied),
         answers=answers,
     )
@@ -138,6 +142,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
         reset,
         data=True,
         value_of=lambda tensor: tensor,
+        let_go=lambda: None,
         notes=_hook_gradients(module, copied),
     )
 

@@ -31,7 +31,7 @@ from torch.fx.passes import _tensorify_python_scalars as tensorify_pass
 
 from planner._torch.cuda.batch_norm import cudnn_as_eager
 from planner._torch.execution.decompositions import kernels_of_eager
-from planner._torch.fake import fake_mode, without_modes
+from planner._torch.fake import fake_mode, forget_real_tensors, without_modes
 from planner._torch.joint.effects import refuse_tokens, without_tokens
 from planner._torch.joint.graph_modules import written_when_needed
 from planner._torch.joint.in_place import results_in_place
@@ -116,8 +116,9 @@ def compile_joint(
         key = trace_key(graph, example_inputs, layouts) if reuse else None
         stack.enter_context(TRACED_BEFORE.used_for(key))
         if TracingContext.try_get() is None:
-            mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
-            stack.enter_context(tracing(TracingContext(mode or fake_mode())))
+            mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), fake_mode())
+            stack.callback(forget_real_tensors, mode)
+            stack.enter_context(tracing(TracingContext(mode)))
         return backend(graph, example_inputs)
 
 

@@ -16,6 +16,8 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import SliceVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
+_Reference = weakref.ref[torch.nn.Module]
+
 _METHODS = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
 """What Dynamo compares a module's methods with: it marks what they return if they are PyTorch's own."""
 
@@ -29,17 +31,17 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
     a region, with all of its parameters.
     """
     wrap = VariableBuilder.wrap_module
-    marked: dict[int, tuple[weakref.ref[torch.nn.Module], list[weakref.ref[torch.Tensor]]]] = {}
+    marked: dict[int, list[_Reference]] = {}  # to the module and to those in it: tensors can be exchanged
 
     def once(self: Any, value: torch.nn.Module) -> Any:
         if not is_ours(self.tx):
             return wrap(self, value)
-        module, tensors = marked.get(id(value), (None, []))
-        if module is None or module() is not value or not all(map(_is_marked, tensors)):
+        parts = marked.get(id(value))
+        if parts is None or parts[0]() is not value or not all(map(_is_marked, parts)):
             result = wrap(self, value)
             key = id(value)
-            tensors = [weakref.ref(tensor) for tensor in (*value.parameters(), *value.buffers())]
-            marked[key] = weakref.ref(value, lambda _: marked.pop(key, None)), tensors
+            inside = map(weakref.ref, list(value.modules())[1:])
+            marked[key] = [weakref.ref(value, lambda _: marked.pop(key, None)), *inside]
             return result
         nothing: dict[str, Any] = dict.fromkeys(_METHODS)
         with patch.multiple(builder, **nothing):
@@ -48,8 +50,12 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
     VariableBuilder.wrap_module = once  # type: ignore[method-assign]
 
 
-def _is_marked(tensor: weakref.ref[torch.Tensor]) -> bool:
-    return getattr(tensor(), "_dynamo_static_input_type", None) == "unguarded"
+def _is_marked(reference: _Reference) -> bool:
+    part = reference()
+    return part is not None and all(
+        tensor is None or getattr(tensor, "_dynamo_static_input_type", None) == "unguarded"
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+    )
 
 
 @functools.cache
