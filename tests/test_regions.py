@@ -254,3 +254,13 @@ def test_regions_of_other_sizes_in_loops_follow_the_plan() -> None:
         planned = plan.apply(copy.deepcopy(model))
         assert_same(left_by(planned, three_steps), left_by(model, three_steps))
     assert not [w.message for w in warned if issubclass(w.category, planner.PlanWarning)]
+
+
+def test_a_region_of_other_operations_is_reported_where_the_step_does_not_fit() -> None:
+    """What one region allocates would fit the planned peak alone."""
+    model, (x,), _ = layers()
+    plan_of(model, (x,), regions=ALL, budget="90%").apply(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(x.clone().requires_grad_()).backward()
+    assert any("into other operations" in str(warning.message) for warning in caught)

@@ -320,13 +320,6 @@ def test_what_takes_more_than_predicted_is_reported_once(
     assert remedy in texts[0]
 
 
-def test_a_region_of_other_operations_is_reported_where_the_step_does_not_fit() -> None:
-    model, (x,), _ = layers()
-    plan_of(model, (x,), regions=["layers.*"], budget="90%").apply(model)
-    texts = _warnings_of(lambda: _differentiated(model, x))
-    assert any("into other operations" in text for text in texts)
-
-
 def test_an_input_that_lies_as_planned_is_not_warned_of() -> None:
     model, (x,) = _built()
     transposed = x.t().contiguous().t()

@@ -333,4 +333,30 @@ EXACTNESS = [
             "[_rounded-saved_tensors_hooks are on-False]",
         ),
     ),
+    Mutation(
+        "default-type-of-the-forward",
+        "A planned backward makes tensors again with the default type that the forward had.",
+        "It makes them with the default type that is there when it runs.",
+        (
+            Change(
+                "planner/hooks/default_dtype.py",
+                "return DefaultDtype() if again else GraphHook()",
+                "return GraphHook()",
+            ),
+        ),
+        ("tests/test_process_settings.py::test_a_default_type_that_is_over_before_the_backward",),
+    ),
+    Mutation(
+        "settings-inside-a-forward",
+        "A call inside a forward that sets how PyTorch computes ends a graph.",
+        "Dynamo follows it, and what is computed behind it is not as it sets.",
+        (
+            Change(
+                "planner/_torch/tracing/dynamo_patches.py",
+                "    break_at_process_settings(_is_ours)\n",
+                "",
+            ),
+        ),
+        ("tests/test_process_settings.py::test_what_a_forward_sets[Deterministic]",),
+    ),
 ]

@@ -34,6 +34,11 @@ def writes(operator: Any) -> bool:
     return isinstance(operator, OpOverload) and operator._schema.is_mutable
 
 
+def takes_type(operator: Any) -> bool:
+    """Whether an operator may be told the type of what it makes."""
+    return any(argument.name == "dtype" for argument in operator._schema.arguments)
+
+
 def last_argument(operator: OpOverload) -> str:
     """The name of an operator's last argument."""
     name: str = operator._schema.arguments[-1].name

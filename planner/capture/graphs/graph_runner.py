@@ -18,6 +18,7 @@ from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
 from planner._torch.execution.checkpoints import as_written
 from planner._torch.joint import aot, aot_metadata
+from planner._torch.joint.default_dtype import default_dtype
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.module_paths import source_name
@@ -81,6 +82,7 @@ class GraphRunner:
         self.index, self.graph, self.example_inputs = index, graph, list(example_inputs)
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs]
         self._grad_enabled = torch.is_grad_enabled()  # off inside of functions of the user's
+        self._default_dtype = torch.get_default_dtype()
         self._lower, self._ran, self._cuda, self._data = lower, ran, cuda, data
         self.per_use_inputs: frozenset[int] = frozenset()
         self.spec = GraphSpec()
@@ -201,7 +203,7 @@ class GraphRunner:
             other._requires_grad = self._requires_grad
             other.gradients = self.gradients.taken_apart(executions)
             other._around, other._autocast = self._around, self._autocast
-            other._grad_enabled = self._grad_enabled
+            other._grad_enabled, other._default_dtype = self._grad_enabled, self._default_dtype
             other._known = [self._known[i] for i in other.places]
             self._variants |= dict.fromkeys(executions, other)
             others.append(other)
@@ -211,7 +213,8 @@ class GraphRunner:
     def trace(self) -> None:
         """Run AOTAutograd; from now on calls go to stubs that return tensors without data."""
         self.gradients.end()
-        with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled):
+        dtype = default_dtype(self._default_dtype)
+        with under_autocast(self._autocast), torch.set_grad_enabled(self._grad_enabled), dtype:
             compiled = trace_joint(
                 self.graph,
                 self._inputs_as_captured(),

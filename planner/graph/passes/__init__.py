@@ -9,8 +9,10 @@ from planner.graph.passes.forms import keep_forms_only
 from planner.graph.passes.in_place_accumulation import mark_sums_in_place, mark_views_that_leave
 from planner.graph.passes.max_pooling import keep_nothing_pooled
 from planner.graph.passes.per_use_gradients import hand_out_unsummed
+from planner.graph.passes.types_of_new_tensors import name_types_of_new_tensors
 
 JOINT_PASSES: tuple[JointPass, ...] = (
+    name_types_of_new_tensors,
     expect_no_gradient_of_leaves,
     wait_in_place,
     share_casts,

@@ -1,0 +1,98 @@
+"""What a training loop, or a forward itself, sets of how PyTorch computes, for the whole process."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.side_by_side import Layers, assert_same, layers, left_by, peak_of, plan_of, steps
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Noisy(Layers):
+    """Makes tensors without naming their type, and makes them again in the backward."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer((x * (1 + torch.rand(64, 32))).float())
+            x = (x * torch.linspace(0.5, 1, 32) * torch.full((64, 32), 1 / 3)).to(x.dtype)
+        return x
+
+
+class Divides(Noisy):
+    """Makes tensors of integers, whose quotients have the default type."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return super().run(x * (torch.arange(64 * 32).view(64, 32) / 2048))
+
+
+class SetsType(Noisy):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        y = super().run(x)
+        torch.set_default_dtype(torch.float32)
+        return y
+
+
+class SetsTypeForOne(Layers):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        with _default_dtype(torch.float64):
+            weight = torch.ones(32) / 3
+        return super().run((x * weight).float())
+
+
+class Deterministic(Layers):
+    """PyTorch fills new memory where that is asked for."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        torch.use_deterministic_algorithms(True)
+        filled = torch.isnan(torch.empty(32))
+        torch.use_deterministic_algorithms(False)
+        return super().run(x + filled)
+
+
+def test_a_default_type_that_is_over_before_the_backward() -> None:
+    model, (x,), _ = layers(Divides)
+    twin = copy.deepcopy(model)
+    with _default_dtype(torch.float64):
+        plan = plan_of(model, (x,))
+    plan.apply(model)
+    assert any(op.split(".")[1] == "rand" for op in _recomputed(plan))
+
+    def loop(network: Any) -> torch.Tensor:
+        with _default_dtype(torch.float64):
+            loss: torch.Tensor = network(x)
+        loss.backward()
+        return loss
+
+    assert_same(left_by(model, loop), left_by(twin, loop))
+
+
+@pytest.mark.filterwarnings("error::planner.PlanWarning")
+@pytest.mark.parametrize(
+    "build", [SetsType, pytest.param(SetsTypeForOne, marks=pytest.mark.heavy), Deterministic]
+)
+def test_what_a_forward_sets(build: type[Layers]) -> None:
+    model, (x,), _ = layers(build)
+    twin = copy.deepcopy(model)
+    plan = plan_of(model, (x,))
+    plan.apply(model)
+    loop = steps((x,))
+    assert_same(left_by(model, loop), left_by(twin, loop))
+    assert peak_of(model, (x,)) == plan.predicted.dynamic_peak_bytes
+
+
+def _recomputed(plan: Any) -> list[str]:
+    return [graph.ops[i].name for graph in plan.graphs for i in graph.recomputed]
