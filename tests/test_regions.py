@@ -15,7 +15,16 @@ from planner.report.text import as_text, summary
 from planner.training_step.regions import RegionError, find_regions
 from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
-from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+from tests.side_by_side import (
+    Layers,
+    assert_same,
+    counting_runs,
+    layers,
+    left_by,
+    no_plan_warnings,
+    plan_of,
+    steps,
+)
 
 ALL = [f"layers.{i}" for i in range(4)]
 
@@ -128,10 +137,36 @@ class Checkpointed(Layers):
         return x
 
 
+class CheckpointedLater(Layers):
+    on = False
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.on else layer(x))
+        return x
+
+
+def test_a_region_that_the_model_runs_again_after_it_was_planned() -> None:
+    model, args, _ = layers(CheckpointedLater)
+    twin = copy.deepcopy(model)
+    plan_of(model, args, regions=ALL).apply(model)
+
+    def loop(network: Any) -> list[Any]:
+        losses = []
+        for network.on in (False, True, False):
+            losses += steps(args, 1)(network)
+        return losses
+
+    with pytest.warns(planner.PlanWarning, match=r"inside of torch\.utils\.checkpoint") as warned:
+        ours = left_by(model, loop)
+    assert len(warned) == 1
+    assert_same(ours, left_by(twin, loop))
+
+
 @pytest.mark.heavy
 def test_a_region_that_the_model_itself_runs_again_is_refused() -> None:
     model, args, _ = layers(Checkpointed)
-    with pytest.raises(planner.CaptureError, match=r"torch\.utils\.checkpoint"):
+    with pytest.raises(planner.CaptureError, match=r"torch\.utils\.checkpoint.*Plan without regions="):
         plan_of(model, (args[0].requires_grad_(),), regions="auto")
     assert not _boundaries(model)
     assert plan_of(model, (args[0],)).coverage != "one-graph"

@@ -51,7 +51,7 @@ from planner.progress import Progress
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder
-from planner.training_step.regions import RunningRegions
+from planner.training_step.regions import RunningRegions, refuse_in_checkpoint
 from planner.training_step.step import Step, differentiable_outputs, tensors_in, unique_storages
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class _Capture:
             around = (lambda forward: forward) if layers is None else layers.around
             cuda, data = self._cuda is not None, self.copied.data
             backend = collector(runners, module, chosen_lowering(), graphs.note, cuda=cuda, data=data)
-            running = RunningRegions(regions)
+            running = RunningRegions(regions, refuse_in_checkpoint)
             running.put_in(module)
             parts = len(regions)
             compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=parts, decided=decided)

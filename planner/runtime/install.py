@@ -175,7 +175,7 @@ class PlannedCall(InstalledCall):
         self.plan = plan
         self.on_new_shape, self.loss = on_new_shape, loss
         self._calls = Calls(warn, plan.target.in_flight)
-        self._regions = RunningRegions(plan.model.regions)
+        self._regions = RunningRegions(plan.model.regions, self.unplanned.region_in_checkpoint)
         compile_ = partial(_compiled, weakref.ref(model), self._calls, self._regions)
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}

@@ -38,7 +38,7 @@ class Unplanned:
     def __init__(self, model: torch.nn.Module, training: bool) -> None:
         self._model = weakref.ref(model)
         self._kind, self._training = type(model).__name__, training
-        self._warned_of_mode = False
+        self._warned_of_mode = self._warned_of_checkpoint = False
         self._handles: list[Any] = []
         self._earlier: dict[int, Callable[[], bool]] = {}  # parameters in graphs of forwards before the plan
         self._earlier_backward: int | None = None  # the backward of such a forward
@@ -83,6 +83,17 @@ class Unplanned:
         """A call runs without the plan; say so and why."""
         self.planned_call()
         warn(f"{hindrance}: the step runs as it is, without the plan")
+
+    def region_in_checkpoint(self) -> None:
+        """A region is called inside of a checkpoint of the forward's; say so, once."""
+        if not self._warned_of_checkpoint:
+            self._warned_of_checkpoint = True
+            warn(
+                "a region is called inside of torch.utils.checkpoint, which runs it again by itself, and was "
+                "not there when it was planned: it runs without the plan, and the step may exceed the "
+                "budget. Take the checkpoint away (of Hugging Face's models "
+                "model.gradient_checkpointing_disable()), or plan without regions="
+            )
 
     def _is_of_earlier_forward(self, parameter: torch.Tensor) -> bool:
         """Whether a gradient may be that of a forward that ran before the plan was there: of one backward."""

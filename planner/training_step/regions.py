@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 
 from planner._torch import modules
+from planner._torch.tracing.hindrances import checkpoint_that_is_on
 from planner._torch.tracing.inside_compile import not_compiled
-from planner.errors import PlannerError
+from planner.errors import CaptureError, PlannerError
 
 Regions = Literal["auto"] | Sequence[str] | None
 """Names or patterns of submodules; "auto" for those of one class that repeat."""
@@ -138,13 +139,18 @@ def allow_nested_calls(regions: int) -> None:
 class RunningRegions:
     """Submodules that run graphs of their own while the forward of the module runs, and else as they are.
 
+    They run as they are inside a ``torch.utils.checkpoint`` of the forward's, too: that runs them again in
+    the backward, where the forward does not run any more, and expects them to save the same.
+
     Args:
         names: Their names.
+        in_checkpoint: Called where one of them is called inside such a checkpoint.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], in_checkpoint: Callable[[], None]) -> None:
+        self._names, self._in_checkpoint = names, in_checkpoint
         self._forward: Forward | None = None
+        self._around: object = None  # the checkpoint that the forward itself is called in
 
     def put_in(self, model: torch.nn.Module) -> None:
         """Install them in a module, where they are not there yet."""
@@ -155,7 +161,10 @@ class RunningRegions:
                 modules.install_call(module, Boundary(module, self._running, there))
 
     def _running(self) -> Forward | None:
-        return self._forward
+        if self._forward is None or checkpoint_that_is_on() in (None, self._around):
+            return self._forward
+        self._in_checkpoint()
+        return None
 
     def take_out(self, model: torch.nn.Module) -> None:
         """Undo that."""
@@ -173,10 +182,24 @@ class RunningRegions:
         allow_nested_calls(len(self._names))
 
         def run(*args: Any) -> Any:
-            before, self._forward = self._forward, region
+            before = self._forward, self._around
+            self._forward, self._around = region, checkpoint_that_is_on()
             try:
                 return whole(*args)
             finally:
-                self._forward = before
+                self._forward, self._around = before
 
         return run
+
+
+def refuse_in_checkpoint() -> None:
+    """A region is called inside of a checkpoint of the forward's.
+
+    Raises:
+        CaptureError: Always.
+    """
+    raise CaptureError(
+        "a region is called inside of torch.utils.checkpoint, which runs it again by itself. Plan without "
+        "regions=, or take the checkpoint away (of Hugging Face's models "
+        "model.gradient_checkpointing_disable()): a plan says itself what runs again"
+    )

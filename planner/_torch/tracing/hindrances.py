@@ -173,6 +173,16 @@ def saved_tensors_are_changed() -> bool:
     return hooks is not None and not _is_of_torch(hooks[0])
 
 
+def checkpoint_that_is_on() -> object:
+    """What tells the innermost ``torch.utils.checkpoint`` that goes on here from others; None without one.
+
+    One with ``use_reentrant=True`` runs without gradients, and is none.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_one = hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
+    return hooks if is_one else None
+
+
 def _is_of_torch(hook: Any) -> bool:
     module: str = getattr(hook, "__module__", None) or type(hook).__module__
     return module.partition(".")[0] == "torch"
