@@ -22,6 +22,7 @@ from tests.side_by_side import (
     layers,
     left_by,
     no_plan_warnings,
+    peak_of,
     plan_of,
     steps,
 )
@@ -135,6 +136,35 @@ class Checkpointed(Layers):
         for layer in self.layers:
             x = x + checkpoint(layer, x, use_reentrant=False)
         return x
+
+
+class LeftOutByChance(Layers):
+    probability = 0.0
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.layers[0](x)
+        for layer in self.layers[1:]:
+            if not torch.rand(()) < self.probability:
+                x = x + layer(x)
+        return x
+
+
+def test_regions_that_are_left_out_by_chance_take_no_more_than_all_of_them() -> None:
+    """As layerdrop does: the plan is made with all layers, at a probability of 0."""
+    model, args, _ = layers(LeftOutByChance)
+    twin = copy.deepcopy(model)
+    plan = plan_of(model, args, regions=ALL)
+    plan.apply(model)
+    for network in (model, twin):
+        network.probability = 0.4
+    peaks = set()
+    with no_plan_warnings():
+        for seed in range(6):
+            assert_same(left_by(model, steps(args, 1), seed), left_by(twin, steps(args, 1), seed))
+            torch.manual_seed(seed)
+            peaks.add(peak_of(model, args))
+    assert len(peaks) > 1
+    assert max(peaks) <= plan.predicted.dynamic_peak_bytes
 
 
 class CheckpointedLater(Layers):

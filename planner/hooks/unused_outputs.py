@@ -43,7 +43,8 @@ def _refuse(_output: int) -> None:
         "uses, as in loss=lambda output: output.logits.sum() + model.balance, or plan the function that "
         "computes it, with planner.step; or planner.remove(model). It can also be a result inside of "
         "a forward whose path random numbers or data decide, where the planned path had no use for it: plan "
-        "the parts that are the same on each path, with regions="
+        "the parts that are the same on each path, with regions=, and where chance leaves parts out, as "
+        "layerdrop does, with its probability at 0"
     )
 
 

@@ -241,7 +241,8 @@ class PlanBackend:
             self._warned_of_executions = True
             warn(
                 f"a part of the forward runs more often in this step than the {planned} times that were "
-                "planned: it may exceed the budget. Plan with inputs for which it runs most often"
+                "planned: it may exceed the budget. Plan with inputs for which it runs most often; where "
+                "chance leaves parts out (layerdrop), plan with its probability at 0, and set it back then"
             )
 
     def _program(
