@@ -307,3 +307,19 @@ def test_a_part_that_cannot_be_traced_is_left_out_as_the_error_says() -> None:
     plan = plan_of(model, args)
     assert plan.coverage == "partly-captured"
     assert any("self.inside" in note for note in plan.notes)
+
+
+# ---- forwards that run bit by bit -----------------------------------------------------------------------
+
+
+class Yields(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = x + layer(x)
+            yield x
+
+
+def test_a_forward_that_is_a_generator_is_refused() -> None:
+    model, args, _ = layers(Yields)
+    with pytest.raises(CaptureError, match="is a generator"):
+        plan_of(model, args, loss=lambda results: sum(y.square().mean() for y in results))

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -114,6 +114,12 @@ class Step:
         # Not held: what a forward replaces is freed then.
         earlier = [weakref.ref(t) for t in self.left()] if self.left is not None else []
         output = module(*self.args, **self.kwargs)
+        if isinstance(output, Generator):
+            raise CaptureError(
+                "the forward is a generator (yield), whose code runs while its results are taken; by a plan "
+                "all of it would run before, and gradients would be added up in another order. Return a "
+                "list, or plan the parts between the yields"
+            )
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
             if not isinstance(loss, torch.Tensor):
