@@ -47,6 +47,7 @@ from planner._torch.tracing.breaks.long_loops import (
 )
 from planner._torch.tracing.breaks.many_layers import mark_parameters_once, take_parts_of_lists_at_once
 from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
+from planner._torch.tracing.breaks.numbers_from_data import break_at_questions_about_data
 from planner._torch.tracing.breaks.process_settings import break_at_process_settings
 from planner._torch.tracing.breaks.recurrent_layers import break_at_recurrent_layers
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
@@ -99,6 +100,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     break_at_checks_of_data(_is_ours)
     break_at_swaps(_is_ours)
     break_at_process_settings(_is_ours)
+    break_at_questions_about_data(_is_ours)
     know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_what_is_left_later(_is_ours)
