@@ -13,6 +13,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import takes_argument
+from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.breaks.break_patches import marks_allowed
 from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
 from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
@@ -36,7 +37,6 @@ from planner._torch.tracing.hindrances import (
     trace_methods_of,
 )
 from planner._torch.tracing.let_go import Captured
-from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
 from planner._torch.without_data.fake_values import lists_count
 

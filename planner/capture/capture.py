@@ -26,10 +26,10 @@ from planner._torch.autograd import no_saved_tensors_hooks
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.distributed import holds_dtensors
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
 from planner._torch.tracing.hindrances import hindering_mode
-from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
 from planner.capture.decided_by_data import told_by_data
