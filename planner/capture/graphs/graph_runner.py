@@ -63,6 +63,7 @@ class GraphRunner:
         spec: How it was traced, once that is done; see :meth:`trace`.
         gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
             it was traced so.
+        never_runs: Whether PyTorch did not keep what it was made for.
         casts: What it casts under autocast that would be kept without a plan.
         recorder: Records every execution in the compiled pass, see :meth:`record_to`.
     """
@@ -85,7 +86,7 @@ class GraphRunner:
         self.per_use_inputs: frozenset[int] = frozenset()
         self.spec = GraphSpec()
         self.gradients = TangentLayouts()
-        self.structure = structure_of(graph)
+        self.structure, self.never_runs = structure_of(graph), False
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
         self._compiled: Callable[..., Any] | None = None
