@@ -137,7 +137,7 @@ class GraphRunner:
                 # it shares no memory no view, because a change in place of a view goes past the view.
                 key = fake.storage_key(tensor)
                 alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
-                outputs[i] = copy_apart(tensor) if alone else tensor.view_as(tensor)
+                outputs[i] = copy_apart(tensor) if alone else torch.ops.aten.alias(tensor)
                 self.gradients.watch(i, outputs[i], execution=execution, of_input=key in given, alone=alone)
         return tuple(outputs)
 
