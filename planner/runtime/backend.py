@@ -306,7 +306,7 @@ class PlanBackend:
         )
         if exact:  # of other operations the programs are others, and the operations were warned of
             self._look_at_programs(followed, lower, warn_once)
-        if compiled.followed != spec:
+        if record is not None and compiled.followed != spec:  # of others it was a guess
             summed = spec.per_use_inputs - compiled.followed.per_use_inputs
             relaid = spec.tangent_layouts.keys() - compiled.followed.tangent_layouts.keys()
             where = f"input {min(summed)}" if summed else f"output {min(relaid)}"
