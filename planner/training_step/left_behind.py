@@ -148,12 +148,13 @@ def _put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor
     own: list[object] = [left.tensors, *left.held]
     while left.tensors:
         tensor, held = left.tensors.pop(), left.held.pop()
-        older = ((h, o) for o in held for h in gc.get_referrers(o) if _is_older(h, left, own))
-        holder, member = next(older, (None, None))
-        if holder is None:
+        older = [(h, o) for o in held for h in gc.get_referrers(o) if _is_older(h, left, own)]
+        if not older:
             continue
         value = value_of(tensor)
-        if value is None:
+        lasting = [(h, o) for h, o in older if not _is_cache(h)]
+        holder, member = (lasting or older)[0]
+        if value is None and lasting:
             warn(
                 "planning ran the step without data, and the step keeps a tensor that depends on data in "
                 f"{_called(holder, member)}: it was taken out"
@@ -163,6 +164,13 @@ def _put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor
                 "planning ran the step without data, and a tensor without data is left in "
                 f"{_called(holder, member)}, where it cannot be taken out: build that anew before training"
             )
+
+
+def _is_cache(holder: object) -> bool:
+    """Whether an object is a cache of ``functools.lru_cache``, or the dictionary inside of one. What is taken
+    out of it is computed again when it is asked for."""
+    inside = isinstance(holder, dict) and any(isinstance(h, _CACHE) for h in gc.get_referrers(holder))
+    return inside or isinstance(holder, _CACHE)
 
 
 def _is_older(holder: object, left: LeftBehind, own: list[object]) -> bool:
