@@ -79,3 +79,33 @@ def test_a_mixture_of_experts_with_a_shared_one() -> None:
     plan = planner.plan(model, kwargs=given, budget="min", solver="sqrt_n")
     report = planner.verify(model, kwargs=given, plan=plan, repeats=0)
     assert report.ok, report.problems
+
+
+class Halves(nn.Module):
+    """One graph hands on both halves of what it is given, or makes, and needs one of them itself."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.given = given
+        self.before, self.inner, self.wide = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(x) + 1
+        if self.given:
+            torch._dynamo.graph_break()
+        left, right = hidden.chunk(2)
+        made = self.inner(left)
+        torch._dynamo.graph_break()
+        joined = torch.cat([left * 2, right * 3 - made])
+        torch._dynamo.graph_break()
+        return self.wide(joined).tanh().square().mean()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("given", [True, False])
+def test_parts_that_are_handed_on_are_not_taken_for_their_gradients(given: bool) -> None:
+    model, x = Halves(given).train(), torch.randn(512, 8)
+    plan = planner.plan(model, x, budget="100%", solver="sqrt_n")
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes

@@ -298,4 +298,19 @@ STEPS = [
         ),
         ("tests/test_training.py::test_batch_norm_statistics_are_updated_once",),
     ),
+    Mutation(
+        "gradients-of-parts",
+        "Parts of an input that a graph hands on are not taken for their own gradients: what is held is counted.",
+        "The gradients are traced in the input's memory.",
+        (
+            Change(
+                "planner/_torch/joint/aot.py",
+                "                elif _is_strided(tangent) and storage_key(tangent) in taken:\n",
+                "                elif False:\n",
+            ),
+        ),
+        (
+            "tests/test_views_handed_on.py::test_parts_that_are_handed_on_are_not_taken_for_their_gradients[True]",
+        ),
+    ),
 ]
