@@ -300,7 +300,7 @@ STEPS = [
     ),
     Mutation(
         "gradients-of-parts",
-        "Parts of an input that a graph hands on are not taken for their own gradients: what is held is counted.",
+        "Parts of an input that a graph hands on are not taken for their gradients: what is held counts.",
         "The gradients are traced in the input's memory.",
         (
             Change(
