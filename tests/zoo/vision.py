@@ -262,3 +262,11 @@ def hf_detr() -> Built:
         num_labels=5,
     )
     return module, (), {"pixel_values": images(2, 64)}
+
+
+@in_zoo
+def hf_dinov3() -> Built:
+    """Returns all states and one of them by itself; positions are shifted, scaled and jittered at random."""
+    augmented = {"pos_embed_shift": 0.1, "pos_embed_jitter": 1.1, "pos_embed_rescale": 1.1}
+    settings = {**_PATCHES, **augmented, "num_register_tokens": 4, "drop_path_rate": 0.1}
+    return _model("DINOv3ViTModel", "DINOv3ViTConfig", **settings), (), {"pixel_values": images()}
