@@ -61,6 +61,8 @@ _HELD = (dict, list, set, deque, torch.Tensor)
 _HOLDS_FUNCTIONS = {dict, list, OrderedDict, defaultdict}
 """Of these, not of classes derived from them: what is looked into for functions."""
 _CONTAINERS = ("_modules", "_parameters", "_buffers")
+_KEPT = frozenset((type(None), bool, int, float, complex, str, bytes, type))
+"""Of these a copy has the very same."""
 
 
 def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = None) -> torch.nn.Module:
@@ -94,11 +96,14 @@ def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
         made: By id: what is a copy, and not the user's. Each is looked into once.
     """
     for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        kind = type(value)
+        if kind in _KEPT or (kind in _HOLDS_FUNCTIONS and not value):
+            continue
         if isinstance(value, types.FunctionType | functools.partial):
             held[key] = refer(value)
-        elif type(value) is tuple and any(isinstance(v, types.FunctionType) for v in value):
+        elif kind is tuple and any(isinstance(v, types.FunctionType) for v in value):
             held[key] = tuple(refer(v) if isinstance(v, types.FunctionType) else v for v in value)
-        elif type(value) in _HOLDS_FUNCTIONS and id(value) in made:
+        elif kind in _HOLDS_FUNCTIONS and id(value) in made:
             made.remove(id(value))
             _change_functions(value, refer, made)
 
@@ -210,7 +215,7 @@ def attribute_of(error: BaseException) -> str | None:
     names = [
         str(frame.f_locals["key"])
         for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_name == "_deepcopy_dict" and "key" in frame.f_locals
+        if frame.f_code is _copy_items.__code__
     ]
     return ".".join(name for name in names if name not in _CONTAINERS) or None
 
@@ -231,6 +236,7 @@ def _shared(parts: Set[torch.nn.Module]) -> Iterator[None]:
 
     by_type: dict[type, Any] = dict.fromkeys(_SHARED_TYPES, _itself)
     by_type |= {threading.local: _variables_of_threads, torch.Tensor: _tensor, weakref.ref: reference}
+    by_type |= {dict: _dictionary, OrderedDict: _ordered_dictionary}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(copy._deepcopy_dispatch, by_type))  # type: ignore[attr-defined]
         for shared in _SHARED_CLASSES:
@@ -240,6 +246,30 @@ def _shared(parts: Set[torch.nn.Module]) -> Iterator[None]:
 
 def _itself(value: Any, _memo: dict[int, Any]) -> Any:
     return value
+
+
+def _dictionary(value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    """What ``copy`` does, without a call for each name and number: modules are made of dictionaries."""
+    made: dict[Any, Any] = {}
+    memo[id(value)] = made
+    _copy_items(value, made, memo)
+    return made
+
+
+def _ordered_dictionary(value: "OrderedDict[Any, Any]", memo: dict[int, Any]) -> "OrderedDict[Any, Any]":
+    """The same; ``copy`` asks each of them how to copy it, and a module has ten that are empty."""
+    made: OrderedDict[Any, Any] = OrderedDict()
+    memo[id(value)] = made
+    if own := vars(value):
+        vars(made).update(copy.deepcopy(own, memo))
+    _copy_items(value, made, memo)
+    return made
+
+
+def _copy_items(value: Mapping[Any, Any], made: dict[Any, Any], memo: dict[int, Any]) -> None:
+    for key, held in value.items():
+        mine = key if type(key) in _KEPT else copy.deepcopy(key, memo)
+        made[mine] = held if type(held) in _KEPT else copy.deepcopy(held, memo)
 
 
 def _tensor(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

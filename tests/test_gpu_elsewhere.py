@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import planner
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
-from planner._torch.tracing.meta_patches import layouts_of_kernels
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.runtime.remap import planned_bytes, total_bytes

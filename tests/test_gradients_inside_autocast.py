@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad
 
 import planner
-from planner._torch.tracing.meta_patches import layouts_of_kernels
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 
 aten = torch.ops.aten
 

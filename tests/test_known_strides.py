@@ -13,7 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from planner._torch.tracing.meta_patches import layouts_of_kernels
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner.graph.known_strides import with_known_strides
 
 aten = torch.ops.aten

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 import planner
 from planner._torch import fake
 from planner._torch.cuda.layouts import layouts_of_cuda
-from planner._torch.tracing.meta_patches import ELEMENTWISE, layouts_of_kernels
+from planner._torch.layouts.elementwise_strides import ELEMENTWISE
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 
 aten = torch.ops.aten
 

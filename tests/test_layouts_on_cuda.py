@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from planner._torch.fake import fake_mode
-from planner._torch.tracing.meta_patches import layouts_of_kernels
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 
 aten = torch.ops.aten
 

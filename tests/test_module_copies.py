@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,26 @@ def test_variables_of_threads_are_copied() -> None:
     copied.held.seen.append(1)
     assert len(local.seen) == 1
     assert copied.held.seen[0] is not local.seen[0]
+
+
+def test_dictionaries_are_copied_with_what_is_in_them_and_on_them() -> None:
+    module = nn.Linear(2, 2)
+    shared = [1, 2]
+    kept = OrderedDict(first=shared, second={"again": shared, (1, "key"): None})
+    kept.version = [3]  # type: ignore[attr-defined]
+    kept["itself"] = kept
+    module.kept = kept  # type: ignore[assignment]
+    copied: Any = copied_module(module).kept
+    assert type(copied) is OrderedDict
+    assert list(copied) == ["first", "second", "itself"]
+    assert copied["itself"] is copied
+    assert copied is not kept
+    assert copied["first"] == shared
+    assert copied["first"] is not shared
+    assert copied["second"]["again"] is copied["first"]
+    assert copied["second"][1, "key"] is None
+    assert copied.version == [3]
+    assert copied.version is not kept.version
 
 
 def test_outside_of_our_copies_nothing_is_shared() -> None:

@@ -15,7 +15,8 @@ import planner
 from planner._torch import fake
 from planner._torch.cuda.attention import AttentionCall, choose_attention
 from planner._torch.cuda.recurrent_state import make_dropout_states
-from planner._torch.tracing.meta_patches import ELEMENTWISE, layouts_of_kernels
+from planner._torch.layouts.elementwise_strides import ELEMENTWISE
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner.verification.verify import Report
 from tests.test_layouts import _ARGUMENTS, _laid_out, _numbers_of
 

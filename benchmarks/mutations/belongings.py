@@ -10,7 +10,7 @@ BELONGINGS = [
         (
             Change(
                 "planner/module_copies.py",
-                "        elif type(value) in _HOLDS_FUNCTIONS and id(value) in made:\n",
+                "        elif kind in _HOLDS_FUNCTIONS and id(value) in made:\n",
                 "        elif False:\n",
             ),
         ),

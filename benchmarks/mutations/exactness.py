@@ -4,6 +4,26 @@ from benchmarks.mutations.record import Change, Mutation
 
 EXACTNESS = [
     Mutation(
+        "strides-of-results",
+        "A graph's result has the strides of eager in dimensions of one element.",
+        "AOTAutograd computes them anew, as it does without plans.",
+        (
+            Change(
+                "planner/_torch/joint/strides_of_results.py",
+                "            if alone.stride() != view.stride():\n",
+                "            if False:\n",
+            ),
+        ),
+        ("tests/test_strides_of_results.py::test_results_have_the_strides_of_eager[transposed]",),
+    ),
+    Mutation(
+        "untraced-functions",
+        "A function that PyTorch cannot trace runs as written, without a warning, where the plan names it.",
+        "The plan names none.",
+        (Change("planner/planning/make_plan.py", "        untraced=captured.untraced,\n", ""),),
+        ("tests/test_untraced_functions.py::test_a_plan_from_a_file_knows_what_is_not_traced",),
+    ),
+    Mutation(
         "later-hooks",
         "A hook that is registered after the first planned step runs.",
         "Dynamo does not guard hooks, as is its default.",

@@ -10,9 +10,11 @@ import torch
 import torch._dynamo as dynamo
 from torch._C._dynamo.eval_frame import _FrameAction, reset_code
 from torch._dynamo import eval_frame
+from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
 from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import takes_argument
+from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.breaks.break_patches import marks_allowed
 from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
 from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
@@ -30,13 +32,13 @@ from planner._torch.tracing.hindrances import (
     RunsAsItIs,
     guarded,
     left_alone,
+    looked_into,
     no_other_thread_traces,
     saved_tensors_are_changed,
     switched_on,
     trace_methods_of,
 )
 from planner._torch.tracing.let_go import Captured
-from planner._torch.tracing.meta_patches import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.rules import keep_rules
 from planner._torch.without_data.fake_values import lists_count
 
@@ -99,6 +101,13 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
         yield
 
 
+Untraced = Callable[[str, Exception | None], bool]
+"""Called with the qualified name of each function that Dynamo has looked at, and with the error if it could
+not trace it, where that is of no backend. Returns whether the function then runs as written, and what it
+calls is captured; else the error is raised."""
+
+_OF_TRACING = (InternalTorchDynamoError, TorchRuntimeError)
+
 MANY_CAPTURES = 16
 """How many captures of one function are more than a training loop has, whose modes and shapes vary."""
 
@@ -126,8 +135,10 @@ class _WithSettings(Callback):
         often: Callable[[int], None] | None,
         parts: int,
         whole: CodeType,
+        untraced: Untraced,
     ) -> None:
         super().__init__(callback)
+        self._untraced = untraced
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often, self._captures = often, 0
         self._captured = Captured(self)
@@ -149,7 +160,13 @@ class _WithSettings(Callback):
             dynamo_settings(symbolic=self._symbolic(), parts=self._parts),
             dynamo.config.patch(allow_empty_graphs=empty),
         ):
-            result = self._torchdynamo_orig_backend(frame, *rest)
+            try:
+                result = self._torchdynamo_orig_backend(frame, *rest)
+            except _OF_TRACING as error:
+                if not self._untraced(frame.f_code.co_qualname, error):
+                    raise
+                return looked_into()
+        self._untraced(frame.f_code.co_qualname, None)
         self._captured.add(result)
         if result.guarded_code is not None:
             self._with_graphs[frame.f_code] = True
@@ -166,6 +183,7 @@ def dynamo_compile(
     function: FunctionType | Callable[..., Any],
     backend: Callable[..., Any],
     *,
+    untraced: Untraced = lambda function, error: error is None,
     parts: int = 0,
     decided: bool = False,
 ) -> Callable[..., Any]:
@@ -173,6 +191,7 @@ def dynamo_compile(
 
     Args:
         function, backend: What to compile, with what.
+        untraced: See :data:`Untraced`; errors are raised if not given.
         parts: As for :func:`dynamo_settings`.
         decided: Whether graphs go on at conditions that follow from constants and sizes alone, and libraries
             are told that they are compiled. Each number that such a size has is then captured by itself.
@@ -181,7 +200,8 @@ def dynamo_compile(
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
-    return _optimized(_fresh(function), backend, symbolic=_never, parts=parts, decided=decided, **alone)
+    options = {"untraced": untraced, "parts": parts, "decided": decided, **alone}
+    return _optimized(_fresh(function), backend, symbolic=_never, **options)
 
 
 def dynamo_compile_shapes(
@@ -191,6 +211,7 @@ def dynamo_compile_shapes(
     failed: Callable[[Exception], None],
     often: Callable[[int], None],
     *,
+    untraced: Sequence[Untraced],
     plain: Callable[[], bool],
     parts: int = 0,
     decided: bool = False,
@@ -207,6 +228,7 @@ def dynamo_compile_shapes(
         given_up: Called when a function has been captured so often that it never will be again.
         failed: Called with what goes wrong when one is captured; then it runs as it is.
         often: Called once with how often the function has been captured, if that is often and not decided.
+        untraced: By backend, see :data:`Untraced`.
         plain: Whether what the shape that stays captures now is of plain numbers, also where sizes vary among
             parts of the same code.
         parts: As for :func:`dynamo_settings`.
@@ -222,8 +244,8 @@ def dynamo_compile_shapes(
         functions = [_fresh(function) for _ in backends]
     symbolic = [lambda: not plain(), *[_always] * (len(backends) - 1)]
     return [
-        _optimized(of, backend, symbolic=now, **options)
-        for of, backend, now in zip(functions, backends, symbolic, strict=True)
+        _optimized(of, backend, symbolic=now, untraced=told, **options)
+        for of, backend, now, told in zip(functions, backends, symbolic, untraced, strict=True)
     ]
 
 
@@ -240,6 +262,7 @@ def _optimized(
     backend: Callable[..., Any],
     *,
     symbolic: Callable[[], bool],
+    untraced: Untraced,
     given_up: Callable[[], None] | None = None,
     failed: Callable[[Exception], None] | None = None,
     often: Callable[[int], None] | None = None,
@@ -257,7 +280,8 @@ def _optimized(
         context: Any = dynamo.optimize(backend, **options)
     # There Dynamo would keep it, and with it the plan's optimizer, for as long as the process runs.
     eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
-    context.callback = _WithSettings(context.callback, symbolic, given_up, often, parts, function.__code__)
+    rest = symbolic, given_up, often, parts, function.__code__, untraced
+    context.callback = _WithSettings(context.callback, *rest)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)
     return guarded(context(function))

@@ -1,7 +1,8 @@
 """Tensors without data, and what can be asked of tensors and storages by private names of PyTorch."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from torch._dispatch.python import no_python_dispatcher
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._mode_utils import no_dispatch
+
+from planner._torch.tensors import dispatch_keys
 
 DataDependentError = DataDependentOutputException
 """Raised where a number is asked of a tensor without data."""
@@ -30,12 +34,57 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor.device.type != "meta":
-        return mode.from_tensor(tensor)
+        plain = _plain_parameter(tensor, mode)
+        return mode.from_tensor(tensor) if plain is None else plain
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def _plain_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
+    """What ``mode.from_tensor`` makes of a parameter of which shape, strides, dtype and device say all, in an
+    eighth of its time: models have thousands. None for other tensors."""
+    if (
+        type(tensor) is not torch.nn.Parameter
+        or tensor.layout is not torch.strided
+        or tensor.storage_offset()
+        or tensor.grad is not None
+        or tensor.grad_dtype != tensor.dtype
+        or tensor._is_view()
+        or dispatch_keys(tensor) != _keys_of_parameters(tensor.device)
+    ):
+        return None
+    converter = mode.fake_tensor_converter.meta_converter
+    describer, storage = converter.describer, tensor.untyped_storage()
+    if storage in describer.lookup_storage or tensor in describer.lookup_tensor:
+        return None  # it shares its storage, or is there already
+    made = empty_strided(mode, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    made.requires_grad_(tensor.requires_grad)
+    made._is_param = True
+    # What the step reaches in other ways, or what lies in the same storage, is told from these.
+    converter.storage_memo[describer.get_storage_id(storage)] = made.untyped_storage()
+    converter.tensor_memo[describer.get_tensor_id(tensor)] = made
+    return made
+
+
+def empty_strided(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:
+    """What ``torch.empty_strided`` makes in a mode; no mode hears of it."""
+    with no_dispatch():
+        on_meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(mode, on_meta, device)
+
+
+@functools.cache
+def _keys_of_parameters(device: torch.device) -> int:
+    return dispatch_keys(torch.nn.Parameter(torch.empty(0, device=device)))
 
 
 def same_shape(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,6 +131,11 @@ def called(function: Any, first: torch.Tensor, *rest: Any) -> Any:
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without data."""
     return isinstance(value, FakeTensor)
+
+
+def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
+    """The mode of tensors without data, of which there is one at least."""
+    return next(tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -189,27 +189,3 @@ def call_tensors(nest: Any) -> list[torch.Tensor]:
     elif not isinstance(nest, list | tuple):
         return []
     return [tensor for item in nest for tensor in call_tensors(item)]
-
-
-def format_of_batch_norm_gradient(
-    gradient: torch.Tensor, image: torch.Tensor, training: bool
-) -> torch.memory_format:
-    """How the gradient of what PyTorch's own kernels normalise in batches lies, as ``Normalization.cu`` says.
-
-    Args:
-        gradient: That of the result.
-        image: What was normalised.
-        training: Whether by its own mean and variance.
-    """
-    last = image.dim() == 5 and image.is_contiguous(memory_format=torch.channels_last_3d)
-    if not training or not (last or _by_channels(image)):
-        return torch.contiguous_format
-    if _by_channels(image) and _by_channels(gradient):
-        return torch.preserve_format
-    return torch._prims_common.suggest_memory_format(image)
-
-
-def _by_channels(image: torch.Tensor) -> bool:
-    if image.is_contiguous():
-        return image.stride(1) == 1
-    return image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)

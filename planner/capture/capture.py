@@ -26,17 +26,17 @@ from planner._torch.autograd import no_saved_tensors_hooks
 from planner._torch.cuda.autocast import autocast_of_cuda
 from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.distributed import holds_dtensors
+from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
 from planner._torch.tracing.hindrances import hindering_mode
-from planner._torch.tracing.meta_patches import layouts_of_kernels
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
 from planner.capture.decided_by_data import told_by_data
 from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_gradients
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
-from planner.capture.graphs.runners import captured_graphs, collector, let_go, split_up
+from planner.capture.graphs.runners import UntracedFunctions, captured_graphs, collector, let_go, split_up
 from planner.capture.module_calls import Bound, Marked
 from planner.capture.on_a_copy import RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import recurrent_calls
@@ -204,16 +204,14 @@ class _Capture:
 
             self._eager_runs = True
             report("capturing the forward", 0.2)
-            counted = graph_breaks.counted_breaks()
-            graphs = GraphsOfLayers()
+            counted, graphs = graph_breaks.counted_breaks(), GraphsOfLayers()
             around = (lambda forward: forward) if layers is None else layers.around
             cuda, data = self._cuda is not None, self.copied.data
             backend = collector(runners, module, chosen_lowering(), graphs.note, cuda=cuda, data=data)
-            running = RunningRegions(regions)
-            running.put_in(module)
-            parts = len(regions)
-            compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=parts, decided=decided)
-            whole, region = compile_(), compile_()
+            (running := RunningRegions(regions)).put_in(module)
+            compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=len(regions))
+            untraced = UntracedFunctions(runners)
+            whole, region = (compile_(untraced=untraced, decided=decided) for _ in range(2))
             target = Bound(running.during(whole, around(graphs.of(region))), module)
             try:
                 with self._pass("capturing the forward"):
@@ -255,9 +253,11 @@ class _Capture:
                 *self.copied.notes,
                 *told_by_data(self.copied.answers),
                 *notes_on(runners, bool(regions)),
+                *untraced.notes,
                 *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
             ],
             uncompiled=list(self._uncompiled),
+            untraced=list(untraced.errors),
             overwritten=[name for r in runners for name in r.written_inputs()],
         )
 

@@ -33,6 +33,7 @@ class CapturedGraph:
         overwritten: Results that the step changes in place before their backward, by position.
         places: Where it stands for some executions of a graph, which get gradients that lie differently from
             those of the others: which these are. The graph has the same structure and occurrence.
+        never_runs: Whether PyTorch made it of a function that it then could not trace.
     """
 
     structure: str
@@ -43,6 +44,7 @@ class CapturedGraph:
     passes_gradients: bool = False
     overwritten: frozenset[int] = frozenset()
     places: tuple[int, ...] = ()
+    never_runs: bool = False
 
 
 @dataclass
@@ -62,6 +64,7 @@ class CapturedStep:
         autocast: The regions of autocast around the step, as in ``cuda:bfloat16``.
         notes: Things that the user should know.
         uncompiled: Names of functions that the user compiles and that ran as written.
+        untraced: Qualified names of functions that PyTorch could not trace and that ran as written.
         overwritten: Inputs of graphs that the step changes in place before their backward.
     """
 
@@ -79,6 +82,7 @@ class CapturedStep:
     autocast: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     uncompiled: list[str] = field(default_factory=list)
+    untraced: list[str] = field(default_factory=list)
     overwritten: list[str] = field(default_factory=list)
 
     def places_of(self, home: int, executions: Mapping[int, int]) -> dict[int, Sequence[int]]:

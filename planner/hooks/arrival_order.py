@@ -41,7 +41,7 @@ class ArrivalOrder(GraphHook):
         for position in self._last_first:
             given = args[position]
             if given.is_leaf and given.requires_grad and (ranks or tensors.has_hooks_on_arrival(given)):
-                passed[position] = given.view_as(given)
+                passed[position] = torch.ops.aten.alias(given)
         return tuple(passed)
 
 

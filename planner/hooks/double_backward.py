@@ -248,7 +248,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, obstacle: str, *made_of: torch.Tensor) -> torch.Tensor:
         ctx.obstacle = obstacle
-        return gradient.view_as(gradient)
+        alias: torch.Tensor = torch.ops.aten.alias(gradient)
+        return alias
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:

@@ -94,6 +94,12 @@ class PlanRecord(Record):
         max_length=10_000,
         description="structures of graphs of which the step differentiates nothing: they run as captured",
     )
+    untraced: list[Label] = Field(
+        default=[],
+        max_length=10_000,
+        description="functions that PyTorch could not trace for an error of its own: they run as written, "
+        "and what they call as planned",
+    )
     fusion: Fusion = Field(
         default="in-order",
         description="what Inductor fuses, where it runs the graphs: what it chooses (anywhere), only what no "

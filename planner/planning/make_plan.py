@@ -161,6 +161,7 @@ def make_plan(
         baseline_whole_step=prepared.baseline_whole_step,
         graphs=graphs,
         forward_only=_forward_only(captured),
+        untraced=captured.untraced,
         fusion=fusion,
         timeline=Timeline.downsample(step_bytes, forward_steps),
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
@@ -318,8 +319,8 @@ def _kept(problem: Problem, solution: Solution) -> dict[tuple[int, int], list[in
 
 
 def _forward_only(captured: CapturedStep) -> list[str]:
-    """Structures of graphs at whose outputs no gradient arrives."""
-    found = {g.structure for g in captured.graphs if g.joint is None and g.occurrences}
+    """Structures of graphs at whose outputs no gradient arrives, or that never run."""
+    found = {g.structure for g in captured.graphs if g.joint is None and (g.occurrences or g.never_runs)}
     return sorted(found - {g.structure for g in captured.graphs if g.passes_gradients})
 
 

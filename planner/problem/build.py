@@ -25,7 +25,7 @@ from planner.heap import collector_off
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
 from planner.problem.input_copies import InputCopies
-from planner.problem.rows import Again, Row, Source
+from planner.problem.rows import Again, Facts, Row, Source, of_size, timed
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
@@ -116,6 +116,7 @@ class _Builder:
     _storages: dict[tuple[int, int], dict[int, ValueId]] = field(default_factory=dict)  # by graph, instance
     _region_of: dict[tuple[int, int], int] = field(default_factory=dict)
     _calls: dict[Node, Call] = field(default_factory=dict)
+    _facts: dict[JointOp, Facts] = field(default_factory=dict)
     _row_of: dict[JointOp, BaseOp] = field(default_factory=dict)
     _last_row: list[int] = field(default_factory=list)  # by event; -1 before the first row
     _held: dict[ValueId, int | None] = field(default_factory=dict)  # by value: event after which it is freed
@@ -139,20 +140,23 @@ class _Builder:
         """The solvers' graph, with seconds and bytes for a device."""
         memories, replayed = self._measure(meter)
         values, ops = list(self.values), list[Op]()
-        taken: dict[int, float] = {}  # by call: executions of a graph share theirs
+        # By call: executions of a graph share theirs.
+        taken: dict[int, float] = {}
+        made: dict[tuple[int, ...], list[int]] = {}
         for row, memory in zip(self.rows, memories, strict=True):
-            for value, size in zip(
-                row.allocates,
-                real_sizes(row.call, memory, [values[v].bytes for v in row.allocates]),
-                strict=True,
-            ):
-                values[value] = _of_size(values[value], size)
             seconds, call = 0.0, row.call
+            if row.allocates:
+                known = [values[v].bytes for v in row.allocates]
+                key = id(call), *known
+                if call is None or key not in made:
+                    made[key] = real_sizes(call, memory, known)
+                for value, size in zip(row.allocates, made[key], strict=True):
+                    values[value] = of_size(values[value], size)
             if call is not None:
                 if id(call) not in taken:
                     taken[id(call)] = costs.seconds(call.func, call.args, call.kwargs, row.output)
                 seconds = taken[id(call)]
-            ops.append(_timed(row.op, seconds, memory.workspace_bytes))
+            ops.append(timed(row.op, seconds, memory.workspace_bytes))
         for base, row in numbered(BaseOp, self.rows):
             if row.again is None:
                 continue
@@ -173,7 +177,7 @@ class _Builder:
         for value, event in self._held.items():
             until = end if event is None else max(self._last_row[event], 0)
             values[value] = replace(values[value], held_until=base_op(until))
-        rounded = (_of_size(v, round_bytes(device, v.bytes)) for v in values)
+        rounded = (of_size(v, round_bytes(device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
     def final_bytes(self, graph: Graph) -> int:
@@ -260,9 +264,10 @@ class _Builder:
         region: Region,
         backward: bool,
     ) -> Row:
+        facts = self._facts.get(op) or self._facts.setdefault(op, Facts.of(op))
         reads = tuple(storages[s] for s in op.reads if s in storages)
-        name = f"{op.node.name} @ {op.module}"
-        storages |= {s: self._value(Value(joint.storage_bytes[s], name)) for s in op.allocates}
+        for storage in op.allocates:
+            storages[storage] = self._value(Value(joint.storage_bytes[storage], facts.value_name))
         made = tuple(storages[s] for s in op.allocates)
         return Row(
             source,
@@ -270,9 +275,9 @@ class _Builder:
                 reads,
                 made,
                 phase=Phase(backward),
-                recomputable=op.recomputable and not backward,
+                recomputable=facts.recomputable and not backward,
                 region=region,
-                name=f"{op.name} #{op.index}",
+                name=facts.name,
                 module=op.module,
                 writes=() if op.written not in storages else (storages[op.written],),
                 blocks=op.blocks,
@@ -361,28 +366,6 @@ class _Builder:
     def _hold(self, value: ValueId, let_go: int | None, born: int) -> None:
         known = self._held.get(value, born)
         self._held[value] = None if let_go is None or known is None else max(let_go, known)
-
-
-def _timed(op: Op, seconds: float, workspace_bytes: int) -> Op:
-    """An operation with its costs. There are tens of thousands; ``replace`` looks at all fields of each."""
-    return Op(
-        op.inputs,
-        op.outputs,
-        seconds,
-        workspace_bytes,
-        op.phase,
-        op.recomputable,
-        op.region,
-        op.replay,
-        op.name,
-        op.module,
-        op.writes,
-        op.blocks,
-    )
-
-
-def _of_size(value: Value, size: int) -> Value:
-    return value if value.bytes == size else replace(value, bytes=size)
 
 
 def _example(node: Node) -> Any:

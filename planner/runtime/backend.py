@@ -80,6 +80,7 @@ class PlanBackend:
         self._model, self._plan, self._warned_of_shapes, self._path = model, plan, warned_of_shapes, path
         self._calls, self._on_capture = calls, on_capture
         self._captured: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()
         self._autocast: list[str] = []
         self._alike: dict[str, Alike] = {}
         self._warned_of_executions = False
@@ -97,6 +98,14 @@ class PlanBackend:
             call = apart.together(self._callable(apart.rest, example_inputs))
         written = cache(lambda: as_written(graph).forward)
         return lambda *args: (written() if saved_tensors_are_changed() else call)(*args)
+
+    def looked_at(self, function: str, error: Exception | None) -> bool:
+        """Note what Dynamo looked at, see :data:`planner._torch.dynamo.Untraced`; its graphs may not run."""
+        if error is None:
+            self._kept = self._captured.copy()
+        else:
+            self._captured = self._kept.copy()
+        return error is None or function in self._plan.untraced
 
     def _knows(self, graph: GraphModule) -> bool:
         structure = structure_of(graph)
@@ -255,7 +264,7 @@ class PlanBackend:
         warn_of_it: bool = True,
     ) -> tuple[CompiledGraph, GraphRecord | None]:
         """A graph that runs one program, and the plan's graph that it turned out to be."""
-        warn_once = warn if warn_of_it else _say_nothing
+        warn_once = warn if warn_of_it else (lambda _text: None)
         followed, exact = record, False
         target = self._plan.target
         lower = chosen_lowering(target.backend, target.backend_options, self._plan.fusion)
@@ -387,7 +396,3 @@ class PlanBackend:
 
 class _NotOfThePlan(CaptureError):
     """A graph is made of other operations than those of the plan."""
-
-
-def _say_nothing(_text: str) -> None:
-    """Another program of the same graph was warned of."""

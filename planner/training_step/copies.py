@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from planner._torch import fake as fake_
 from planner._torch import modules
 from planner._torch.cuda.recurrent_state import flatten_like
+from planner._torch.layouts.shape_functions import widen_grouped_products
 from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_copy, writes
-from planner._torch.tracing import meta_patches
 from planner._torch.without_data import fake_values
 from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
@@ -76,7 +76,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
 
     @contextlib.contextmanager
     def running() -> Iterator[None]:
-        meta_patches.widen_grouped_products()
+        widen_grouped_products()
         with mode, fake_values.values_count(), modules.no_cached_parametrizations():
             yield
 

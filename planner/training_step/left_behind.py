@@ -13,7 +13,7 @@ has more references than the new objects explain.
 import functools
 import gc
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
@@ -32,6 +32,8 @@ _NOTHING = object()
 _AT_ONCE = 1000
 _NUMBERS = {Event, Storage}
 """Of these a recording has one for each operation and each tensor; they hold no objects."""
+_CONTAINERS = {dict, OrderedDict, list, set}
+"""Of these most are empty: a module has ten for its hooks."""
 
 
 @dataclass
@@ -59,7 +61,8 @@ def left_behind(newer: Callable[[], list[object]], result: object, ours: Iterabl
     """
     gc.collect()
     with collector_off():
-        return _left_behind([o for o in newer() if type(o) not in _NUMBERS], result, ours)
+        young = [o for o in newer() if (kind := type(o)) not in _NUMBERS and (kind not in _CONTAINERS or o)]
+        return _left_behind(young, result, ours)
 
 
 def _left_behind(young: list[object], result: object, ours: Iterable[object]) -> LeftBehind:
@@ -73,11 +76,9 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
             skipped[at] = id(young[at]) in own or _is_internal(young[at])
         return skipped[at]
 
-    found = []
-    for n in range(len(young)):
-        if not _without_data(young[n]) or id(young[n]) in own:
-            continue
-        seen, pending, held = {n}, [n], []
+    def held_above(first: list[int]) -> list[int]:
+        """What of these, and of what holds them, has more references than new objects explain."""
+        seen, pending, held = set(first), first, []
         while pending:
             at = pending.pop()
             # Two references more: the list of all, and the argument.
@@ -87,8 +88,11 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
             more = [m for m in held_by if m not in seen and not skip(m)]
             seen.update(more)
             pending += more
-        if held:
-            found.append((n, held))
+        return held
+
+    made = [n for n in range(len(young)) if _without_data(young[n]) and id(young[n]) not in own]
+    # All at once, as hardly ever one is held.
+    found = [(n, held) for n in made if (held := held_above([n]))] if held_above([*made]) else []
     left = LeftBehind(
         [t for n, _ in found if isinstance(t := young[n], torch.Tensor)],
         [[young[at] for at in held] for _, held in found],

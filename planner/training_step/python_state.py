@@ -49,6 +49,7 @@ class PythonState:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._empty: list[Any] = []  # most containers: a module has ten for hooks
         self._variables: list[tuple[CellType, Any]] = []
         # What is still to be looked at, by how many objects may be passed from there.
         self._pending: tuple[list[Any], ...] = ([], [], [])
@@ -62,6 +63,9 @@ class PythonState:
 
     def restore(self) -> None:
         """Put everything back as it was, in the same containers."""
+        for container in self._empty:
+            if container:
+                container.clear()
         for container, saved in self._contents.values():
             put_back(container, saved)
         for cell, content in self._variables:
@@ -78,7 +82,9 @@ class PythonState:
             found = pending.pop()
             kind = type(found)
             if kind in _IS_CONTAINER:
-                if id(found) not in contents:
+                if not found:
+                    self._empty.append(found)
+                elif id(found) not in contents:
                     contents[id(found)] = (found, found.copy())
                     if left != 1 or len(found) <= _MOST_ELEMENTS:  # of objects: data sets, vocabularies
                         held = found.values() if isinstance(found, dict) else found

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -190,12 +190,19 @@ class LeftInModule:
                     found[id(held)] = held
             elif isinstance(held, dict | list | tuple) and id(held) not in seen:
                 seen.add(id(held))
-                inside = [*(held.values() if isinstance(held, dict) else held)][::-1]
+                inside = [*_members(held)][::-1]
                 # Nearly all that modules have are switches, and hooks of which there are none.
                 pending += [
                     v for v in inside if type(v) not in _NOTHING and (type(v) not in _MAY_BE_EMPTY or v)
                 ]
         return list(found.values())
+
+
+def _members(held: Any) -> Iterable[Any]:
+    """What is in a dictionary, list or tuple, whatever its class says of that."""
+    if isinstance(held, dict):
+        return dict.values(held)
+    return list.__iter__(held) if isinstance(held, list) else tuple.__iter__(held)
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import _meta_registrations
 from torch._prims_common import suggest_memory_format
 
-from planner._torch.tracing.meta_patches import Correction, cpu_stands_for_cuda
+from planner._torch.layouts.shape_functions import Correction, cpu_stands_for_cuda
 
 aten = torch.ops.aten
 

@@ -37,6 +37,7 @@ from planner._torch.joint.graph_modules import written_when_needed
 from planner._torch.joint.in_place import results_in_place
 from planner._torch.joint.logs import logged_when_asked
 from planner._torch.joint.memory_layout import MemoryLayout
+from planner._torch.joint.strides_of_results import strides_of_results
 from planner._torch.joint.trace_key import trace_key
 from planner._torch.joint.traced_before import TRACED_BEFORE
 from planner._torch.tensors import strided_copy
@@ -111,6 +112,7 @@ def compile_joint(
         stack.enter_context(_deep_recursion())
         stack.enter_context(_gradients_laid_out(layouts))
         stack.enter_context(results_in_place())
+        stack.enter_context(strides_of_results())
         stack.enter_context(_numbers_stay_numbers())
         stack.enter_context(_first_calls_like_others())
         key = trace_key(graph, example_inputs, layouts) if reuse else None

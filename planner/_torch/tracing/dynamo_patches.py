@@ -65,6 +65,8 @@ _ONLY_LOGGED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (symbolic_convert, "get_stack_above_dynamo", StackSummary),
     # Every weight of a module is noted again for each module around it.
     (OutputGraph, "add_fqn_info_for_inlined_modules", lambda *_: None),
+    # It tells of a setting, at the first number that code asks a tensor for. No plan is made with that.
+    (TensorVariable, "_warn_capture_scalar_outputs", lambda *_: None),
 )
 """What is called for logs, and for exported modules, only; and what is put in its place."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")

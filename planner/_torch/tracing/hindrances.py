@@ -59,6 +59,11 @@ def left_alone() -> ConvertFrameReturn:
     return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
 
 
+def looked_into() -> ConvertFrameReturn:
+    """What a callback returns for a frame to run as it is from now on, with what it calls captured."""
+    return ConvertFrameReturn(frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
 def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The same, and the code that runs is the one whose guards hold.
 

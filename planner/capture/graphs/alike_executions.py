@@ -16,7 +16,6 @@ from planner._torch import fake
 from planner._torch.joint import aot
 from planner._torch.tensors import dispatch_keys
 from planner._torch.versions import version_of
-from planner._torch.without_data.data_free import stand_ins
 from planner._torch.without_data.plain import facts_of
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -78,6 +77,7 @@ class _Inside:
 
     def __init__(self, graph: GraphModule, args: Sequence[Any], known: _Known) -> None:
         self.known = known
+        self.mode = fake.mode_of(a for a in args if isinstance(a, torch.Tensor))
         with torch.enable_grad():
             self._arguments, _, self._results = aot.run_without_data(graph, args)
         self._gradients: dict[tuple[Any, ...], list[_Layout | None]] = {}
@@ -87,7 +87,10 @@ class _Inside:
         key = tuple(None if g is None else (*_layout(g), dispatch_keys(g)) for g in arrived)
         if key not in self._gradients:
             self._gradients[key] = self._passed_on(arrived)
-        return [None if layout is None else _fresh(layout) for layout in self._gradients[key]]
+        return [
+            None if layout is None else fake.empty_strided(self.mode, *layout)
+            for layout in self._gradients[key]
+        ]
 
     def _passed_on(self, arrived: Sequence[torch.Tensor | None]) -> list[_Layout | None]:
         wanted = [a for a in self._arguments if isinstance(a, torch.Tensor) and a.requires_grad]
@@ -111,7 +114,7 @@ class _OneOperation(torch.autograd.Function):
     def forward(ctx: Any, inside: _Inside, *_args: Any) -> tuple[torch.Tensor, ...]:
         ctx.inside = inside
         ctx.set_materialize_grads(False)
-        results = tuple(map(_fresh, inside.known.results))
+        results = tuple(fake.empty_strided(inside.mode, *layout) for layout in inside.known.results)
         without = [r for r, has in zip(results, inside.known.differentiable, strict=True) if not has]
         ctx.mark_non_differentiable(*without)
         return results
@@ -122,7 +125,8 @@ class _OneOperation(torch.autograd.Function):
 
 
 def _described(args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What an execution's results depend on; None where that includes values, or more than plain tensors."""
+    """What an execution's results depend on; None where that includes values, or more than plain tensors, or
+    no tensor at all."""
     key: list[Any] = [torch.is_grad_enabled()]
     places: dict[int, int] = {}
     for arg in args:
@@ -135,7 +139,7 @@ def _described(args: Sequence[Any]) -> tuple[Any, ...] | None:
         if facts is None:
             return None
         key.append((facts, places.setdefault(fake.storage_key(arg), len(places))))
-    return tuple(key)
+    return tuple(key) if places else None
 
 
 def _known(args: Sequence[Any], results: Sequence[Any]) -> _Known | None:
@@ -151,9 +155,3 @@ def _known(args: Sequence[Any], results: Sequence[Any]) -> _Known | None:
 
 def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-@stand_ins()
-def _fresh(layout: _Layout) -> torch.Tensor:
-    shape, strides, dtype, device = layout
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)

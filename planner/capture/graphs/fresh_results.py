@@ -43,7 +43,7 @@ def fresh_results(
             bytes_ = value.untyped_storage().nbytes()
             if value.storage_offset() == 0 and whole.untyped_storage().nbytes() == bytes_:
                 bases[key] = whole
-                results.append(whole.view_as(whole) if i in views else whole)
+                results.append(torch.ops.aten.alias(whole) if i in views else whole)
                 continue
             span = bytes_ // max(value.element_size(), 1)
             bases[key] = torch.empty(span, dtype=value.dtype, device=value.device)

@@ -64,6 +64,7 @@ class GraphRunner:
         spec: How it was traced, once that is done; see :meth:`trace`.
         gradients: Of its outputs, in the probing pass; ``layouts`` holds, once it is traced, those for which
             it was traced so.
+        never_runs: Whether PyTorch did not keep what it was made for.
         casts: What it casts under autocast that would be kept without a plan.
         recorder: Records every execution in the compiled pass, see :meth:`record_to`.
     """
@@ -86,7 +87,7 @@ class GraphRunner:
         self.per_use_inputs: frozenset[int] = frozenset()
         self.spec = GraphSpec()
         self.gradients = TangentLayouts()
-        self.structure = structure_of(graph)
+        self.structure, self.never_runs = structure_of(graph), False
         self.joint: JointGraph | None = None
         self.recorder: StepRecorder | None = None
         self._compiled: Callable[..., Any] | None = None
@@ -137,7 +138,7 @@ class GraphRunner:
                 # it shares no memory no view, because a change in place of a view goes past the view.
                 key = fake.storage_key(tensor)
                 alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
-                outputs[i] = copy_apart(tensor) if alone else tensor.view_as(tensor)
+                outputs[i] = copy_apart(tensor) if alone else torch.ops.aten.alias(tensor)
                 known = {"of_input": key in given, "alone": alone, "part": is_part(tensor)}
                 self.gradients.watch(i, outputs[i], execution=execution, **known)
         return tuple(outputs)

@@ -11,6 +11,7 @@ from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
 from planner.capture.graphs.graph_runner import GraphRunner, Ran
 from planner.lowering.lowerings import Lowering
+from planner.training_step.copies import described
 
 
 def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> list[CapturedGraph]:
@@ -35,6 +36,7 @@ def captured_graphs(runners: Sequence[GraphRunner], ran: Collection[int]) -> lis
             bool(r.gradients.received),
             r.overwritten_results,
             r.places,
+            r.never_runs,
         )
         for r in runners
     ]
@@ -48,6 +50,36 @@ def split_up(waiting: Iterable[GraphRunner], runners: list[GraphRunner]) -> list
         runners += others
         found += [runner, *others]
     return found
+
+
+class UntracedFunctions:
+    """Functions that PyTorch cannot trace for an error of its own: they run as written.
+
+    Args:
+        runners: Of all graphs so far. Those that such a function had until the error never run.
+
+    Attributes:
+        errors: What went wrong, by the qualified names of the functions, those before that call others.
+    """
+
+    def __init__(self, runners: Sequence[GraphRunner]) -> None:
+        self._runners, self._before = runners, 0
+        self.errors: dict[str, str] = {}
+
+    def __call__(self, function: str, error: Exception | None) -> bool:
+        """Note what Dynamo looked at, see :data:`planner._torch.dynamo.Untraced`."""
+        if error is not None:
+            self.errors[function] = described(f"tracing {function}", error)
+            for runner in self._runners[self._before :]:
+                runner.never_runs = True
+        self._before = len(self._runners)
+        return True
+
+    @property
+    def notes(self) -> list[str]:
+        """What is said of those that call no others of them."""
+        last = {error.partition(" failed: ")[2]: error for error in self.errors.values()}
+        return [f"{error}. It runs as written, and what it calls is planned" for error in last.values()]
 
 
 def let_go(runners: Iterable[GraphRunner]) -> None:

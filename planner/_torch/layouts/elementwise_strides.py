@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import make_contiguous_strides_for
 
 aten = torch.ops.aten
 
@@ -176,3 +177,25 @@ def _compared(left: int, right: int, sizes: Sequence[int], steps: Sequence[Seque
 
 def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(sizes, device="meta").stride()
+
+
+def strides_of(operator: Any, args: Sequence[Any]) -> tuple[int, ...] | None:
+    """The strides of a result that is computed element by element; None if PyTorch tells them right."""
+    forms: list[Form] = []
+    for position in ELEMENTWISE[operator]:
+        operand = args[position]
+        if not isinstance(operand, torch.Tensor):
+            forms.append(((), ()))
+            continue
+        form = tuple(operand.shape), operand.stride()
+        if operand.device.type not in ("cpu", "cuda") or not all(
+            isinstance(n, int) and n > 0 for n in form[0]
+        ):
+            return None
+        if operand.layout is not torch.strided or not all(isinstance(n, int) for n in form[1]):
+            return None
+        forms.append(form)
+    sizes, strides = forms[0]
+    if 1 not in sizes and strides == make_contiguous_strides_for(sizes) and len(set(forms)) == 1:
+        return None
+    return strides_of_elementwise(forms)
