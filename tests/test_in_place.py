@@ -214,3 +214,24 @@ def test_an_input_that_is_a_stretch_of_something_larger() -> None:
     ours = left_by(model, _loop(whole[:, :WIDTH]))
     assert_same(ours, left_by(twin, _loop(theirs[:, :WIDTH])))
     assert torch.equal(whole, theirs)
+
+
+class Shifted(nn.Module):
+    """Moves some of the positions that it looks up, as models of images and text do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(32, 8), nn.Linear(8, 8)
+
+    def forward(self, start: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(16).view(2, 8) + start
+        places[0] += 3
+        return self.out(self.table(places)).tanh().square().mean()
+
+
+def test_a_number_that_is_added_to_some_integers_is_saved_by_nobody() -> None:
+    model, start = Shifted().train(), torch.tensor(2)
+    plan = planner.plan(model, start, budget="min", solver="sqrt_n")
+    report = planner.verify(model, start, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes

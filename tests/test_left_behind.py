@@ -1,5 +1,6 @@
 """What a step leaves in objects of others while it is planned has data afterwards, or is taken out."""
 
+import functools
 import gc
 import sys
 import warnings
@@ -211,6 +212,29 @@ def test_what_depends_on_data_is_taken_out_and_said(library: ModuleType) -> None
     assert [w for w in said if f"data in {library.__name__}." in str(w.message)]
     assert library.CACHE == {}
     assert library.TABLES.held is None
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_what_functions_remember_by_themselves_is_no_loss(size: int | None) -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.angles = torch.randn(16, 8)
+
+        @functools.lru_cache(maxsize=size)  # noqa: B019  models do that
+        def turned(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.angles.sin(), self.angles.cos()
+
+        @functools.lru_cache(maxsize=size)  # noqa: B019
+        def table(self, n: int) -> torch.Tensor:
+            sines, cosines = self.turned()
+            return sines[:n] + cosines[:n]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.relu(self.first(x)) + self.table(len(x)))
+
+    planned_as_unplanned(Remembering())
 
 
 @pytest.mark.parametrize("where", ["in the graph", "after a break", "in a part that is not captured"])

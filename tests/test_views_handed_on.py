@@ -79,3 +79,73 @@ def test_a_mixture_of_experts_with_a_shared_one() -> None:
     plan = planner.plan(model, kwargs=given, budget="min", solver="sqrt_n")
     report = planner.verify(model, kwargs=given, plan=plan, repeats=0)
     assert report.ok, report.problems
+
+
+class Halves(nn.Module):
+    """One graph hands on both halves of what it is given, or makes, and needs one of them itself."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.given = given
+        self.before, self.inner, self.wide = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(x) + 1
+        if self.given:
+            torch._dynamo.graph_break()
+        left, right = hidden.chunk(2)
+        made = self.inner(left)
+        torch._dynamo.graph_break()
+        joined = torch.cat([left * 2, right * 3 - made])
+        torch._dynamo.graph_break()
+        return self.wide(joined).tanh().square().mean()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("given", [True, False])
+def test_parts_that_are_handed_on_are_not_taken_for_their_gradients(given: bool) -> None:
+    model, x = Halves(given).train(), torch.randn(512, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, x, budget="100%", solver="sqrt_n")
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+class Pooled(nn.Module):
+    """As encoders of images do, returns states and one of them by itself, or apart from the others."""
+
+    def __init__(self, look: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.look, self.before, self.norm = look, nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.look(self.norm(self.before(x).tanh()))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_gradient_of_a_part_lies_as_the_whole(apart: bool) -> None:
+    torch.manual_seed(0)
+    model = Pooled((lambda h: (h[:, 0], h[:, 1:])) if apart else (lambda h: (h, h[:, 0]))).train()
+    weight = torch.linspace(-1, 1, 32).view(4, 8)
+
+    def loss(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return sum((weight[:, None] * r.view(4, -1, 8)).square().mean() for r in results)
+
+    x = torch.randn(4, 6, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = planner.plan(model, x, budget="min", loss=loss, solver="sqrt_n")
+    report = planner.verify(model, x, plan=plan, loss=loss, repeats=0)
+    assert report.ok, report.problems
+
+
+def test_the_gradient_of_what_is_turned_may_lie_otherwise() -> None:
+    model, weight = Pooled(lambda h: (h, h.transpose(1, 2))).train(), torch.randn(4, 8, 6)
+
+    def loss(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return results[0].square().mean() + (results[1] * weight).mean()
+
+    with pytest.warns(planner.PlanWarning, match="last bits"):
+        planner.plan(model, torch.randn(4, 6, 8), budget="100%", loss=loss, solver="sqrt_n")

@@ -23,7 +23,7 @@ IN_PLACE = [
         (
             Change(
                 "planner/_torch/execution/saved_numbers.py",
-                "elif torch.is_grad_enabled():",
+                "elif torch.is_grad_enabled() and (out.is_floating_point() or out.is_complex()):",
                 "elif False:",
             ),
         ),
@@ -264,5 +264,18 @@ IN_PLACE = [
         (
             "tests/test_unused_outputs.py::test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs",
         ),
+    ),
+    Mutation(
+        "numbers-added-to-integers",
+        "A forward may add numbers in place to a part of an integer tensor.",
+        "It is taken for one that is differentiated.",
+        (
+            Change(
+                "planner/_torch/execution/saved_numbers.py",
+                "        elif torch.is_grad_enabled() and (out.is_floating_point() or out.is_complex()):\n",
+                "        elif torch.is_grad_enabled():\n",
+            ),
+        ),
+        ("tests/test_in_place.py::test_a_number_that_is_added_to_some_integers_is_saved_by_nobody",),
     ),
 ]

@@ -298,4 +298,35 @@ STEPS = [
         ),
         ("tests/test_training.py::test_batch_norm_statistics_are_updated_once",),
     ),
+    Mutation(
+        "gradients-of-parts",
+        "Parts of an input that a graph hands on are not taken for their gradients: what is held counts.",
+        "The gradients are traced in the input's memory.",
+        (
+            Change(
+                "planner/_torch/joint/aot.py",
+                "                elif _is_strided(tangent) and storage_key(tangent) in taken:\n",
+                "                elif False:\n",
+            ),
+        ),
+        (
+            "tests/test_views_handed_on.py::test_parts_that_are_handed_on_are_not_taken_for_their_gradients[True]",
+        ),
+    ),
+    Mutation(
+        "gradients-that-are-missed",
+        "Parameters that have a gradient without a plan and none with it are a warning.",
+        "Nothing is said.",
+        (
+            Change(
+                "planner/capture/differences.py",
+                "if without_plan and not with_plan]:",
+                "if with_plan and not without_plan]:",
+            ),
+        ),
+        (
+            "tests/test_autograd_functions.py::"
+            "test_gradients_of_zeros_that_a_function_makes_of_none_are_missed_aloud[True]",
+        ),
+    ),
 ]

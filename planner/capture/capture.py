@@ -33,7 +33,7 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
 from planner.capture.decided_by_data import told_by_data
-from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_order
+from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_gradients
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.graphs.runners import UntracedFunctions, captured_graphs, collector, let_go, split_up
@@ -156,6 +156,7 @@ class _Capture:
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
         self._no_loss = self._eager_runs = False
+        self._with_gradients: dict[bool, list[bool]] = {}  # by whether graphs ran: of each parameter
         self._runners: list[GraphRunner] = []
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
         self._alone = rank is None
@@ -223,7 +224,7 @@ class _Capture:
             finally:
                 for compiled in (whole, region):
                     dynamo.forget(compiled)
-        warn_of_other_order(recording, runners, self._warn)
+        warn_of_other_gradients(recording, runners, self._with_gradients, module, self._warn)
         if self._cuda is not None:
             warn_of_cpu_kernels(recording, runners, module, recurrent, self._cuda, self._warn)
         report("captured", 1.0)
@@ -357,6 +358,7 @@ class _Capture:
                 parameter.grad = gradient
             kept = self.copied.step.run(marked, recorder.pause, recorder.note_sent)
             recorder.note_what_is_left(self.copied.step, self.parameters, *kept)
+            self._with_gradients[bool(runners)] = [p.grad is not None for p in self.parameters]
         self._no_loss = kept[1] is None
         step = self.copied.step
         if self._no_loss and step.in_flight is not None and not step.lets_go_of_outputs:
@@ -374,7 +376,8 @@ class _Capture:
         self._given.restore()
         self._generators.restore()
         self._before.generators.restore()
-        _drop_gradients(self._resident)
+        for tensor in self._resident:
+            tensor.grad = None
         try:
             as_written = blocks_run_as_written()
             with region_of_its_own(), self.copied.running(), as_written, parts_run_uncompiled() as called:
@@ -386,15 +389,11 @@ class _Capture:
             graphs = [runner.graph for runner in self._runners]
             raise failed(doing, error, graphs, with_data=self.copied.data, eager=self._eager_runs) from error
         finally:
-            _drop_gradients(self._resident)
+            for tensor in self._resident:
+                tensor.grad = None
             self._before.restore_tensors()
 
 
 def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is compiled, when a plan is made and when it runs; the module's own hooks stay outside."""
     return module.forward(*args, **kwargs)
-
-
-def _drop_gradients(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.grad = None

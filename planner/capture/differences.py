@@ -1,7 +1,7 @@
 """What a user should know of a captured step, in words: of its graphs, and where a planned one differs."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,23 @@ _OF_CPU = ("mkldnn", "_for_cpu", "_cpu_")
 """Names of kernels that only the CPU has contain one of these."""
 
 
-def warn_of_other_order(
-    recording: Recording, runners: Sequence[GraphRunner], warn: Callable[[str], None]
+def warn_of_other_gradients(
+    recording: Recording,
+    runners: Sequence[GraphRunner],
+    with_gradients: Mapping[bool, Sequence[bool]],
+    module: torch.nn.Module,
+    warn: Callable[[str], None],
 ) -> None:
-    """Say so where gradients pass between graphs in another order, or layout, than eager's."""
+    """Say so where gradients pass between graphs in another order, or layout, than eager's, and where a
+    parameter gets none: ``with_gradients`` says which get one without graphs, and with them."""
+    named = zip(module.named_parameters(), with_gradients[False], with_gradients[True], strict=True)
+    if missing := [name for (name, _), without_plan, with_plan in named if without_plan and not with_plan]:
+        warn(
+            f"{len(missing)} parameters get gradients without a plan that are None with it, the first is "
+            f"{missing[0]}: a torch.autograd.Function returns None for what an earlier part of the forward "
+            "made with such a function, which takes that for zeros. Let it return zeros, or keep both in one "
+            "graph"
+        )
     sums = len(sums_between_graphs(recording, runners)) + reordered_views(runners)
     relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)
     if sums or relaid:

@@ -65,8 +65,11 @@ def reordered_views(runners: Sequence[GraphRunner]) -> int:
 
 
 def _reordered_inputs(runner: GraphRunner) -> int:
+    assert runner.joint is not None
     inputs = runner.graph.graph.find_nodes(op="placeholder")
-    handed_on = views_handed_on(runner.graph, runner.gradients.received)
+    # Of several views that one operation makes each has a gradient of its own inside.
+    apart = runner.gradients.received - aot_metadata.gradients_of_outputs(runner.joint.graph).keys()
+    handed_on = views_handed_on(runner.graph, apart)
     return sum(_uses_apart(inputs[position], views) for position, views in handed_on.items())
 
 

@@ -35,9 +35,10 @@ class TangentLayouts:
         self._arrived: dict[int, dict[int, list[_Arrived]]] = {}  # by output, and by execution
         self._aliases: list[tuple[int, torch.Tensor, int | None]] = []
         self._of_inputs: set[int] = set()
+        self._parts: set[int] = set()
 
     def watch(
-        self, output: int, tensor: torch.Tensor, *, execution: int, of_input: bool, alone: bool
+        self, output: int, tensor: torch.Tensor, *, execution: int, of_input: bool, alone: bool, part: bool
     ) -> None:
         """Watch an output.
 
@@ -48,6 +49,7 @@ class TangentLayouts:
             of_input: Whether it is a view of an input. These are taken as without a plan, but for those that
                 one operation makes several of.
             alone: Whether it shares no memory with an input or another output.
+            part: Whether it is a part of a contiguous result: its gradient is copied among zeros.
         """
         self.awaited.add(output)
         if not alone:
@@ -55,6 +57,8 @@ class TangentLayouts:
             self._aliases.append((output, alias, version_of(alias)))
         if of_input:
             self._of_inputs.add(output)
+        if part:
+            self._parts.add(output)
         tensor.register_hook(functools.partial(self._receive, output, execution, memory_steps(tensor)))
 
     def _receive(
@@ -103,6 +107,7 @@ class TangentLayouts:
         """What is known of some executions, of which this one then knows no more."""
         taken = TangentLayouts()
         taken.awaited, taken._of_inputs = set(self.awaited), set(self._of_inputs)
+        taken._parts = set(self._parts)
         for output, arrived in self._arrived.items():
             found = {execution: arrived.pop(execution) for execution in executions if execution in arrived}
             if found:
@@ -119,8 +124,13 @@ class TangentLayouts:
             for i, counted in self._counted().items()
             if (i in traced or i not in self._of_inputs) and any(layout for _, layout in counted)
             for (steps, layout), count in counted.items()
-            if (steps != memory_steps(traced[i]) if i in traced else layout is not None)
+            if (steps != memory_steps(traced[i]) if i in traced else self._is_relaid(i, layout))
         )
+
+    def _is_relaid(self, output: int, layout: MemoryLayout | None) -> bool:
+        """Whether the gradient of a view may lie otherwise than that of the result that it is a view of. That
+        of a part, if it is contiguous, is copied to where the part lies among contiguous zeros."""
+        return layout is not None and not (output in self._parts and layout.is_contiguous)
 
     def _counted(self) -> dict[int, Counter[_Arrived]]:
         """How often a gradient arrived in each way, by output."""

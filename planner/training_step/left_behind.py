@@ -152,21 +152,44 @@ def _put_right(left: LeftBehind, value_of: Callable[[torch.Tensor], torch.Tensor
     own: list[object] = [left.tensors, *left.held]
     while left.tensors:
         tensor, held = left.tensors.pop(), left.held.pop()
-        older = ((h, o) for o in held for h in gc.get_referrers(o) if _is_older(h, left, own))
-        holder, member = next(older, (None, None))
-        if holder is None:
-            continue
         value = value_of(tensor)
-        if value is None:
+        holder, member = _older_holder(held, left, own, but_caches=True)
+        if holder is None:
+            holder, member = _older_holder(held, left, own)
+            if value is None and (cache := _cache_of(holder)) is not None:
+                cache.cache_clear()
+                holder = None
+        elif value is None:
             warn(
                 "planning ran the step without data, and the step keeps a tensor that depends on data in "
                 f"{_called(holder, member)}: it was taken out"
             )
-        if not _replace(tensor, _NOTHING if value is None else value, own):
+        if holder is not None and not _replace(tensor, _NOTHING if value is None else value, own):
             warn(
                 "planning ran the step without data, and a tensor without data is left in "
                 f"{_called(holder, member)}, where it cannot be taken out: build that anew before training"
             )
+
+
+def _older_holder(
+    held: Sequence[object], left: LeftBehind, own: list[object], *, but_caches: bool = False
+) -> tuple[object, object]:
+    """The first older object that holds one of some objects, and which; or None twice. A list of all would
+    hold them too, and so would a tuple that is kept."""
+    for member in held:
+        for holder in gc.get_referrers(member):
+            if holder is not held and _is_older(holder, left, own) and not (but_caches and _cache_of(holder)):
+                return holder, member
+    return None, None
+
+
+def _cache_of(holder: object) -> Any:
+    """The cache of ``functools.lru_cache`` that an object is, or is the dictionary of; or None. What is
+    taken out of it is computed again when it is asked for."""
+    if isinstance(holder, _CACHE):
+        return holder
+    referrers = gc.get_referrers(holder) if isinstance(holder, dict) else ()
+    return next((h for h in referrers if isinstance(h, _CACHE)), None)
 
 
 def _is_older(holder: object, left: LeftBehind, own: list[object]) -> bool:

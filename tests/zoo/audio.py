@@ -165,3 +165,95 @@ def hf_time_series_transformer() -> Built:
         "future_time_features": torch.randn(16, future, 2),
     }
     return model, (), inputs
+
+
+@in_zoo
+def hf_vits() -> Built:
+    """Flows, which split what they are given and hand both halves on."""
+    import transformers
+
+    config = transformers.VitsConfig(
+        vocab_size=38,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=32,
+        flow_size=32,
+        spectrogram_bins=9,
+        upsample_initial_channel=32,
+        upsample_rates=[4, 4],
+        upsample_kernel_sizes=[8, 8],
+        resblock_kernel_sizes=[3],
+        resblock_dilation_sizes=[[1, 3]],
+        prior_encoder_num_flows=2,
+        posterior_encoder_num_wavenet_layers=2,
+        duration_predictor_num_flows=2,
+    )
+    return transformers.VitsModel(config), (), {"input_ids": torch.randint(3, 30, (1, 12))}
+
+
+@in_zoo
+def hf_encodec() -> Built:
+    """Convolutions, an LSTM, and codebooks one after the other."""
+    import transformers
+
+    config = transformers.EncodecConfig(
+        num_filters=4,
+        codebook_size=32,
+        codebook_dim=16,
+        hidden_size=16,
+        upsampling_ratios=[4, 2],
+        num_lstm_layers=1,
+        chunk_length_s=None,
+        normalize=False,
+    )
+    return transformers.EncodecModel(config), (), {"input_values": torch.randn(2, 1, 1600)}
+
+
+@in_zoo
+def hf_dac() -> Built:
+    import transformers
+
+    config = transformers.DacConfig(
+        encoder_hidden_size=8,
+        decoder_hidden_size=32,
+        downsampling_ratios=[2, 4],
+        upsampling_ratios=[4, 2],
+        codebook_size=32,
+        codebook_dim=4,
+        n_codebooks=3,
+        hidden_size=32,
+    )
+    return transformers.DacModel(config), (), {"input_values": torch.randn(2, 1, 512)}
+
+
+@in_zoo
+def hf_autoformer() -> Built:
+    """Attention by autocorrelation, through Fourier transforms, at delays that data decide."""
+    import transformers
+
+    config = transformers.AutoformerConfig(
+        prediction_length=8,
+        context_length=24,
+        lags_sequence=[1, 2, 3],
+        num_time_features=2,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        scaling="mean",
+        label_length=8,
+        moving_average=5,
+        autocorrelation_factor=2,
+    )
+    inputs = {
+        "past_values": torch.rand(4, 27) + 1,
+        "past_time_features": torch.randn(4, 27, 2),
+        "past_observed_mask": torch.ones(4, 27),
+        "future_values": torch.rand(4, 8) + 1,
+        "future_time_features": torch.randn(4, 8, 2),
+    }
+    return transformers.AutoformerForPrediction(config), (), inputs

@@ -162,3 +162,71 @@ def diffusers_vq_model() -> Built:
         num_vq_embeddings=32,
     )
     return model, (torch.randn(2, 3, 32, 32),), {}
+
+
+@in_zoo
+def diffusers_qwen_image() -> Built:
+    """Its tables of rotations are remembered by methods, for each module and size."""
+    import diffusers
+
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        axes_dims_rope=(8, 4, 4),
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 64, 16),
+        "encoder_hidden_states": torch.randn(2, 7, 32),
+        "encoder_hidden_states_mask": torch.ones(2, 7).bool(),
+        "timestep": torch.rand(2),
+        "img_shapes": [(1, 8, 8)] * 2,
+    }
+    return model, (), inputs
+
+
+@in_zoo
+def diffusers_wan_autoencoder() -> Built:
+    """Videos, piece by piece, with what earlier pieces left for causal convolutions."""
+    import diffusers
+
+    model = diffusers.AutoencoderKLWan(
+        base_dim=3,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    )
+    return model, (torch.randn(1, 3, 9, 16, 16),), {}
+
+
+@in_zoo
+def diffusers_mochi() -> Built:
+    """Text of each sample without its padding: sizes that data decide, in every layer."""
+    import diffusers
+
+    model = diffusers.MochiTransformer3DModel(
+        patch_size=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=4,
+        out_channels=None,
+        qk_norm="rms_norm",
+        text_embed_dim=16,
+        time_embed_dim=4,
+        activation_fn="swiglu",
+        max_sequence_length=16,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 8, 16),
+        "timestep": torch.randint(0, 1000, (2,)),
+        "encoder_attention_mask": torch.ones(2, 8).bool(),
+    }
+    return model, (), inputs

@@ -262,3 +262,39 @@ def hf_detr() -> Built:
         num_labels=5,
     )
     return module, (), {"pixel_values": images(2, 64)}
+
+
+@in_zoo
+def hf_dinov3() -> Built:
+    """Returns all states and one of them by itself; positions are shifted, scaled and jittered at random."""
+    augmented = {"pos_embed_shift": 0.1, "pos_embed_jitter": 1.1, "pos_embed_rescale": 1.1}
+    settings = {**_PATCHES, **augmented, "num_register_tokens": 4, "drop_path_rate": 0.1}
+    return _model("DINOv3ViTModel", "DINOv3ViTConfig", **settings), (), {"pixel_values": images()}
+
+
+@in_zoo
+def hf_qwen2_5_vl() -> Built:
+    """Positions in three dimensions, which data decide and Python moves in place."""
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
+    pieces = {"patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 32}
+    module = _model(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        text_config={**_TEXT, "num_key_value_heads": 2, "rope_parameters": rotary},
+        vision_config={**vision, **pieces, "fullatt_block_indexes": [1]},
+        image_token_id=3,
+        video_token_id=2,
+        vision_start_token_id=5,
+    )
+    start, image = torch.full((4, 1), 5), torch.full((4, 4), 3)
+    tokens = torch.cat([start, image, words(length=12).clamp(min=6)], 1)
+    inputs = {
+        "input_ids": tokens,
+        "labels": tokens.clone(),
+        "attention_mask": torch.ones_like(tokens),
+        "pixel_values": torch.randn(4 * 16, 3 * 2 * 8 * 8),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 4),
+        "mm_token_type_ids": (tokens == 3).int(),
+    }
+    return module, (), inputs

@@ -55,7 +55,7 @@ class SavedNumbers:
             return
         if not out._is_view():
             self._last = weakref.ref(out), numbers, node
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and (out.is_floating_point() or out.is_complex()):
             # Of a view that is written the user may hold nothing but the base, which is held until found.
             self._last = partial(_itself, out._base), _saved(operator, args, numbers), node
 

@@ -31,7 +31,7 @@ from torch.fx.passes import _tensorify_python_scalars as tensorify_pass
 
 from planner._torch.cuda.batch_norm import cudnn_as_eager
 from planner._torch.execution.decompositions import kernels_of_eager
-from planner._torch.fake import fake_mode, forget_real_tensors, without_modes
+from planner._torch.fake import fake_mode, forget_real_tensors, storage_key, without_modes
 from planner._torch.joint.effects import refuse_tokens, without_tokens
 from planner._torch.joint.graph_modules import written_when_needed
 from planner._torch.joint.in_place import results_in_place
@@ -126,10 +126,9 @@ def compile_joint(
 
 @contextlib.contextmanager
 def _gradients_laid_out(layouts: Mapping[int, MemoryLayout]) -> Iterator[None]:
-    """AOTAutograd assumes gradients to have the strides of their outputs, and copies those that do not."""
-    if not layouts:
-        yield
-        return
+    """AOTAutograd assumes gradients to have the strides of their outputs, and copies those that do not. It
+    traces with the outputs themselves as gradients where these are contiguous: parts of one tensor would have
+    gradients that lie in one, or in that tensor where it is an input."""
     original = collect_metadata_analysis.run_functionalized_fw_and_collect_metadata
 
     def run(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -137,17 +136,20 @@ def _gradients_laid_out(layouts: Mapping[int, MemoryLayout]) -> Iterator[None]:
 
         def collected(*inputs: Any) -> Any:
             metadata = collect(*inputs)
+            taken = {storage_key(x) for x in inputs if _is_strided(x)}
             for i, description in enumerate(metadata.traced_tangents_descs):
                 source = getattr(description, "output", None)
                 layout = layouts.get(source.idx) if isinstance(source, PlainAOTOutput) else None
                 tangent = metadata.traced_tangents[i]
-                if layout is None or not _can_lie(tangent, layout):
-                    continue
-                tangent = tangent.new_empty_strided(tangent.shape, layout.strides(tangent.shape))
+                if layout is not None and _can_lie(tangent, layout):
+                    tangent = tangent.new_empty_strided(tangent.shape, layout.strides(tangent.shape))
+                    metadata.subclass_tangent_meta[i] = dataclasses.replace(
+                        metadata.subclass_tangent_meta[i], memory_format=MemoryFormatMeta.from_tensor(tangent)
+                    )
+                elif _is_strided(tangent) and storage_key(tangent) in taken:
+                    tangent = tangent.new_empty_strided(tangent.shape, tangent.stride())
                 metadata.traced_tangents[i] = tangent
-                metadata.subclass_tangent_meta[i] = dataclasses.replace(
-                    metadata.subclass_tangent_meta[i], memory_format=MemoryFormatMeta.from_tensor(tangent)
-                )
+                taken |= {storage_key(tangent)} if _is_strided(tangent) else set()
             return metadata
 
         return collected
@@ -188,13 +190,12 @@ def _first_calls_like_others() -> Iterator[None]:
         context.__init__ = original
 
 
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.layout is torch.strided
+
+
 def _can_lie(tangent: Any, layout: MemoryLayout) -> bool:
-    return (
-        isinstance(tangent, FakeTensor)
-        and tangent.layout is torch.strided
-        and not tangent._has_symbolic_sizes_strides
-        and layout.fits(tangent.shape)
-    )
+    return _is_strided(tangent) and not tangent._has_symbolic_sizes_strides and layout.fits(tangent.shape)
 
 
 def _donate_nothing(forward: torch.fx.GraphModule, outputs: int) -> None:

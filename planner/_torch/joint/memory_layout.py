@@ -27,6 +27,11 @@ class MemoryLayout:
     inside: tuple[int, ...] = ()
     step: int = 1
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is that of contiguous tensors."""
+        return self == MemoryLayout(tuple(range(len(self.dimensions))))
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
         """That of a tensor; the order of its dimensions alone where no larger one explains its strides."""
@@ -62,3 +67,11 @@ class MemoryLayout:
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies so."""
         return self.fits(tensor.shape) and list(tensor.stride()) == self.strides(tensor.shape)
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of a part of a contiguous one."""
+    base = tensor._base
+    if base is None or base.layout is not torch.strided:
+        return False
+    return base.is_contiguous() and tensor.numel() < base.numel()
