@@ -1,14 +1,20 @@
-"""Imports that leave Python's random generator as it is: rich draws from it when it is first imported."""
+"""Imports that leave Python's random generator as it is: rich draws from it when it is first imported.
+
+Meanwhile no garbage is collected: the collector would go through the user's model, which is there already.
+"""
 
 import random
 from importlib import import_module
 from types import ModuleType
+
+from planner.heap import collector_off
 
 
 def import_without_drawing(name: str) -> ModuleType:
     """What ``importlib.import_module(name)`` returns, with the state of ``random`` as it was before."""
     state = random.getstate()
     try:
-        return import_module(name)
+        with collector_off():
+            return import_module(name)
     finally:
         random.setstate(state)

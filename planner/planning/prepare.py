@@ -1,5 +1,6 @@
 """Putting a plan together: what was captured, what was solved, and what that promises."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -331,9 +332,9 @@ def _there(
 
 
 def device_of(model: torch.nn.Module, step: Step) -> torch.device:
-    for tensor in [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]:
-        return tensor.device
-    return torch.device("cpu")
+    inputs = tensors_in((step.args, dict(step.kwargs)))
+    first = next(itertools.chain(model.parameters(), model.buffers(), inputs), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def strides_in_memory(tensor: torch.Tensor) -> list[int] | None:

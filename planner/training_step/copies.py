@@ -89,7 +89,8 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         if answers is not None:
             answers.begin_again()
 
-    loss = _on_copies(step.loss, module, copied, _paired(module, step, copied, (args, kwargs)))
+    pairs = [] if step.loss is None else _paired(module, step, copied, (args, kwargs))
+    loss = _on_copies(step.loss, module, copied, pairs)
     left = step.left_in(copied)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss, left=left)
     return StepCopy(
@@ -158,10 +159,11 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
     for part in copied.modules():
         if part not in own:  # a __deepcopy__ may return the module itself
             modules.install_call(part, None)  # a plan travels with copies
-    for original, mine in zip(_state(module), _state(copied), strict=True):
-        if mine.grad_fn is not None and original.grad_fn is None:
-            # Scripted modules clone their parameters with history: gradients would reach the user's.
-            mine.detach_().requires_grad_(original.requires_grad)
+    if any(mine.grad_fn is not None for mine in _state(copied)):
+        for original, mine in zip(_state(module), _state(copied), strict=True):
+            if mine.grad_fn is not None and original.grad_fn is None:
+                # Scripted modules clone their parameters with history: gradients would reach the user's.
+                mine.detach_().requires_grad_(original.requires_grad)
     return copied
 
 
@@ -196,8 +198,9 @@ def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[st
 
         return run
 
-    copies = dict(copied.named_parameters())
-    for name, original in module.named_parameters():
+    hooked = [(name, original) for name, original in module.named_parameters() if has_hooks(original)]
+    copies = dict(copied.named_parameters()) if hooked else {}
+    for name, original in hooked:
         mine = copies[name]
         if mine.requires_grad and not has_hooks(mine):
             for hook in hooks_on(original):

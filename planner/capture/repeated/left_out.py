@@ -333,8 +333,10 @@ def _described(
 ) -> tuple[object, ...] | None:
     """What alike layers have in common; None of one that is not only what its code and its tensors say."""
     description: list[object] = []
+    if modules.hooks_inside(layer):
+        return None
     for name, part in layer.named_modules():
-        if modules.installed_call(part) is not None or modules.hooks_inside(part):
+        if modules.installed_call(part) is not None:
             return None
         description.append((name, type(part), part.training))
         for of_part, tensor in _held(part):

@@ -40,8 +40,9 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
         if parts is None or parts[0]() is not value or not all(map(_is_marked, parts)):
             result = wrap(self, value)
             key = id(value)
-            inside = map(weakref.ref, list(value.modules())[1:])
-            marked[key] = [weakref.ref(value, lambda _: marked.pop(key, None)), *inside]
+            inside = [part for part in value.modules() if part._parameters or part._buffers]
+            module = weakref.ref(value, lambda _: marked.pop(key, None))
+            marked[key] = [module, *map(weakref.ref, inside)]
             return result
         nothing: dict[str, Any] = dict.fromkeys(_METHODS)
         with patch.multiple(builder, **nothing):
