@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from functorch.compile import default_partition, make_boxed_func
-from torch._functorch import aot_autograd as functorch
+from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch._aot_autograd import graph_compile as functorch_compile
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,13 +97,14 @@ def test_a_plan_that_runs_and_plans_of_other_budgets_trace_nothing(
 def test_copies_are_what_would_have_been_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced, seen, collected = TracedBefore(), list[Any](), list[Any]()
     monkeypatch.setattr(aot, "TRACED_BEFORE", traced)
-    collect = functorch.run_functionalized_fw_and_collect_metadata
+    collect = collect_metadata_analysis.run_functionalized_fw_and_collect_metadata
 
     def collecting(*args: Any, **kwargs: Any) -> Any:
         found = collect(*args, **kwargs)
         return lambda *inputs: collected.append(found(*inputs)) or collected[-1]
 
-    monkeypatch.setattr(functorch, "run_functionalized_fw_and_collect_metadata", collecting)
+    name = "run_functionalized_fw_and_collect_metadata"
+    monkeypatch.setattr(collect_metadata_analysis, name, collecting)
     original_dispatch = functorch_compile.aot_dispatch_autograd_graph
     given = list[Any]()
 

@@ -2,7 +2,7 @@
 
 from benchmarks.mutations.record import Change, Mutation
 
-_COPIED = "    loss = _on_copies(step.loss, module, copied, _paired(module, step, copied, (args, kwargs)))\n"
+_COPIED = "    loss = _on_copies(step.loss, module, copied, state)\n"
 
 
 def _ends_graphs(variable: str, method: str) -> Change:

@@ -43,6 +43,7 @@ from planner.runtime.own_errors import unplanned
 from planner.runtime.read_again import ReadAgain
 from planner.runtime.remap import (
     among_sizes,
+    fits_whole,
     grown,
     matches,
     planned_bytes,
@@ -368,10 +369,7 @@ class PlanBackend:
                 warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
                 return no_recomputation(joint), ()
             remapped = remap_schedule(record, joint)
-            # Where all that the step's operations produce fits into the planned peak, any order of them does.
-            planned = sum(planned_bytes(g) * len(g.executions) for g in self._plan.graphs)
-            more = total_bytes(joint) - planned_bytes(record)
-            fits = planned + more <= self._plan.predicted.dynamic_peak_bytes
+            fits = fits_whole(self._plan, record, joint, other_shapes=self._warned_of_shapes())
             if not fits and (not remapped.only_less or grown(record, joint)):
                 warn(
                     f"PyTorch traces this model into other operations than when the plan was made "

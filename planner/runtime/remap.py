@@ -238,6 +238,19 @@ def planned_bytes(record: GraphRecord) -> int:
     return sum(op.bytes for op in record.ops)
 
 
+def fits_whole(plan: PlanRecord, record: GraphRecord, joint: JointGraph, *, other_shapes: bool) -> bool:
+    """Whether all that the step's operations produce fits into the planned peak: then any order of them does.
+
+    Args:
+        plan: The plan.
+        record: The graph as planned.
+        joint: The graph as it is now.
+        other_shapes: Whether inputs have other shapes: then of the other graphs nothing is known.
+    """
+    rest = sum(planned_bytes(g) * len(g.executions) for g in plan.graphs) - planned_bytes(record)
+    return total_bytes(joint) + (0 if other_shapes else rest) <= plan.predicted.dynamic_peak_bytes
+
+
 def grown(record: GraphRecord, joint: JointGraph) -> bool:
     """Whether the operations of a graph allocate more than when the plan was made."""
     return total_bytes(joint) > planned_bytes(record)

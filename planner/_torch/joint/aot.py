@@ -118,8 +118,10 @@ def compile_joint(
         key = trace_key(graph, example_inputs, layouts) if reuse else None
         stack.enter_context(TRACED_BEFORE.used_for(key))
         if TracingContext.try_get() is None:
-            mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), fake_mode())
-            stack.callback(forget_real_tensors, mode)
+            mode = next((x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)), None)
+            if mode is None:
+                mode = fake_mode()
+                stack.callback(forget_real_tensors, mode)
             stack.enter_context(tracing(TracingContext(mode)))
         return backend(graph, example_inputs)
 

@@ -24,26 +24,26 @@ _METHODS = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr
 
 @functools.cache
 def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
-    """Mark the parameters of a module as such the first time that Dynamo comes to it, not in every function.
+    """Mark the parameters of a module as such the first time that Dynamo comes to it, or to one around it.
+    Dynamo marks them in every function.
 
     The marks stay on the tensors, until others mark these otherwise, as ``torch.compile`` around an
     optimizer's step does. A model of many layers is come to in each function of its own that goes on behind
     a region, with all of its parameters.
     """
     wrap = VariableBuilder.wrap_module
-    marked: dict[int, list[_Reference]] = {}  # to the module and to those in it: tensors can be exchanged
+    parts_of: dict[int, list[_Reference]] = {}  # the module, and those in it: tensors can be exchanged
 
     def once(self: Any, value: torch.nn.Module) -> Any:
         if not is_ours(self.tx):
             return wrap(self, value)
-        parts = marked.get(id(value))
-        if parts is None or parts[0]() is not value or not all(map(_is_marked, parts)):
-            result = wrap(self, value)
-            key = id(value)
+        parts = parts_of.get(key := id(value))
+        if parts is None or parts[0]() is not value:
             inside = [part for part in value.modules() if part._parameters or part._buffers]
-            module = weakref.ref(value, lambda _: marked.pop(key, None))
-            marked[key] = [module, *map(weakref.ref, inside)]
-            return result
+            module = weakref.ref(value, lambda _: parts_of.pop(key, None))
+            parts = parts_of[key] = [module, *map(weakref.ref, inside)]
+        if not all(map(_is_marked, parts)):
+            return wrap(self, value)
         nothing: dict[str, Any] = dict.fromkeys(_METHODS)
         with patch.multiple(builder, **nothing):
             return wrap(self, value)
