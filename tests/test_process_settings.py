@@ -1,24 +1,13 @@
 """What a training loop, or a forward itself, sets of how PyTorch computes, for the whole process."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from planner._torch.joint.default_dtype import default_dtype
 from tests.side_by_side import Layers, assert_same, layers, left_by, peak_of, plan_of, steps
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Noisy(Layers):
@@ -48,7 +37,7 @@ class SetsType(Noisy):
 
 class SetsTypeForOne(Layers):
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        with _default_dtype(torch.float64):
+        with default_dtype(torch.float64):
             weight = torch.ones(32) / 3
         return super().run((x * weight).float())
 
@@ -66,13 +55,13 @@ class Deterministic(Layers):
 def test_a_default_type_that_is_over_before_the_backward() -> None:
     model, (x,), _ = layers(Divides)
     twin = copy.deepcopy(model)
-    with _default_dtype(torch.float64):
+    with default_dtype(torch.float64):
         plan = plan_of(model, (x,))
     plan.apply(model)
     assert any(op.split(".")[1] == "rand" for op in _recomputed(plan))
 
     def loop(network: Any) -> torch.Tensor:
-        with _default_dtype(torch.float64):
+        with default_dtype(torch.float64):
             loss: torch.Tensor = network(x)
         loss.backward()
         return loss

@@ -96,6 +96,33 @@ def test_a_plan_from_a_file_knows_what_is_not_traced(tmp_path: object) -> None:
         assert torch.equal(theirs.grad, ours.grad)
 
 
+@torch.library.custom_op("planner_tests::sum_of_many", mutates_args=())
+def sum_of_many(terms: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(terms).sum(0)
+
+
+class SumsMany(nn.Module):
+    """Calls an operator without a shape function, with many tensors, which the error lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.weight = Block(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            added = torch.ops.planner_tests.sum_of_many([x * number for number in range(100)])
+        return (self.block(x) * added * self.weight).square().mean()
+
+
+def test_a_long_error_is_shortened() -> None:
+    plan = planner.plan(SumsMany(), (torch.randn(4, 16),), budget="min")
+    said = [note for note in plan.notes if "tracing SumsMany.forward failed" in note]
+    assert len(said) == 1
+    assert said[0].endswith(" ...")
+    assert len(said[0]) == 2000
+    assert "SumsMany.forward" in plan.untraced
+
+
 def test_what_the_plan_does_not_know_to_be_untraced_is_said() -> None:
     torch.manual_seed(0)
     model, x = Untraced(), torch.randn(32, 16)

@@ -2,7 +2,7 @@
 
 from benchmarks.mutations.record import Change, Mutation
 
-_COPIED = "    loss = _on_copies(step.loss, module, copied, state)\n"
+_COPIED = "    pairs = [] if step.loss is None else _paired(module, step, copied, (args, kwargs))\n"
 
 
 def _ends_graphs(variable: str, method: str) -> Change:

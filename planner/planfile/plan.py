@@ -94,7 +94,7 @@ class PlanRecord(Record):
         max_length=10_000,
         description="structures of graphs of which the step differentiates nothing: they run as captured",
     )
-    untraced: list[Label] = Field(
+    untraced: list[Name] = Field(
         default=[],
         max_length=10_000,
         description="functions that PyTorch could not trace for an error of its own: they run as written, "

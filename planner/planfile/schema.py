@@ -19,8 +19,14 @@ _TIMELINE_POINTS = 600
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Field(ge=0, le=1e15)]
 Index = Annotated[int, Field(ge=0, lt=MOST_OPS)]
-Name = Annotated[str, StringConstraints(max_length=2000)]
+_MOST_CHARACTERS = 2000
+Name = Annotated[str, StringConstraints(max_length=_MOST_CHARACTERS)]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+def shortened(text: str) -> str:
+    """A text as a plan file may hold it: some errors of PyTorch's list all arguments."""
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 4]} ..."
 
 
 class InconsistentError(ValueError):

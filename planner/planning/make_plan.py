@@ -32,6 +32,7 @@ from planner.planfile.plan import (
     TensorRecord,
     Timeline,
 )
+from planner.planfile.schema import shortened
 from planner.planning.cudnn_note import cudnn_note
 from planner.planning.encodings import Solved
 from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
@@ -168,7 +169,7 @@ def make_plan(
         peak_holders=_holders(problem, solution, timeline.peak_step)
         if emitted is None
         else [LiveModule(module="", bytes=peak_bytes)],
-        notes=notes,
+        notes=[*map(shortened, notes)],
         step=step_record(captured, problem) if emitted is None else None,
     ).remember(prepared.options)
 

@@ -89,8 +89,8 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         if answers is not None:
             answers.begin_again()
 
-    state = [] if step.loss is None else _paired(module, step, copied, (args, kwargs))
-    loss = _on_copies(step.loss, module, copied, state)
+    pairs = [] if step.loss is None else _paired(module, step, copied, (args, kwargs))
+    loss = _on_copies(step.loss, module, copied, pairs)
     left = step.left_in(copied)
     copied_step = replace(step, args=tuple(args), kwargs=kwargs, loss=loss, left=left)
     return StepCopy(
