@@ -5,7 +5,8 @@ leaves the state, the second runs from it, and the generator is put back. Operat
 which may draw numbers without saying so, are run again in this way too. Emitted graphs call these functions.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,12 +53,37 @@ def run_from_state(
 ) -> Any:
     """Run ``operator`` as if the generators were in ``state``; the generators themselves do not move."""
     generators = _generators(devices, device_index)
-    present = [generator.get_state() for generator in generators]
-    _set_states(generators, state.split([len(s) for s in present]))
-    try:
+    several = len(generators) > 1
+    states = state.split([len(g.get_state()) for g in generators]) if several else [state]
+    with contextlib.ExitStack() as put_back:
+        for generator, saved in zip(generators, states, strict=True):
+            put_back.enter_context(_in_state(generator, saved))
         return operator(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _in_state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
+    """Let a generator draw from a state for a while.
+
+    A GPU's draws from another generator's numbers: setting its state would also have cuDNN's recurrent layers
+    make theirs, of the dropout between layers, anew in the next step, which eager does not.
+    """
+    if generator.device.type == "cpu":
+        present = generator.get_state()
+        generator.set_state(state)
+        try:
+            yield
+        finally:
+            generator.set_state(present)
+        return
+    other = torch.Generator(generator.device)
+    other.set_state(state)
+    own = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(other)
+    try:
+        yield
     finally:
-        _set_states(generators, present)
+        generator.graphsafe_set_state(own)
 
 
 def generator_state_bytes(devices: str) -> int:
@@ -91,8 +117,3 @@ def _generators(devices: str, device_index: int | None) -> list[torch.Generator]
         else:
             found.append(torch.default_generator)
     return found
-
-
-def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)

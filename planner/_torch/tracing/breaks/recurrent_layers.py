@@ -17,7 +17,6 @@ from planner._torch.compat import replace
 
 REASON = "cuDNN's recurrent layers run as written; they are not run again, and keep what was recorded"
 KIND = "a recurrent layer on a GPU"
-DROPPING = f"{KIND}, whose dropout draws other numbers in later steps if the plan runs other dropout again"
 """What a plan's notes say of where a graph ends."""
 
 
@@ -32,12 +31,7 @@ def break_at_recurrent_layers(is_ours: Callable[[Any], bool]) -> None:
 
     def unless_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if runs_on_gpu(self.value) and is_ours(tx):
-            unimplemented(
-                gb_type=DROPPING if self.value.dropout > 0 and self.value.num_layers > 1 else KIND,
-                context=type(self.value).__name__,
-                explanation=REASON,
-                hints=[],
-            )
+            unimplemented(gb_type=KIND, context=type(self.value).__name__, explanation=REASON, hints=[])
         return call(self, tx, *args, **kwargs)
 
     replace(UnspecializedNNModuleVariable, "call_function", unless_recurrent)
