@@ -198,7 +198,8 @@ def test_other_devices_have_no_formulas(device: str) -> None:
     assert cuda_scratch(find_device(device)) is None
 
 
-FACTS = json.loads((Path(__file__).parent / "data" / "cuda_scratch.json").read_text(encoding="utf-8"))
+DATA = Path(__file__).parent / "data"
+FACTS = json.loads((DATA / "cuda_scratch.json").read_text(encoding="utf-8"))
 
 
 def read(value: Any) -> Any:
@@ -219,6 +220,24 @@ def test_measured_facts(name: str) -> None:
     for args, seen in FACTS[name]:
         predicted = scratch(func, *map(read, args))
         assert predicted == seen or (seen > MIB and 0 < seen - predicted < MIB), (args, seen, predicted)
+
+
+def test_convolutions_of_float32_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an H200 asked for, by batch, channels, side, results, side of the kernel, stride and padding."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    seen = json.loads((DATA / "convolutions_without_tf32.json").read_text(encoding="utf-8"))
+    right = [0, 0, 0, 0]
+    for batch, channels, side, made, kernel, stride, padding, *found in seen:
+        points = (side + 2 * padding - kernel) // stride + 1
+        image, weight = meta(batch, channels, side, side), meta(made, channels, kernel, kernel)
+        grad = meta(batch, made, points, points)
+        options = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1
+        predicted = [scratch(aten.convolution.default, image, weight, None, *options)] + [
+            scratch(aten.convolution_backward.default, grad, image, weight, [0], *options, [*which, False])
+            for which in ((True, False), (False, True), (True, True))
+        ]
+        right = [n + (a == b) for n, a, b in zip(right, predicted, found, strict=True)]
+    assert right == [230, 227, 221, 214]
 
 
 def test_formulas_take_microseconds() -> None:

@@ -14,6 +14,8 @@ from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
 from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner.capture.capture import capture
 from planner.capture.captured_step import CapturedStep, CudaKernels
+from planner.planning.options import PlanOptions
+from planner.planning.prepare import prepare
 from planner.runtime.remap import planned_bytes, total_bytes
 from planner.training_step.step import Step
 from planner.user_plan import Plan
@@ -143,6 +145,22 @@ def test_seeds_that_attention_keeps_on_the_host_are_no_bytes_of_the_gpu() -> Non
     joint = captured.graphs[0].joint
     assert joint is not None
     assert total_bytes(joint) == planned_bytes(plan.graphs[0])
+
+
+def test_states_of_generators_are_no_bytes_of_the_gpu() -> None:
+    """Dropout that is run again keeps the state of a generator: on the CPU in the memory that is planned."""
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)) for _ in range(4)))
+        x = torch.randn(512, 64)
+    sizes = {}
+    for device in ("H100", "cpu"):
+        problem = prepare(module, Step((x,), {}, torch.sum), PlanOptions(device=device)).problem
+        values = {v.name: v.bytes for v in problem.graph.values if v.name.startswith("generator state")}
+        again = sum(op.workspace_bytes for op in problem.graph.ops[problem.graph.base_length :])
+        sizes[device] = len(values), sum(values.values()), again
+    state = torch.default_generator.get_state().nbytes
+    assert sizes["H100"] == (4, 0, 0)
+    assert sizes["cpu"] == (4, 4 * (state + -state % 64), 4 * state)
 
 
 class Scaled(nn.Module):

@@ -24,11 +24,13 @@ class ReplayState:
         name: What it is.
         bytes: Its size.
         held_bytes: Bytes that the second run holds besides while it runs.
+        on_host: It is in the memory of the host, so that it takes none of a GPU's.
     """
 
     name: str
     bytes: int
     held_bytes: int = 0
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,9 @@ def build_problem(
         in_flight: Micro-batches in flight, of which the step is one; None for a step by itself.
     """
     costs = costs or roofline(device)
-    builder = _Builder(captured, copying)
+    builder = _Builder(captured, device, copying)
     builder.run()
-    graph = builder.graph(device, meter, costs)
+    graph = builder.graph(meter, costs)
     sources = [row.source for row in builder.rows]
     eager, left = eager_timeline(captured.eager, device, meter, costs), builder.final_bytes(graph)
     if in_flight is not None:
@@ -109,6 +109,7 @@ def build_problem(
 @dataclass
 class _Builder:
     captured: CapturedStep
+    device: Device
     copying: bool = False
     rows: list[Row] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
@@ -136,8 +137,8 @@ class _Builder:
                     self._hold(self.value_of[storage], self._let_go_after(storage), index)
         self._hold_what_is_saved()
 
-    def graph(self, device: Device, meter: Workspaces | None, costs: Costs) -> Graph:
-        """The solvers' graph, with seconds and bytes for a device."""
+    def graph(self, meter: Workspaces | None, costs: Costs) -> Graph:
+        """The solvers' graph, with seconds and bytes for the device."""
         memories, replayed = self._measure(meter)
         values, ops = list(self.values), list[Op]()
         # By call: executions of a graph share theirs.
@@ -177,7 +178,7 @@ class _Builder:
         for value, event in self._held.items():
             until = end if event is None else max(self._last_row[event], 0)
             values[value] = replace(values[value], held_until=base_op(until))
-        rounded = (of_size(v, round_bytes(device, v.bytes)) for v in values)
+        rounded = (of_size(v, round_bytes(self.device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
     def final_bytes(self, graph: Graph) -> int:
@@ -296,6 +297,8 @@ class _Builder:
     def _replay(self, row: Row, op: JointOp, storages: dict[int, ValueId], copies: InputCopies) -> None:
         """Say how a row is run again, where that differs from its first run."""
         node, state = op.node, op.rule.state(op.node)
+        if state is not None and state.on_host and self.device.kind != "cpu":
+            state = replace(state, bytes=0, held_bytes=0)
         call, read = op.rule.call_again(node), op.read_again
         if state is None and call is None and not op.writers and not copies.are_read(read):
             return

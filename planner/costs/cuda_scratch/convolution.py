@@ -18,7 +18,7 @@ most part. What it says:
 Of the 631 calls 379 agree to the byte, 48 but for what the allocator does not split off (at most 1 MiB), and
 148 within a tenth or 64 KiB; of the rest 38 are below what was seen and 18 above. On other capabilities
 nothing was seen, and nothing counts. Copies that PyTorch itself makes of tensors that are not dense count
-everywhere.
+everywhere. Of float32 without TF32 :mod:`planner.costs.cuda_scratch.convolution_without_tf32` has the rule.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from planner._torch.fake import concrete_size
+from planner.costs.cuda_scratch.convolution_without_tf32 import WithoutTf32
 from planner.costs.cuda_scratch.layouts import HALF, Layout, allocated, ceil_div, rounded
 from planner.costs.cuda_scratch.processors import Processor
 from planner.costs.cuda_scratch.registry import Arguments, scratch_of
@@ -96,6 +97,13 @@ class _Convolution:
         return self.image.dtype in HALF
 
     @property
+    def without_tf32(self) -> WithoutTf32 | None:
+        """The rule of float32 where TF32 is not allowed; None where it is, and in 16 bits."""
+        if self.half or torch.backends.cudnn.allow_tf32:
+            return None
+        return WithoutTf32(self.image, self.weight, self.result, self.stride)
+
+    @property
     def points(self) -> int:
         """Points of one image of the result."""
         return prod(self.result.sizes[2:])
@@ -149,9 +157,9 @@ def _convolution_backward(arguments: Arguments, processor: Processor) -> int:
     needed = 0
     if call is None:
         needed = _few_channels_last(arguments, processor) if for_weight else 0
-    elif _asks_backward(call):
+    elif call.without_tf32 is not None or _asks_backward(call):
         later = weight.bytes if for_weight else 0
-        of_image = rounded(_forward(call, processor)) - later if for_image else 0
+        of_image = rounded(_of_image(call, processor)) - later if for_image else 0
         needed = max(of_image, rounded(_of_weight(call, processor)) if for_weight else 0)
     after = allocated(weight.sizes[0], grad.dtype) if for_bias else 0
     return max(copied + needed - after, 0)
@@ -169,8 +177,16 @@ def _asks_backward(call: _Convolution) -> bool:
     return call.products >= _SMALL_BACKWARD or moved >= 1 << 20 or (wide and not call.half)
 
 
+def _of_image(call: _Convolution, processor: Processor) -> int:
+    """Bytes for the gradient of the image."""
+    without = call.without_tf32
+    return _forward(call, processor) if without is None else without.image_gradient()
+
+
 def _forward(call: _Convolution, processor: Processor) -> int:
-    """Bytes for the result, or for the gradient of the image."""
+    """Bytes for the result; where TF32 is allowed, or in 16 bits, for the gradient of the image too."""
+    if call.without_tf32 is not None:
+        return call.without_tf32.forward()
     if call.pointwise and not call.strided:
         return call.copies + _HEADER if call.copied else _HEADER
     if call.pointwise:
@@ -195,6 +211,8 @@ def _last_wave(call: _Convolution, processor: Processor) -> int:
 
 def _of_weight(call: _Convolution, processor: Processor) -> int:
     """Bytes for the gradient of the weight."""
+    if call.without_tf32 is not None:
+        return call.without_tf32.weight_gradient()
     channels, batch = call.image.sizes[1], call.image.sizes[0]
     part = call.weight.elements * 4
     if call.pointwise and not call.strided:

@@ -27,7 +27,7 @@ class RandomNumbers(ReplayRule):
 
     def state(self, node: Node) -> ReplayState:
         size = generator_state_bytes(generator_device(node)[0])
-        return ReplayState("generator", size, held_bytes=size)
+        return ReplayState("generator", size, held_bytes=size, on_host=True)
 
     def save_state(self, graph: FxGraph, node: Node) -> Node:
         return graph.call_function(generator_state, generator_device(node))
