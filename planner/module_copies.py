@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 
 from planner._torch.tensors import strided_copy
+from planner.heap import addresses
 
 _SHARED_TYPES: tuple[type, ...] = (
     types.ModuleType,
@@ -81,7 +82,7 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
     with _shared(set(module.modules())):
         copied = copy.deepcopy(module, memo)
     others: dict[Any, Any] = dict(zip(module.modules(), copied.modules(), strict=False))
-    refer, made = _Referring(others, memo), {id(value) for value in memo.values()}
+    refer, made = _Referring(others, memo), {*addresses([*memo.values()]).tolist()}
     for mine in set(others.values()) - set(others):  # a __deepcopy__ may return the module itself
         _change_functions(vars(mine), refer, made)
     return copied
@@ -269,7 +270,13 @@ def _ordered_dictionary(value: "OrderedDict[Any, Any]", memo: dict[int, Any]) ->
 def _copy_items(value: Mapping[Any, Any], made: dict[Any, Any], memo: dict[int, Any]) -> None:
     for key, held in value.items():
         mine = key if type(key) in _KEPT else copy.deepcopy(key, memo)
-        made[mine] = held if type(held) in _KEPT else copy.deepcopy(held, memo)
+        kind = type(held)
+        if kind in _KEPT:
+            made[mine] = held
+        elif kind is OrderedDict and not held and not vars(held):  # ten in each module, for its hooks
+            made[mine] = memo.setdefault(id(held), OrderedDict())
+        else:
+            made[mine] = copy.deepcopy(held, memo)
 
 
 def _tensor(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

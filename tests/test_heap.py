@@ -1,13 +1,14 @@
 """The garbage collector passes over what was there before."""
 
 import gc
+import sys
 import weakref
 from contextlib import nullcontext
 
 import pytest
 
 from planner import heap
-from planner.heap import newer_objects, older_objects_set_aside
+from planner.heap import addresses, newer_objects, older_objects_set_aside
 
 
 class Ring:
@@ -85,3 +86,11 @@ def test_full_collections_are_seldom_while_capturing() -> None:
     with newer_objects():
         assert gc.get_threshold()[2] > before[2]
     assert gc.get_threshold() == before
+
+
+def test_addresses_are_ids_and_hold_nothing() -> None:
+    objects: list[object] = [object(), [1, 2], (3,), "four", {}]
+    counts = [sys.getrefcount(o) for o in objects]
+    assert addresses(objects).tolist() == [id(o) for o in objects]
+    assert [sys.getrefcount(o) for o in objects] == counts
+    assert addresses([]).tolist() == []

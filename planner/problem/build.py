@@ -145,18 +145,18 @@ class _Builder:
         taken: dict[int, float] = {}
         made: dict[tuple[int, ...], list[int]] = {}
         for row, memory in zip(self.rows, memories, strict=True):
-            seconds, call = 0.0, row.call
+            seconds, call, number = 0.0, row.call, id(row.call)
             if row.allocates:
                 known = [values[v].bytes for v in row.allocates]
-                key = id(call), *known
+                key = number, *known
                 if call is None or key not in made:
                     made[key] = real_sizes(call, memory, known)
                 for value, size in zip(row.allocates, made[key], strict=True):
                     values[value] = of_size(values[value], size)
             if call is not None:
-                if id(call) not in taken:
-                    taken[id(call)] = costs.seconds(call.func, call.args, call.kwargs, row.output)
-                seconds = taken[id(call)]
+                if number not in taken:
+                    taken[number] = costs.seconds(call.func, call.args, call.kwargs, row.output)
+                seconds = taken[number]
             ops.append(timed(row.op, seconds, memory.workspace_bytes))
         for base, row in numbered(BaseOp, self.rows):
             if row.again is None:

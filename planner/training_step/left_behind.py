@@ -24,7 +24,7 @@ import torch
 
 from planner._torch import fake, tensors
 from planner.errors import warn
-from planner.heap import collector_off, nothing_set_aside
+from planner.heap import addresses, collector_off, nothing_set_aside
 from planner.training_step.recorder import Event, Storage
 
 _CACHE = type(functools.lru_cache(lambda: None))
@@ -43,7 +43,7 @@ class LeftBehind:
     Attributes:
         tensors: Tensors without data.
         held: For each of them what has more references than new objects explain: itself, or what holds it.
-        new: The ids of the new objects.
+        new: The ids of the new objects, if there are such tensors.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -96,7 +96,7 @@ def _left_behind(young: list[object], result: object, ours: Iterable[object]) ->
     left = LeftBehind(
         [t for n, _ in found if isinstance(t := young[n], torch.Tensor)],
         [[young[at] for at in held] for _, held in found],
-        set(map(id, young)),
+        {*addresses(young).tolist()} if found else set(),
     )
     young.clear()
     return left
@@ -110,7 +110,7 @@ class _Holders:
     """
 
     def __init__(self, objects: Sequence[object]) -> None:
-        numbers = np.fromiter(map(id, objects), np.int64, len(objects))
+        numbers = addresses(objects)
         order = np.argsort(numbers)
         known = numbers[order]
         end = object()
@@ -121,7 +121,7 @@ class _Holders:
             marked: list[object] = [ends] * (2 * len(some))
             marked[::2] = some
             referents = gc.get_referents(*marked)
-            found = np.fromiter(map(id, referents), np.int64, len(referents))
+            found = addresses(referents)
             place = np.minimum(np.searchsorted(known, found), len(known) - 1)
             among = known[place] == found
             holding.append((first + np.cumsum(found == id(end)))[among])

@@ -84,8 +84,8 @@ class PythonState:
             if kind in _IS_CONTAINER:
                 if not found:
                     self._empty.append(found)
-                elif id(found) not in contents:
-                    contents[id(found)] = (found, found.copy())
+                elif (number := id(found)) not in contents:
+                    contents[number] = (found, found.copy())
                     if left != 1 or len(found) <= _MOST_ELEMENTS:  # of objects: data sets, vocabularies
                         held = found.values() if isinstance(found, dict) else found
                         pending += [value for value in held if type(value) not in _IS_NOTHING]

@@ -4,8 +4,10 @@ Tested with torch 2.13.
 """
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +19,8 @@ from torch._dynamo.variables.lists import SliceVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
 _Reference = weakref.ref[torch.nn.Module]
+
+_mark = operator.attrgetter("_dynamo_static_input_type")
 
 _METHODS = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
 """What Dynamo compares a module's methods with: it marks what they return if they are PyTorch's own."""
@@ -42,7 +46,7 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
             inside = [part for part in value.modules() if part._parameters or part._buffers]
             module = weakref.ref(value, lambda _: parts_of.pop(key, None))
             parts = parts_of[key] = [module, *map(weakref.ref, inside)]
-        if not all(map(_is_marked, parts)):
+        if not _are_marked(parts):
             return wrap(self, value)
         nothing: dict[str, Any] = dict.fromkeys(_METHODS)
         with patch.multiple(builder, **nothing):
@@ -51,12 +55,15 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
     VariableBuilder.wrap_module = once  # type: ignore[method-assign]
 
 
-def _is_marked(reference: _Reference) -> bool:
-    part = reference()
-    return part is not None and all(
-        tensor is None or getattr(tensor, "_dynamo_static_input_type", None) == "unguarded"
-        for tensor in (*part._parameters.values(), *part._buffers.values())
-    )
+def _are_marked(references: list[_Reference]) -> bool:
+    parts = [part for reference in references if (part := reference()) is not None]
+    if len(parts) < len(references):
+        return False
+    held = chain.from_iterable(chain(part._parameters.values(), part._buffers.values()) for part in parts)
+    try:
+        return {_mark(tensor) for tensor in held if tensor is not None} <= {"unguarded"}
+    except AttributeError:  # one has none
+        return False
 
 
 @functools.cache
