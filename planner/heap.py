@@ -35,6 +35,23 @@ def older_objects_set_aside() -> Iterator[None]:
 
 
 @contextmanager
+def garbage_let_go() -> Iterator[None]:
+    """Collect at the end what garbage was made meanwhile; objects that were there before are passed over."""
+    global _set_aside
+    inside = _set_aside
+    if inside or not gc.get_freeze_count():
+        gc.freeze()
+        _set_aside = True
+    try:
+        yield
+    finally:
+        gc.collect()
+        if _set_aside and not inside:
+            _set_aside = False
+            gc.unfreeze()
+
+
+@contextmanager
 def newer_objects() -> Iterator[Callable[[], list[object]]]:
     """Set older objects aside, and tell which are newer; meanwhile the collector seldom goes through all.
 

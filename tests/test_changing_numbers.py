@@ -11,6 +11,7 @@ import torch.nn as nn
 import planner
 from planner._torch import dynamo
 from planner.errors import PlanWarning
+from planner.verification.measure import measure_peak
 from tests.side_by_side import assert_same, layers, left_by, no_plan_warnings
 
 
@@ -78,3 +79,38 @@ def test_numbers_are_found_among_others_that_change() -> None:
         for ours, theirs in zip(*reversed(gradients), strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or torch.equal(ours, theirs)
+
+
+_STEPS = 0
+
+
+class CountsOutside(nn.Module):
+    """Counts its steps in a variable of its file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global _STEPS
+        x = self.first(x).tanh()
+        _STEPS += 1
+        return self.second(x).square().mean()
+
+
+def test_a_number_outside_of_the_model_that_each_forward_changes() -> None:
+    """Planning puts it back as it does attributes; each pass found another, and none was like the last."""
+    model, x, before = CountsOutside().train(), torch.randn(2048, 16), _STEPS
+    plan = planner.plan(model, x, budget="min", solver="sqrt_n")
+    assert before == _STEPS
+    assert planner.verify(model, x, plan=plan, repeats=0).gradients_equal
+    assert before == _STEPS
+    plan.apply(model)
+    with no_plan_warnings():
+        for step in range(6):
+            model.zero_grad()
+            assert before + step == _STEPS
+            measured = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
+    assert measured == plan.predicted.dynamic_peak_bytes
+    with pytest.warns(PlanWarning, match="has been captured 16 times"):
+        left_by(model, lambda model: [model(x) for _ in range(10)])

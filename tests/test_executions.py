@@ -242,3 +242,55 @@ def test_what_is_captured_for_one_block_follows_the_plan_for_others_too(times: i
     assert peaks == [plan.predicted.dynamic_peak_bytes] * 2
     strayed = [w for w in told if "each other's part of the plan" in str(w.message)]
     assert len(told) == len(strayed) <= (where == "elsewhere" or times > 1)
+
+
+class Some(nn.Module):
+    """Runs those of its layers that it is told to: each is captured by itself, when it runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.scale = nn.Parameter(torch.ones(32))
+        self.chosen: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for i in range(6):
+            torch._dynamo.graph_break()
+            if i in self.chosen:
+                x = x + self.layers[i].inside(x)
+        return x.square().mean()
+
+
+def some(planned: tuple[int, ...]) -> tuple[Some, torch.Tensor, Plan]:
+    torch.manual_seed(0)
+    model, x = Some().train(), X.repeat(8, 1)
+    model.chosen = planned
+    plan = plan_of(model, (x,), budget="80%")
+    assert len({tuple(g.backward) for g in plan.graphs if g.occurrences == len(planned)}) > 1
+    plan.apply(model)
+    return model, x, plan
+
+
+def test_more_layers_than_planned_that_are_captured_one_by_one() -> None:
+    model, x, plan = some((0, 1))
+    model.chosen = (0, 1, 2, 3)
+    with pytest.warns(PlanWarning, match="runs more often in this step than the 2 times") as warned:
+        assert measure_peak(lambda: model(x).backward(), "cpu").peak_bytes > plan.predicted.dynamic_peak_bytes
+    assert len(warned) == 1
+
+
+def test_layers_that_first_steps_left_out_follow_the_order_of_the_step() -> None:
+    """Captured after those behind them, they would follow what is planned for the end."""
+    model, x, plan = some((0, 1, 2, 3))
+    for model.chosen in ((0, 2), (3,)):
+        model(x).backward()
+        model.zero_grad()
+    model.chosen = (0, 1, 2, 3)
+    with pytest.warns(PlanWarning, match="some followed each other's part of the plan"):
+        model(x).backward()
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        measured = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
+    assert measured == plan.predicted.dynamic_peak_bytes

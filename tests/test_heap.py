@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from planner import heap
-from planner.heap import addresses, newer_objects, older_objects_set_aside
+from planner.heap import addresses, garbage_let_go, newer_objects, older_objects_set_aside
 
 
 class Ring:
@@ -94,3 +94,27 @@ def test_addresses_are_ids_and_hold_nothing() -> None:
     assert addresses(objects).tolist() == [id(o) for o in objects]
     assert [sys.getrefcount(o) for o in objects] == counts
     assert addresses([]).tolist() == []
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+@pytest.mark.parametrize("inside", [False, True])
+def test_garbage_is_let_go_at_the_end(inside: bool) -> None:
+    older = Ring()
+    old = weakref.ref(older)
+    with older_objects_set_aside() if inside else nullcontext():
+        with garbage_let_go():
+            del older
+            new = weakref.ref(Ring())
+        assert new() is None
+        assert old() is not None
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_garbage_is_let_go_where_users_have_frozen_objects() -> None:
+    gc.freeze()
+    with garbage_let_go():
+        new = weakref.ref(Ring())
+    assert new() is None
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()

@@ -18,7 +18,7 @@ from planner.planfile.plan import PlanRecord
 Program = Callable[..., Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Alike:
     """The executions, in a step, of all graphs of one structure.
 
@@ -28,6 +28,9 @@ class Alike:
         order: For every execution, in the order of the step, which of the programs it runs.
         of_graph: For each graph, by occurrence, which of the executions are its, those that others
             of the plan's graphs stand for among them.
+        last: The place in that order of what ran last in this step by the program of its own graph.
+        is_disordered: Whether parts have run in another order than planned: all follow the order of the step
+            from then on.
     """
 
     records: list[GraphRecord]
@@ -35,6 +38,8 @@ class Alike:
     order: list[int]
     of_graph: dict[int, list[int]]
     _numbers: dict[Any, int]
+    last: int = -1
+    is_disordered: bool = False
 
     def number(self, program: GraphRecord) -> int:
         """Which of the programs one of them is."""
@@ -86,7 +91,8 @@ class Executions:
     """The callable of a graph that follows a plan's programs, execution by execution.
 
     It runs the programs of the graph that it was captured for. Once it runs more often than that one, it is
-    what Dynamo runs for others of its structure too, and follows the order of the step.
+    what Dynamo runs for others of its structure too, and follows the order of the step. So do all once parts
+    run in another order than planned: a layer that the first step left out is captured after those behind it.
 
     Args:
         plan: The plan's graphs of its structure.
@@ -125,15 +131,27 @@ class Executions:
         """The number of the program that comes next."""
         order = self._plan.order
         position, mine = self._calls.next_execution(self._plan), self._calls.next_execution(self)
-        if not self._is_shared and mine < len(self._mine):
-            number = order[self._mine[mine]]
-            strays = position >= len(order) or order[position] != number
-            self._strayed = strays or (mine > 0 and self._strayed)
-            return number
-        if position >= len(order):
+        self._strayed = mine > 0 and self._strayed
+        beyond = position >= len(order)
+        if beyond:
             self._beyond(len(order))
+        own = not self._is_shared and not self._plan.is_disordered and mine < len(self._mine)
+        if own and (beyond or not self._is_out_of_order(position, self._mine[mine])):
+            number = order[self._mine[mine]]
+            self._strayed |= beyond or order[position] != number
+            return number
+        if beyond:
             return order[-1]
         if not self._is_shared:
             self._is_shared = True
             self._shared(self._strayed)
         return order[position]
+
+    def _is_out_of_order(self, position: int, place: int) -> bool:
+        """Whether an execution would follow one that comes later in the plan, or the same one again."""
+        plan = self._plan
+        disordered = position > 0 and place <= plan.last
+        plan.last = place
+        if disordered and len(set(plan.order)) > 1:
+            plan.is_disordered = self._strayed = True
+        return plan.is_disordered

@@ -1,5 +1,6 @@
 """What a step changes in Python: attributes, counters, caches, histories, variables of functions."""
 
+import dis
 import functools
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -21,13 +22,15 @@ FUNCTIONS = (FunctionType, MethodType, functools.partial)
 _NOT_OF_USERS = frozenset(("torch", "planner", "numpy", *sys.stdlib_module_names))
 _MOST_ELEMENTS = 10_000
 _MISSING = object()
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 
 class PythonState:
     """Attributes, contents of plain containers and variables of functions, as they are now.
 
     Noted are the modules and all below them, what their hooks and other functions among their attributes
-    refer to, and `others`. Tensors are not copied: what is written into one stays.
+    refer to, `others`, and numbers and texts that methods of the modules write to global variables. Tensors
+    are not copied: what is written into one stays.
 
     Args:
         modules: Modules.
@@ -60,6 +63,12 @@ class PythonState:
         while left := next((n for n in (2, 1, 0) if self._pending[n]), -1) + 1:
             self._look(left - 1)
         del self._pending, self._seen  # they would hold what a step frees
+        classes = dict.fromkeys(base for part in self.modules for base in type(part).__mro__)
+        self._globals = [
+            (space, name, space[name])
+            for space, name in (written for kind in classes for written in _written_by(kind))
+            if type(space.get(name, _MISSING)) in _IS_NOTHING
+        ]
 
     def restore(self) -> None:
         """Put everything back as it was, in the same containers."""
@@ -75,6 +84,8 @@ class PythonState:
                 del cell.cell_contents
             else:
                 cell.cell_contents = content
+        for space, name, value in self._globals:
+            space[name] = value
 
     def _look(self, left: int) -> None:
         pending, seen, contents = self._pending[left], self._seen, self._contents
@@ -135,6 +146,20 @@ class PythonState:
                     for held in (hook,) if partial else (hook, *referred(hook)):
                         if _has_attributes(held) and not issubclass(type(held), nn.Module | type):
                             self._pending[1].append(vars(held))
+
+
+def _written_by(kind: type) -> list[tuple[dict[str, Any], str]]:
+    """The global variables that methods of a class write to, with the namespaces that they are in."""
+    if _is_library(kind):
+        return []
+    functions = [f for f in vars(kind).values() if isinstance(f, FunctionType)]
+    return [
+        (function.__globals__, str(instruction.argval))
+        for function in functions
+        if _STORE_GLOBAL in function.__code__.co_code[::2]
+        for instruction in dis.get_instructions(function)
+        if instruction.opcode == _STORE_GLOBAL
+    ]
 
 
 def referred(function: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from planner._torch.tracing.callbacks import Callback
+from planner.heap import garbage_let_go
 
 _SWITCH = "TORCHDYNAMO_DISABLE"
 _LOOK = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
@@ -33,6 +34,9 @@ _LOOK = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 
 class RunsAsItIs(Callback):
     """Dynamo's callback, by which a frame that cannot be captured runs as it is.
+
+    Where a graph ends inside, what Dynamo makes holds itself, with an error that was raised; that holds all
+    callers, and these their tensors, until the garbage is collected.
 
     Args:
         callback: The callback that captures.
@@ -44,10 +48,11 @@ class RunsAsItIs(Callback):
         self._failed = failed
 
     def __call__(self, *frame: Any) -> Any:
-        try:
-            return self._torchdynamo_orig_backend(*frame)
-        except Exception as error:
-            self._failed(error)
+        with garbage_let_go():
+            try:
+                return self._torchdynamo_orig_backend(*frame)
+            except Exception as error:
+                self._failed(error)
         # The next call is captured again: the error may be of the user's own code, which raises it as it
         # runs, and may not raise it the next time.
         return left_alone()
