@@ -1,14 +1,21 @@
 """Gradients of means and squares take fewer passes over memory, and have the bits of PyTorch's formulas."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule
 
 import planner
+from planner._torch.fake import fake_mode
+from planner.graph.joint_pass import AutocastContext, TraceContext
+from planner.graph.passes.means_and_squares import simplify_means_and_squares
+
+aten = torch.ops.aten
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,10 +45,6 @@ class Applied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(self.layer(x)).sin().sum()
-
-
-def operators(plan: planner.Plan) -> Counter[str]:
-    return Counter(op.name for op in plan.graphs[0].ops if op.phase == "backward")
 
 
 def assert_exact(model: nn.Module, plan: planner.Plan, x: torch.Tensor) -> None:
@@ -83,11 +86,37 @@ def test_whatever_reads_them_gradients_are_eagers(function: Function, reads: str
     assert_exact(model, planner.plan(model, (x,), budget="1TiB", solver="none"), x)
 
 
-def test_a_sum_is_as_autograd_adds_it_up() -> None:
-    """Its operands are divided after they are repeated: only products read a result that is not."""
-    torch.manual_seed(0)
-    model, x = Applied(lambda x: x.mean(-1, keepdim=True) + x).train(), torch.randn(3, 5, 6)
-    plan = planner.plan(model, (x,), budget="1TiB", solver="none")
-    assert [op.bytes for op in plan.graphs[0].ops if op.name == "aten.div.Scalar"] != [3 * 5 * 4]
-    assert operators(plan)["aten.div.Scalar"] == 1
-    assert_exact(model, plan, x)
+def gradient(reader: Any, copied: bool) -> GraphModule:
+    """A backward in which an operator reads, beside a tensor of 4 x 8, the gradient of a mean or a power."""
+    graph = FxGraph()
+    rows, wide = graph.placeholder("rows"), graph.placeholder("wide")
+    if copied:
+        made = graph.call_function(aten.pow.Tensor_Scalar, (wide, 1.0))
+    else:
+        made = graph.call_function(aten.expand.default, (rows, [4, 8]))
+        made = graph.call_function(aten.div.Scalar, (made, 8))
+    graph.output((graph.call_function(reader, (made, wide)),))
+    with fake_mode():
+        rows.meta["val"], wide.meta["val"] = torch.empty(4, 1), torch.empty(4, 8)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                args = torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])
+                node.meta |= {"val": node.target(*args), "partitioner_tag": "is_backward"}
+    return GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("reader", [aten.mul.Tensor, aten.add.Tensor, aten.maximum.default], ids=str)
+def test_only_where_products_read_them(reader: Any, copied: bool) -> None:
+    """A sum of gradients is one that autograd makes, in place; of other operators nothing is known."""
+    module = gradient(reader, copied)
+    inputs = torch.randn(4, 1), torch.randn(4, 8)
+    (expected,) = module(*inputs)
+    simplify_means_and_squares(module, TraceContext(module, (), AutocastContext.here()))
+    module.recompile()
+    assert torch.equal(module(*inputs)[0], expected)
+    called = [n.target for n in module.graph.nodes if n.op == "call_function"]
+    if copied:
+        assert (aten.pow.Tensor_Scalar not in called) == (reader is aten.mul.Tensor)
+    else:
+        assert called.index(aten.div.Scalar) == (0 if reader is aten.mul.Tensor else 1)

@@ -258,7 +258,7 @@ IN_PLACE = [
                 "",
             ),
         ),
-        ("tests/test_means_and_squares.py::test_a_sum_is_as_autograd_adds_it_up",),
+        ("tests/test_means_and_squares.py::test_only_where_products_read_them",),
     ),
     Mutation(
         "dying-operands-of-absent-gradients",

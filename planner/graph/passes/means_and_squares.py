@@ -47,6 +47,8 @@ def _divide_first(joint: GraphModule, node: Node) -> None:
     again.meta = {**repeated.meta, "val": fake.called(aten.expand.default, divided.meta["val"], sizes)}
     node.replace_all_uses_with(again)
     joint.graph.erase_node(node)
+    if not repeated.users:
+        joint.graph.erase_node(repeated)
 
 
 def _take_base(joint: GraphModule, node: Node) -> None:
