@@ -7,7 +7,9 @@ operators that run, those that others call included, by the profiler's names: ho
 often it allocates itself, and the time that is its own. Printed are those that allocate, or copy, more often
 in the plan's step than in eager's, with the reason; --all prints every one. With --repeats, steps are timed
 as well, by turns: medians of process time, and of its ratio. The program starts itself again with the
-settings of ``benchmarks/time_truth.py``, or page faults would be what is timed.
+settings of ``benchmarks/time_truth.py``, or page faults would be what is timed. With --kernels as well,
+the time of operators is told apart: that of kernels which a plan runs with eager's arguments, whatever it
+does, or the bits would be others; and that of all other operators, which is what can be saved.
 """
 
 import argparse
@@ -44,9 +46,27 @@ REASONS = {
     "aten::empty": "where numbers of large masks of dropout are drawn",
     "aten::_to_copy": "single numbers",
     "aten::clone": "empty caches of keys and values; statistics of batch normalisation",
-    "aten::add": "the forward's `+=`, whose operand a re-run may need; counters of batch normalisations",
+    "aten::add": "counters of batch normalisations, one number each; sums by `out=`",
 }
 """By operator: why the plan's step calls it more often. Operators without one are to be looked into."""
+
+
+KERNELS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"),
+        *("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward"),
+        *("native_layer_norm", "native_layer_norm_backward"),
+        *("max_pool2d_with_indices", "max_pool2d_with_indices_backward"),
+        *("_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"),
+        *("nll_loss_forward", "nll_loss_backward", "embedding_dense_backward", "index_select"),
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    )
+)
+"""Operators that compute more than elements, or sums, of their arguments."""
+
+PARTS = "kernels", "others"
 
 
 @dataclass
@@ -97,6 +117,22 @@ def counted(run: Callable[[], None]) -> dict[str, Count]:
     return found
 
 
+def in_kernels(run: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a step in :data:`KERNELS`, with what these call, and in all other operators."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    kernels = others = 0.0
+    for event in profile.events():
+        within, caller = event.name in KERNELS, event.cpu_parent
+        while caller is not None and caller.name not in KERNELS:
+            caller = caller.cpu_parent
+        if caller is None and within:
+            kernels += event.cpu_time_total * 1e-6
+        elif caller is None and event.name.startswith("aten::"):
+            others += event.self_cpu_time_total * 1e-6
+    return kernels, others
+
+
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Count, and time, the unplanned and the planned step of one model."""
     eager, kwargs = build(name, options.layers, options.words)
@@ -117,6 +153,12 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
             for operator in sorted({*theirs, *ours})
         },
     }
+    if options.repeats and options.kernels:
+        rounds = [[in_kernels(run) for run in runs] for _ in range(options.repeats)]
+        result["operator_seconds"] = {
+            kind: {where: _median([both[k][w] for both in rounds]) for w, where in enumerate(PARTS)}
+            for k, kind in enumerate(("eager", "planned"))
+        }
     if options.repeats:
         taken = time_steps(runs, options.repeats)
         ratios = sorted(p / e for e, p in zip(*taken, strict=True))
@@ -160,6 +202,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=0, help="timed steps of each kind; 0 for none")
     parser.add_argument("--all", action="store_true", help="print every operator")
+    parser.add_argument("--kernels", action="store_true", help="tell kernels that any plan runs apart")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--page-faults", action="store_true", help="with glibc's cache of each thread")
     options = parser.parse_args()
@@ -180,6 +223,13 @@ def main() -> None:
             print(
                 f"A step takes {eager:.0f} ms eager and {planned:.0f} ms planned: "
                 f"{result['ratio']['median']:.3f} (quartiles {low:.3f} to {high:.3f}).\n"
+            )
+        if (by_kind := result.get("operator_seconds")) is not None:
+            (kernels, others), (theirs, ours) = ((k * 1e3 for k in s.values()) for s in by_kind.values())
+            print(
+                f"Of {kernels + others:.1f} ms in eager's operators, {kernels:.1f} "
+                f"({kernels / (kernels + others):.3f}) are in kernels that any plan runs ({theirs:.1f} "
+                f"planned), {others:.1f} in others ({ours:.1f} planned).\n"
             )
         print("\n".join(table(result, options.all)), end="\n\n")
 

@@ -221,6 +221,46 @@ def test_nothing_is_written_into_what_may_have_other_strides_than_traced(name: s
     assert sum(writing(n) is not None for n in module.graph.nodes) == count
 
 
+def _of_much(graph: FxGraph, x: Node, y: Node) -> Node:
+    """A product of 4 x 8 numbers that is computed of twice as many."""
+    return call(graph, aten.mm.default, x, call(graph, aten.mm.default, call(graph, aten.t.default, x), y))
+
+
+def _of_little(graph: FxGraph, x: Node, y: Node) -> Node:
+    """A product of 4 x 8 numbers that is computed of half as many."""
+    return call(graph, aten.mm.default, call(graph, aten.mm.default, x, call(graph, aten.t.default, y)), y)
+
+
+def _of_unknown(graph: FxGraph, x: Node, y: Node) -> Node:
+    """Computed of nothing but an input, by an operator that may take more memory while it runs."""
+    return call(graph, aten.cumsum.default, y, 0)
+
+
+@pytest.mark.parametrize(
+    ("branch", "later", "count"),
+    [(_of_little, False, 1), (_of_much, False, 0), (_of_unknown, False, 0), (_of_little, True, 0)],
+)
+def test_in_the_forward_a_residual_is_added_into_what_waits_for_it_at_no_cost(
+    branch: Callable[[FxGraph, Node, Node], Node], later: bool, count: int
+) -> None:
+    """What the branch is computed of waits in its place: it is no larger. The residual is made before."""
+
+    def body(graph: FxGraph, x: Node, y: Node) -> Any:
+        if later:
+            result = branch(graph, x, y)
+        residual = call(graph, aten.cumsum.default, x, 0)
+        if not later:
+            result = branch(graph, x, y)
+        return [call(graph, aten.add.Tensor, result, residual), residual]
+
+    module = traced(body, backward=False)
+    write_into_dying_operands(module)
+    assert sum(writing(n) is not None for n in module.graph.nodes) == count
+    x, y = torch.randn(2, 4, 8).unbind()
+    for found, wanted in zip(compile_graph(module, "f")([x, y]), module(x, y), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_in_the_forward_only_what_one_operation_reads_is_written_into() -> None:
     """What else is read of it may be computed again; what is computed again reads what was made before it;
     and users may write to what they get, which a view of a function of autograd's forbids."""
@@ -231,10 +271,7 @@ def test_in_the_forward_only_what_one_operation_reads_is_written_into() -> None:
         return [call(graph, aten.tanh.default, product), total]
 
     def of_two(graph: FxGraph, x: Node, y: Node) -> Any:
-        square = call(graph, aten.mm.default, x, call(graph, aten.t.default, y))
-        return call(
-            graph, aten.add.Tensor, square, call(graph, aten.mm.default, y, call(graph, aten.t.default, x))
-        )
+        return call(graph, aten.add.Tensor, _of_much(graph, x, y), _of_much(graph, y, x))
 
     def of_something_small_that_is_made_later(graph: FxGraph, x: Node, y: Node) -> Any:
         product = call(graph, aten.mul.Tensor, x, y)

@@ -231,6 +231,36 @@ IN_PLACE = [
         ("tests/test_dying_operands.py::test_only_what_dies_is_written_into",),
     ),
     Mutation(
+        "residuals-that-wait",
+        "A residual is added in place only where that takes no more memory when it is computed again.",
+        "It is, whatever the operand is computed of.",
+        (
+            Change(
+                "planner/graph/dying_operands.py",
+                "        waits = self._waits_for_free(first)\n",
+                "        waits = True\n",
+            ),
+        ),
+        (
+            "tests/test_dying_operands.py::"
+            "test_in_the_forward_a_residual_is_added_into_what_waits_for_it_at_no_cost",
+        ),
+    ),
+    Mutation(
+        "readers-of-divided-means",
+        "Gradients of means are divided before they are repeated only where products read them.",
+        "Sums read them, too, of which a result in memory of its own is taken.",
+        (
+            Change(
+                "planner/graph/passes/means_and_squares.py",
+                "        if product.target not in (aten.mul.Tensor, aten.mul.Scalar) or product.kwargs:\n"
+                "            return False\n",
+                "",
+            ),
+        ),
+        ("tests/test_means_and_squares.py::test_only_where_products_read_them",),
+    ),
+    Mutation(
         "dying-operands-of-absent-gradients",
         "What is left of a sum without one of its gradients is not written into.",
         "It is, though it may be a gradient that is read again.",

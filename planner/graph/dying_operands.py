@@ -8,7 +8,9 @@ In the backward the order of the operations is fixed, so that the last reader of
 the forward may be computed again: there an operand is overwritten only if nothing but that one operation
 reads it, and the two are run again together. The result and its operand are then one value to a solver. What
 else the operation reads must then be there when the operand is computed, so that it may only be what that
-reads too, inputs, and what is small and was made before.
+reads too, inputs, and what was made before and is small or costs no memory: while it is computed again, what
+the operand is computed of waits in the place of the operand, and is no larger; and both together are no more
+than operand and result were beside it. So a residual is added into the result of a batch normalisation.
 """
 
 import operator
@@ -70,6 +72,16 @@ _WRITERS: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
 """Operators that may write over an argument, which one, and by which operator, in place (the first) or by
 ``out=``. They compute each element of their result of the same element of their arguments; a softmax, and its
 backward, of its row as well, all of which its kernels have read before they write the first element."""
+
+
+_LITTLE_SCRATCH = frozenset(
+    {
+        aten._native_batch_norm_legit_functional.default,
+        *(aten.mm.default, aten.bmm.default, aten.addmm.default),
+        *_WRITERS,
+    }
+)
+"""Operators that allocate little besides their results while they run."""
 
 
 class Writing(NamedTuple):
@@ -139,6 +151,7 @@ class _Storages:
     def __init__(self, module: GraphModule) -> None:
         self._same: dict[int, int] = {}  # the storages of views that have one of their own without data
         self._maker: dict[int, Node] = {}  # by storage
+        self._bytes: dict[int, int] = {}  # by storage
         self._first: dict[int, int] = {}  # by storage: the one whose memory it is written into, or itself
         self._reads: dict[int, set[int]] = {}  # by storage: what its maker, and all that write into it, read
         self._readers: dict[int, list[Node]] = {}
@@ -167,12 +180,14 @@ class _Storages:
             viewed, view = (self._key(n.meta["val"]) for n in (node.all_input_nodes[0], node))
             if view != viewed:
                 self._same[view] = viewed
-        keys = [self._key(tensor) for tensor in _strided(node.meta.get("val"))]
+        values = {self._key(tensor): tensor for tensor in _strided(node.meta.get("val"))}
+        keys = list(values)
         new = [key for key in keys if key not in self._maker]
         read = {self._key(t) for n in node.all_input_nodes for t in _strided(n.meta.get("val"))}
         for key in new:
             self._maker.setdefault(key, node)
             self._first[key] = key
+            self._bytes[key] = fake.storage_bytes(values[key])
             self._reads[key] = read
         is_view = keys and not new and not operators.writes(node.target)
         if node.op in ("placeholder", "get_attr") or is_view or fake.is_size(node.meta.get("val")):
@@ -236,16 +251,27 @@ class _Storages:
         # A view stays one: users may not write to what a function of autograd's returns as a view.
         if any(r is not node for r in readers) or (self._is_returned(node) and self._looks_at(operand)):
             return False
-        read = {self._first[storage] for storage in self._reads[self._first[key]]}
+        first = self._first[key]
+        read = {self._first[storage] for storage in self._reads[first]}
+        waits = self._waits_for_free(first)
         return all(
             storage in read
             or self._maker[storage].op != "call_function"
             or (
-                fake.storage_bytes(tensor) * _SMALL <= fake.storage_bytes(node.meta["val"])
+                (waits or fake.storage_bytes(tensor) * _SMALL <= self._bytes[first])
                 and self._place[self._maker[storage]] < self._place[maker]
             )
             for storage, tensor in others.items()
         )
+
+    def _waits_for_free(self, first: int) -> bool:
+        """Whether all that a result is computed of is no larger than it, but for what is small."""
+        if self._maker[first].target not in _LITTLE_SCRATCH:
+            return False
+        own = self._bytes[first]
+        read = {self._first[storage] for storage in self._reads[first]} - {first}
+        made = (self._bytes[storage] for storage in read if self._maker[storage].op == "call_function")
+        return sum(size for size in made if size * _SMALL > own) <= own
 
     def merge(self, node: Node, position: int) -> None:
         """The result of a node is in the memory of an argument."""

@@ -8,6 +8,7 @@ from planner.graph.passes.cpu_dropout import divide_masks
 from planner.graph.passes.forms import keep_forms_only
 from planner.graph.passes.in_place_accumulation import mark_sums_in_place, mark_views_that_leave
 from planner.graph.passes.max_pooling import keep_nothing_pooled
+from planner.graph.passes.means_and_squares import simplify_means_and_squares
 from planner.graph.passes.per_use_gradients import hand_out_unsummed
 from planner.graph.passes.types_of_new_tensors import name_types_of_new_tensors
 
@@ -20,6 +21,7 @@ JOINT_PASSES: tuple[JointPass, ...] = (
     divide_masks,
     keep_nothing_pooled,
     keep_forms_only,
+    simplify_means_and_squares,
     mark_sums_in_place,
     mark_views_that_leave,
 )
