@@ -1,12 +1,9 @@
 """The garbage collector, while much is made that is kept."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import ReferenceType
-
-import numpy as np
-import numpy.typing as npt
 
 _set_aside = False
 _SELDOM = 10
@@ -106,22 +103,3 @@ def collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-class _Pointers:
-    """An array of objects, as the numbers that it is in memory."""
-
-    def __init__(self, objects: npt.NDArray[np.object_]) -> None:
-        self._objects = objects  # lives as long
-        self.__array_interface__ = {
-            "data": (objects.ctypes.data, True),
-            "typestr": np.dtype(np.intp).str,
-            "shape": objects.shape,
-            "version": 3,
-        }
-
-
-def addresses(objects: Sequence[object]) -> npt.NDArray[np.intp]:
-    """The ids of objects, where there are many: every call of ``id`` tells all that listen to the
-    interpreter's events, as filelock does, which Hugging Face's libraries import."""
-    return np.array(_Pointers(np.fromiter(objects, np.object_, len(objects))))

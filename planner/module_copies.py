@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from planner._torch.tensors import strided_copy
-from planner.heap import addresses
+from planner.addresses import addresses
 
 _SHARED_TYPES: tuple[type, ...] = (
     types.ModuleType,

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 import pytest
 
 from planner import heap
-from planner.heap import addresses, garbage_let_go, newer_objects, older_objects_set_aside
+from planner.addresses import addresses
+from planner.heap import garbage_let_go, newer_objects, older_objects_set_aside
 
 
 class Ring:

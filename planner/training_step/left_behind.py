@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from planner._torch import fake, tensors
+from planner.addresses import addresses
 from planner.errors import warn
-from planner.heap import addresses, collector_off, nothing_set_aside
+from planner.heap import collector_off, nothing_set_aside
 from planner.training_step.recorder import Event, Storage
 
 _CACHE = type(functools.lru_cache(lambda: None))

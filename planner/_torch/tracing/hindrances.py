@@ -48,7 +48,7 @@ class RunsAsItIs(Callback):
         self._failed = failed
 
     def __call__(self, *frame: Any) -> Any:
-        with garbage_let_go():
+        with compile_lock, garbage_let_go():  # another thread may be planning
             try:
                 return self._torchdynamo_orig_backend(*frame)
             except Exception as error:

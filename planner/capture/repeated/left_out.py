@@ -324,8 +324,8 @@ def _chains(
 
 
 def _held(part: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    named = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-    return [(name, tensor) for name, tensor in named if tensor.layout is torch.strided]
+    named = (*part._parameters.items(), *part._buffers.items())
+    return [(name, held) for name, held in named if held is not None and held.layout is torch.strided]
 
 
 def _described(
