@@ -4,6 +4,8 @@
 
 Each model and precision whose step without a plan was measured is captured here, on the meta device. A table
 is printed: bytes that forward and backward hold at their peak, as predicted here and as measured there.
+With ``--plans`` plans are made as well, for 60 % and for the peak of a checkpoint around every block that was
+measured there, which ``benchmarks/gpu.py --plans`` runs there.
 """
 
 import argparse
@@ -18,22 +20,41 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
+from benchmarks.frontiers.gpu_case import AS_CHECKPOINT, budget_of_peak, plan_file
 from benchmarks.frontiers.gpu_models import CASES
 from benchmarks.frontiers.gpu_results import Row
 from benchmarks.frontiers.gpu_ways import arithmetic
 from planner.errors import PlanWarning
 
 
-def predicted(name: str, precision: str, device: str, small: bool = False) -> int:
-    """The peak of a model's forward and backward over entry, on a device that need not be here."""
+def planned(name: str, precision: str, budget: str, device: str, small: bool = False) -> planner.Plan:
+    """A plan of a model's step on a device that need not be here."""
     with torch.device("meta"):
         model, (args, kwargs) = CASES[name].build(small)
     cast = torch.autocast("cuda", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
     with arithmetic(precision), cast, warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)
         warnings.filterwarnings("ignore", "User provided device_type of 'cuda'")
-        plan = planner.plan(model.train(), args, kwargs, budget="100%", device=device)
-    return plan.baseline.dynamic_peak_bytes
+        return planner.plan(model.train(), args, kwargs, budget=budget, device=device, costs="roofline")
+
+
+def save_plans(
+    rows: list[Row], row: Row, device: str, small: bool, folder: Path, unplanned: planner.Plan
+) -> None:
+    """The plans of a model in a precision, as files of the names that ``benchmarks/gpu.py`` looks for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    budgets = {"plan 60%": "60%"}
+    for other in rows:
+        same = (other.model, other.precision) == (row.model, row.precision)
+        if same and other.way == "checkpoint per block" and other.measured_bytes is not None:
+            budgets[AS_CHECKPOINT] = budget_of_peak(unplanned, other.measured_bytes)
+    for way, budget in budgets.items():
+        try:
+            plan = planned(row.model, row.precision, budget, device, small)
+        except planner.InfeasibleBudget as error:
+            print(f"no {way} of {row.model} in {row.precision}: {error}", file=sys.stderr)
+        else:
+            plan.save(plan_file(folder, row.model, row.precision, way))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,18 +63,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, help="what benchmarks/gpu.py wrote")
     parser.add_argument("--device", required=True, help="name of the device that it ran on, as in H200")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--plans", type=Path, help="folder for plans, which are made as well")
     parser.add_argument("--small", action="store_true", help="of models of a few narrow layers")
     options = parser.parse_args(arguments)
     rows = [Row(**row) for row in json.loads(options.results.read_text(encoding="utf-8"))["rows"]]
     print("| model | precision | predicted here | measured | error |\n|---|---|---:|---:|---:|")
     for row in rows:
         if row.way == "unplanned" and row.model in options.models and row.measured_bytes is not None:
-            found = predicted(row.model, row.precision, options.device, options.small)
+            plan = planned(row.model, row.precision, "100%", options.device, options.small)
+            found = plan.baseline.dynamic_peak_bytes
             error = f"{found / row.measured_bytes - 1:+.3%}" if found != row.measured_bytes else "0"
             print(
                 f"| {row.model} | {row.precision} | {found:,} | {row.measured_bytes:,} | {error} |",
                 flush=True,
             )
+            if options.plans is not None:
+                save_plans(rows, row, options.device, options.small, options.plans, plan)
 
 
 if __name__ == "__main__":

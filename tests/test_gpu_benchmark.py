@@ -68,14 +68,19 @@ def test_side_by_side_memory_comes_first_and_times_are_of_the_same_plans(tmp_pat
 
 @pytest.mark.heavy
 def test_what_is_predicted_elsewhere_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    count = gpu_elsewhere.predicted("gpt2", "fp32", "H200", small=True)
+    unplanned = gpu_elsewhere.planned("gpt2", "fp32", "100%", "H200", small=True)
+    count = unplanned.baseline.dynamic_peak_bytes
     steps = [Row("gpt2", "fp32", "unplanned", measured_bytes=n) for n in (count, 2 * count)]
     rows = [*steps, Row("gpt2", "fp32", "plan 60%", measured_bytes=1), Row("sd-unet", "fp32", "unplanned")]
+    rows.append(Row("gpt2", "fp32", "checkpoint per block", measured_bytes=count - 1))
     results = tmp_path / "gpu.json"
     results.write_text(json.dumps({"rows": [asdict(row) for row in rows]}))
-    gpu_elsewhere.main([str(results), "--device", "H200", "--small"])
+    plans = tmp_path / "plans"
+    gpu_elsewhere.main([str(results), "--device", "H200", "--small", "--plans", str(plans)])
     table = capsys.readouterr().out.splitlines()
     assert [line.split("|")[-2].strip() for line in table[2:]] == ["0", "-50.000%"]
+    plan = planner.Plan.load(gpu_case.plan_file(plans, "gpt2", "fp32", gpu_case.AS_CHECKPOINT))
+    assert plan.predicted.dynamic_peak_bytes <= count
 
 
 SMALL = ("--device", "cpu", "--small", "--repeats", "1", "--models", "resnet-50", "--precisions", "fp32")

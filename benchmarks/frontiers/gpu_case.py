@@ -156,9 +156,7 @@ class _CaseRun:
         args, kwargs = self.inputs
         with self._autocast():
             plan = self.plan or planner.plan(self.model, args, kwargs, budget="100%", costs="roofline")
-        assert plan.baseline_whole_step is not None
-        share = (plan.resident.total + self.checkpoint_bytes) / plan.baseline_whole_step.allocated_bytes
-        return f"{100 * share:.3f}%"
+        return budget_of_peak(plan, self.checkpoint_bytes)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.bench.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -178,8 +176,7 @@ class _CaseRun:
 
     def _file(self, way: str) -> Path | None:
         plans = self.bench.plans
-        plain = f"{self.name}-{self.precision}-{way}".replace("%", "").replace(" ", "-")
-        return None if plans is None else plans / f"{plain}.json"
+        return None if plans is None else plan_file(plans, self.name, self.precision, way)
 
     def _planned(self, way: str, budget: str | None, backend: BackendName) -> Row:
         """A plan's row; without a budget the plan may take what the checkpoints do."""
@@ -277,6 +274,19 @@ class _CaseRun:
         if before is None or row.seconds is None:
             return row
         return replace(row, measured_overhead=row.seconds / before - 1)
+
+
+def plan_file(plans: Path, name: str, precision: str, way: str) -> Path:
+    """Where in a folder the plan of a model is, in a precision, for a way to run it."""
+    plain = f"{name}-{precision}-{way}".replace("%", "").replace(" ", "-")
+    return plans / f"{plain}.json"
+
+
+def budget_of_peak(plan: planner.Plan, peak_bytes: int) -> str:
+    """The budget that allows a peak of forward and backward, of a plan's model and step."""
+    assert plan.baseline_whole_step is not None
+    share = (plan.resident.total + peak_bytes) / plan.baseline_whole_step.allocated_bytes
+    return f"{100 * share:.3f}%"
 
 
 def _reserved(whole: WholeStep | None) -> int | None:

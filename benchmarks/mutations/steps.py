@@ -266,8 +266,8 @@ STEPS = [
         (
             Change(
                 "planner/graph/replay/rng.py",
-                "        generator.set_state(state)\n        try:\n",
-                "        try:\n",
+                "        put(state)\n",
+                "        del state\n",
             ),
         ),
         ("tests/test_install.py::test_the_plan_is_really_run[none]",),
@@ -279,8 +279,8 @@ STEPS = [
         (
             Change(
                 "planner/graph/replay/rng.py",
-                "        finally:\n            generator.set_state(present)\n",
-                "        finally:\n            del present\n",
+                "    finally:\n        put(present)\n",
+                "    finally:\n        del present\n",
             ),
         ),
         ("tests/test_install.py::test_the_plan_is_really_run[none]",),

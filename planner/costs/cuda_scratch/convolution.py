@@ -101,7 +101,7 @@ class _Convolution:
         """The rule of float32 where TF32 is not allowed; None where it is, and in 16 bits."""
         if self.half or torch.backends.cudnn.allow_tf32:
             return None
-        return WithoutTf32(self.image, self.weight, self.result, self.stride)
+        return WithoutTf32(self.image, self.weight, self.result, self.stride, self.products)
 
     @property
     def points(self) -> int:

@@ -40,6 +40,8 @@ class WithoutTf32:
     weight: Layout
     result: Layout
     stride: tuple[int, ...]
+    products: int
+    """Multiplications of a forward."""
 
     def forward(self) -> int:
         """Bytes that cuDNN asks for to make the result."""
@@ -50,7 +52,7 @@ class WithoutTf32:
         spectrum = _SPECTRUM[16 if side <= 16 else 32]
         transforms = 2 * channels * made + self.image.sizes[0] * (channels + made)
         needed = spectrum * transforms + self.weight.bytes
-        many = self.result.elements >= _MANY_RESULTS and self._products >= _PRODUCTS_PER_BYTE * needed
+        many = self.result.elements >= _MANY_RESULTS and self.products >= _PRODUCTS_PER_BYTE * needed
         return needed if many else 0
 
     def image_gradient(self) -> int:
@@ -61,7 +63,7 @@ class WithoutTf32:
         pieces = min(prod(ceil_div(n, 30) for n in self.result.sizes[2:]), 4)
         of_images = self.image.sizes[0] * (channels + made) * ceil_div(pieces, 2)
         needed = _SPECTRUM[32] * (channels * made + of_images)
-        return needed if self._products >= _PRODUCTS_PER_BYTE_OF_PIECES * needed else 0
+        return needed if self.products >= _PRODUCTS_PER_BYTE_OF_PIECES * needed else 0
 
     def weight_gradient(self) -> int:
         """Bytes that cuDNN asks for to make the gradient of the weight."""
@@ -81,7 +83,3 @@ class WithoutTf32:
     @property
     def _three_by_three(self) -> bool:
         return self.weight.sizes[2:] == (3, 3) and all(step == 1 for step in self.stride)
-
-    @property
-    def _products(self) -> int:
-        return self.result.elements * self.weight.elements // self.weight.sizes[0]

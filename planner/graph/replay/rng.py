@@ -6,7 +6,7 @@ which may draw numbers without saying so, are run again in this way too. Emitted
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,22 +68,20 @@ def _in_state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]
     A GPU's draws from another generator's numbers: setting its state would also have cuDNN's recurrent layers
     make theirs, of the dropout between layers, anew in the next step, which eager does not.
     """
+    present: Any
+    put: Callable[[Any], Any]
     if generator.device.type == "cpu":
-        present = generator.get_state()
-        generator.set_state(state)
-        try:
-            yield
-        finally:
-            generator.set_state(present)
-        return
-    other = torch.Generator(generator.device)
-    other.set_state(state)
-    own = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(other)
+        present, put = generator.get_state(), generator.set_state
+        put(state)
+    else:
+        present, put = generator.graphsafe_get_state(), generator.graphsafe_set_state
+        other = torch.Generator(generator.device)
+        other.set_state(state)
+        put(other)
     try:
         yield
     finally:
-        generator.graphsafe_set_state(own)
+        put(present)
 
 
 def generator_state_bytes(devices: str) -> int:
