@@ -9,6 +9,7 @@ attributes, without its history.
 import contextlib
 import contextvars
 import copy
+import copyreg
 import functools
 import io
 import queue
@@ -62,6 +63,15 @@ _HELD = (dict, list, set, deque, torch.Tensor)
 _HOLDS_FUNCTIONS = {dict, list, OrderedDict, defaultdict}
 """Of these, not of classes derived from them: what is looked into for functions."""
 _CONTAINERS = ("_modules", "_parameters", "_buffers")
+_MAKES_COPIES = (
+    "__deepcopy__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__new__",
+    "__getnewargs__",
+    "__getnewargs_ex__",
+)
+"""Where a class may say how copies of its objects are made."""
 _KEPT = frozenset((type(None), bool, int, float, complex, str, bytes, type))
 """Of these a copy has the very same."""
 
@@ -237,7 +247,8 @@ def _shared(parts: Set[torch.nn.Module]) -> Iterator[None]:
 
     by_type: dict[type, Any] = dict.fromkeys(_SHARED_TYPES, _itself)
     by_type |= {threading.local: _variables_of_threads, torch.Tensor: _tensor, weakref.ref: reference}
-    by_type |= {dict: _dictionary, OrderedDict: _ordered_dictionary}
+    by_type |= {dict: _dictionary, OrderedDict: _ordered_dictionary, set: _set}
+    by_type |= dict.fromkeys(filter(_made_as_usual, {type(part) for part in parts}), _module)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(copy._deepcopy_dispatch, by_type))  # type: ignore[attr-defined]
         for shared in _SHARED_CLASSES:
@@ -247,6 +258,27 @@ def _shared(parts: Set[torch.nn.Module]) -> Iterator[None]:
 
 def _itself(value: Any, _memo: dict[int, Any]) -> Any:
     return value
+
+
+def _made_as_usual(kind: type[torch.nn.Module]) -> bool:
+    """Whether a class leaves it to Python how a copy of its objects is made, before it gets its state."""
+    usual = all(getattr(kind, name, None) is getattr(torch.nn.Module, name, None) for name in _MAKES_COPIES)
+    return usual and kind not in copyreg.dispatch_table
+
+
+def _module(value: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    """What ``copy`` does, without asking each of thousands of modules how to make another."""
+    made: torch.nn.Module = object.__new__(type(value))
+    memo[id(value)] = made
+    made.__setstate__(copy.deepcopy(value.__getstate__(), memo))
+    return made
+
+
+def _set(value: set[Any], memo: dict[int, Any]) -> set[Any]:
+    made: set[Any] = set()
+    memo[id(value)] = made
+    made.update(copy.deepcopy(list(value), memo) if value else ())  # each module has one that is empty
+    return made
 
 
 def _dictionary(value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:

@@ -43,8 +43,9 @@ def floor_bytes(graph: Graph) -> int:
     np.add.at(change, graph.producer[there], graph.bytes[there])
     np.subtract.at(change, last[there] + 1, graph.bytes[there])
     floor = np.cumsum(change[:-1]) + graph.workspace_bytes[: graph.base_length]
-    for row, op in enumerate(graph.ops[: graph.base_length]):
-        floor[row] += sum(int(graph.bytes[v]) for v in set(op.inputs) if there[v] and last[v] < row)
+    size, gone = np.where(there, graph.bytes, 0).tolist(), last.tolist()
+    inputs = graph.walk_table.inputs[: graph.base_length]
+    floor += [sum([size[v] for v in read if gone[v] < row]) for row, read in enumerate(inputs)]
     return int(floor.max())
 
 

@@ -6,32 +6,57 @@ submodule, wherever a graph break lies inside one. The module itself is recognis
 
 import re
 import sys
+from collections.abc import Collection
+from itertools import chain
 from types import FrameType
 
 import torch
 from torch.fx import GraphModule
 
 from planner._torch.tracing.block_marks import marks
+from planner.addresses import addresses
 
 # By identity: code that Dynamo made may hold constants that have no hash.
 _CALLS = {id(call.__code__) for call in (torch.nn.Module._call_impl, torch.nn.Module._wrapped_call_impl)}
 _STACK = "nn_module_stack"
 
 
-def name_modules(graph: GraphModule, root: torch.nn.Module) -> None:
+class ModuleNames:
+    """The names of the modules inside of one, by their identity.
+
+    They are looked up when first asked for, and again where a module is not among them: a forward may put in
+    another one.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._modules: list[torch.nn.Module] = []  # held, so that no other gets the identity of one of them
+        self._names: dict[str, str] = {}
+
+    def including(self, keys: Collection[str]) -> dict[str, str]:
+        """All names, by identities as Dynamo writes them."""
+        if not self._names or any(key not in self._names for key in keys):
+            names, self._modules = map(list, zip(*self._root.named_modules(), strict=True))
+            self._names = dict(zip(map(str, addresses(self._modules).tolist()), names, strict=True))
+        return self._names
+
+
+def name_modules(graph: GraphModule, root: "torch.nn.Module | ModuleNames") -> None:
     """Write into every node of a Dynamo graph the module it came from, for :func:`module_of` to read.
 
     To be called by the backend that Dynamo hands the graph to. A module that is not among those of
     ``root`` (made in its forward, or in a plain list) counts as the registered one that calls it.
     """
-    names = {str(id(module)): name for name, module in root.named_modules()}
-    here = _running(names)
-    for part in graph.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            found = here
-            for key in node.meta.get(_STACK) or {}:
-                found = names.get(key.partition("@")[0], found)  # a second call is written as 1234@1
-            node.meta[_STACK] = {marks(node): (found, torch.nn.Module)}
+    nodes = [node for part in graph.modules() if isinstance(part, GraphModule) for node in part.graph.nodes]
+    # A second call of a module is written as 1234@1.
+    stacks = [[key.partition("@")[0] for key in node.meta.get(_STACK) or {}] for node in nodes]
+    running = [str(id(module)) for module in _running()]
+    known = root if isinstance(root, ModuleNames) else ModuleNames(root)
+    names = known.including({*running, *chain.from_iterable(stacks)})
+    here = next((names[key] for key in running if key in names), "")
+    for node, stack in zip(nodes, stacks, strict=True):
+        found = next((names[key] for key in reversed(stack) if key in names), here)
+        node.meta[_STACK] = {marks(node): (found, torch.nn.Module)}
 
 
 def module_of(node: torch.fx.Node) -> str:
@@ -46,17 +71,16 @@ def marks_of(node: torch.fx.Node) -> str:
     return str(next(reversed(stack))) if stack else ""
 
 
-def _running(names: dict[str, str]) -> str:
-    """The innermost module, of those that have a name, whose call is running in this thread."""
+def _running() -> list[torch.nn.Module]:
+    """The modules whose calls are running in this thread, the innermost first."""
+    found: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         # Of no other frames: reading their locals would hold what they free later.
         if id(frame.f_code) in _CALLS:
-            name = names.get(str(id(frame.f_locals["self"])))
-            if name is not None:
-                return name
+            found.append(frame.f_locals["self"])
         frame = frame.f_back
-    return ""
+    return found
 
 
 def calls_forward_as_given(module: torch.nn.Module) -> bool:

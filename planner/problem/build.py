@@ -275,7 +275,7 @@ class _Builder:
             Op(
                 reads,
                 made,
-                phase=Phase(backward),
+                phase=Phase.BACKWARD if backward else Phase.FORWARD,
                 recomputable=facts.recomputable and not backward,
                 region=region,
                 name=facts.name,

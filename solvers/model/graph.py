@@ -211,10 +211,11 @@ class Graph:
     @cached_property
     def producer(self) -> BaseOpPerValue:
         """The base operation that first computes each value, int64; -1 for a value of no op."""
-        producer = np.full(len(self.values), -1, dtype=np.int64)
+        producer = [-1] * len(self.values)
         for i, op in enumerate(self.ops[: self.base_length]):
-            producer[list(op.outputs)] = i
-        return producer
+            for v in op.outputs:
+                producer[v] = i
+        return np.array(producer, dtype=np.int64)
 
     @cached_property
     def consumers(self) -> Per[ValueId, tuple[BaseOp, ...]]:
@@ -233,12 +234,13 @@ class Graph:
     @cached_property
     def recompute_row(self) -> RowPerValue:
         """For each value the row that recomputes it, int64; -1 where nothing may."""
-        row = np.full(len(self.values), -1, dtype=np.int64)
+        row = [-1] * len(self.values)
         for i, op in numbered(BaseOp, self.ops[: self.forward_length]):
             if op.recomputable and op.region != GLUE_REGION:
                 again = self.rerun(i)
-                row[list(self.ops[again].outputs)] = again
-        return row
+                for v in self.ops[again].outputs:
+                    row[v] = again
+        return np.array(row, dtype=np.int64)
 
     @cached_property
     def walk_table(self) -> "WalkTable":

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner._torch.module_paths import name_modules
+from planner._torch.module_paths import ModuleNames, name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
 from planner.capture.graphs.graph_runner import GraphRunner, Ran
@@ -109,9 +109,11 @@ def collector(
     results, and why the graph ended before the function did, if so.
     """
 
+    names = ModuleNames(module)
+
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
         call_what_was_captured(graph)
-        name_modules(graph, module)
+        name_modules(graph, names)
         runner = GraphRunner(len(runners), graph, example_inputs, lower, ran, cuda=cuda, data=data)
         runners.append(runner)
         return runner
