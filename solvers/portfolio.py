@@ -298,7 +298,6 @@ def _attempt(
     if not _done(search, bound, settings) and not (large and _distance(search, bound) <= settings.near):
         bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     enough = bound.seconds + settings.met * graph.base_seconds
-    sizes = programs.sizes()
     if not large:
         search.begin_stage((0.15, 0.2), settings.small_trading_share)
         _improve_locally(search, bound, settings, trading=_distance(search, bound) > settings.near)
@@ -318,7 +317,7 @@ def _attempt(
     if not _done(search, bound, settings) and _distance(search, bound) > programs_beyond:
         left = max(time_limit - search.elapsed, 1e-9)
         search.begin_stage((0.5, 0.9), min(1.0, search.wall(settings.walled_programs * patience) / left))
-        ilp.improve(search, budget, programs, sizes=sizes, enough=enough)
+        ilp.improve(search, budget, programs, enough=enough)
     search.begin_stage((0.9, 1.0), settings.large_trading_share if large else settings.small_trading_share)
     if not _done(search, bound, settings) and _distance(search, bound) > settings.far:
         lower_sets.improve(search, budget, everything.peak_bytes)

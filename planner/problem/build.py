@@ -25,7 +25,7 @@ from planner.heap import collector_off
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
 from planner.problem.input_copies import InputCopies
-from planner.problem.rows import Again, Facts, Row, Source, of_size, timed
+from planner.problem.rows import Again, Facts, Row, Source, example, of_size, timed
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
@@ -266,10 +266,11 @@ class _Builder:
         backward: bool,
     ) -> Row:
         facts = self._facts.get(op) or self._facts.setdefault(op, Facts.of(op))
-        reads = tuple(storages[s] for s in op.reads if s in storages)
+        reads = tuple([storages[s] for s in op.reads if s in storages])
+        made: tuple[ValueId, ...] = ()
         for storage in op.allocates:
-            storages[storage] = self._value(Value(joint.storage_bytes[storage], facts.value_name))
-        made = tuple(storages[s] for s in op.allocates)
+            storages[storage] = value = self._value(Value(joint.storage_bytes[storage], facts.value_name))
+            made = *made, value
         return Row(
             source,
             Op(
@@ -296,20 +297,19 @@ class _Builder:
 
     def _replay(self, row: Row, op: JointOp, storages: dict[int, ValueId], copies: InputCopies) -> None:
         """Say how a row is run again, where that differs from its first run."""
-        node, state = op.node, op.rule.state(op.node)
-        if state is not None and state.on_host and self.device.kind != "cpu":
-            state = replace(state, bytes=0, held_bytes=0)
-        call, read = op.rule.call_again(node), op.read_again
-        if state is None and call is None and not op.writers and not copies.are_read(read):
+        facts = self._facts[op]
+        if facts.is_run_as_before and not op.writers and not copies.are_read(facts.read_again):
             return
         row.again = again = Again(
-            tuple(v for v in copies.read(read, storages) if v not in row.allocates),
+            tuple(v for v in copies.read(facts.read_again, storages) if v not in row.allocates),
             tuple(storages[s] for s in op.allocates_again),
-            call=None if call is None else Call(call.target, map_arg(call.args, _example)),
+            call=facts.call_again,
             writers=tuple(self._row_of[w] for w in op.writers),
         )
-        if state is not None:
-            kept = self._value(Value(state.bytes, f"{state.name} state of {node.name}", on_demand=True))
+        if (state := facts.state) is not None:
+            if state.on_host and self.device.kind != "cpu":
+                state = replace(state, bytes=0, held_bytes=0)
+            kept = self._value(Value(state.bytes, f"{state.name} state of {op.node.name}", on_demand=True))
             row.op = replace(row.op, outputs=(*row.op.outputs, kept))
             again.inputs, again.extra_bytes = (*again.inputs, kept), state.held_bytes
 
@@ -371,13 +371,9 @@ class _Builder:
         self._held[value] = None if let_go is None or known is None else max(let_go, known)
 
 
-def _example(node: Node) -> Any:
-    return node.meta.get("val")
-
-
 def _call_of(node: Node) -> Call:
     into = writing(node)
     args: Sequence[Any]
-    args, kwargs = map_arg((node.args, node.kwargs if into is None else into.kwargs(node)), _example)
+    args, kwargs = map_arg((node.args, node.kwargs if into is None else into.kwargs(node)), example)
     func: Any = operator_in_place(node) or (node.target if into is None else into.operator)
     return Call(func, args, kwargs)

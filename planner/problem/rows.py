@@ -1,9 +1,14 @@
 """Rows of the problem in the making, and where they come from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.fx import Node
+from torch.fx.node import map_arg
+
 from planner.graph.joint_graph import JointOp
+from planner.graph.replay_rule import ReplayState
 from planner.training_step.call import Call
 from solvers.model.graph import Op, Value
 from solvers.model.indices import BaseOp, ValueId
@@ -47,15 +52,42 @@ class Again:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is alike in all executions of an operation of a graph."""
+    """What is alike in all executions of an operation of a graph.
+
+    Attributes:
+        recomputable: Whether it can be run a second time.
+        name: For people.
+        value_name: What its results are called.
+        read_again: What a second run reads.
+        state: What a second run is put into; None where it depends on none.
+        call_again: What a second run calls; None where the same operation runs.
+    """
 
     recomputable: bool
     name: str
     value_name: str
+    read_again: Sequence[Node] = ()
+    state: ReplayState | None = None
+    call_again: Call | None = None
 
     @classmethod
     def of(cls, op: JointOp) -> "Facts":
-        return cls(op.recomputable, f"{op.name} #{op.index}", f"{op.node.name} @ {op.module}")
+        facts = cls(op.recomputable, f"{op.name} #{op.index}", f"{op.node.name} @ {op.module}")
+        if not facts.recomputable:
+            return facts
+        call = op.rule.call_again(op.node)
+        again = None if call is None else Call(call.target, map_arg(call.args, example))
+        return replace(facts, read_again=op.read_again, state=op.rule.state(op.node), call_again=again)
+
+    @property
+    def is_run_as_before(self) -> bool:
+        """Whether a second run does the same in the same way, where it reads the same."""
+        return self.state is None and self.call_again is None
+
+
+def example(node: Node) -> Any:
+    """The result of a node without data."""
+    return node.meta.get("val")
 
 
 def timed(op: Op, seconds: float, workspace_bytes: int) -> Op:

@@ -46,6 +46,7 @@ program is a bound on single-recompute schedules only, so none is reported.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -105,8 +106,12 @@ class Programs:
     def __post_init__(self) -> None:
         self.uses: ForwardUses = forward_uses(self.graph)
         self.pinned: ValueMask = pinned_values(self.graph, self.uses)
-        self.cuts: Cuts = find_cuts(self.graph, self.uses, self.pinned)
         self._written: dict[tuple[Position, ...], SingleRecompute] = {}
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """All positions of the forward phase."""
+        return find_cuts(self.graph, self.uses, self.pinned)
 
     def sizes(self) -> list[int]:
         """The sizes of program worth solving for this graph, ascending."""

@@ -245,20 +245,23 @@ def find_causes(
     most ``reach`` forward operations."""
     decided = (graph.recompute_row >= 0) & ~constraints.apply(pinned.copy())
     readers = find_readers(graph, decided)
-    direct = np.full(len(graph.values), -1, dtype=np.int64)
-    end = uses.last_backward.copy()
+    # Lists, which are read and written one by one in a fraction of the time that arrays take.
+    direct = [base_op(-1)] * len(graph.values)
+    end = listed(BaseOp, uses.last_backward)
     times: list[list[BaseOp]] = [[] for _ in graph.forward_ops]
     root: list[dict[BaseOp, BaseOp]] = [{} for _ in graph.forward_ops]
-    latest = np.full(graph.forward_length, -1, dtype=np.int64)
-    free = np.zeros(len(graph.values), dtype=bool)
+    latest = [base_op(-1)] * graph.forward_length
+    free = [False] * len(graph.values)
     after_all = base_op(graph.base_length)
     ticks = [*moments, after_all]
     first_backward = listed(BaseOp, uses.first_backward)
     alive = last_reads(graph, uses, decided)
+    made, is_decided = graph.walk_table.outputs, decided.tolist()
     for i in reversed(graph.forward_ops):
         own: dict[BaseOp, BaseOp] = {}
-        outputs = [v for v in graph.walk_table.outputs[i] if decided[v]]
-        for v in outputs:
+        for v in made[i]:
+            if not is_decided[v]:
+                continue
             read = first_backward[v]
             again = [r for r in readers[v] if times[r]]
             if read >= 0:
@@ -267,32 +270,32 @@ def find_causes(
                 own[moment] = i
                 latest[i] = max(latest[i], read)
             else:
-                latest[i] = max([int(latest[i]), *(int(latest[r]) for r in again)])
+                latest[i] = max([latest[i], *(latest[r] for r in again)])
             for r in again:
                 for t, origin in root[r].items():
                     if read < 0 or t < direct[v]:
                         own[t] = max(own.get(t, origin), origin)
-            end[v] = max([int(end[v]), *(int(latest[r]) for r in again)])
+            end[v] = max([end[v], *(latest[r] for r in again)])
             free[v] = read >= 0 or bool(again)
         near = {t: origin for t, origin in own.items() if t <= alive[i] and origin - i <= reach}
         if len(near) < len(own):
             near[after_all] = max(own.values())
         root[i], times[i] = near, sorted(near)
-    return Causes(free, times, direct, readers, end)
+    found = np.array(direct, dtype=np.int64), readers, np.array(end, dtype=np.int64)
+    return Causes(np.array(free, dtype=bool), times, *found)
 
 
 def last_reads(graph: Graph, uses: ForwardUses, decided: ValueMask) -> Per[BaseOp, int]:
     """For each forward operation the last backward operation that reads a decided value of it, or of
     what its re-run may need to be re-run itself: later moments need no account of their own."""
     last = [-1] * graph.forward_length
+    table, producer = graph.walk_table, listed(BaseOp, graph.producer)
+    read, is_decided = listed(BaseOp, uses.last_backward), decided.tolist()
     for i in graph.forward_ops:
-        read = [int(uses.last_backward[v]) for v in graph.walk_table.outputs[i] if decided[v]]
-        needed = [
-            last[int(graph.producer[v])]
-            for v in graph.walk_table.inputs[graph.rerun(i)]
-            if decided[v] and graph.producer[v] < i
-        ]
-        last[i] = max([-1, *read, *needed])
+        made = [read[v] for v in table.outputs[i] if is_decided[v]]
+        inputs = table.inputs[graph.rerun(i)]
+        needed = [last[producer[v]] for v in inputs if is_decided[v] and producer[v] < i]
+        last[i] = max([-1, *made, *needed])
     return last
 
 

@@ -122,10 +122,12 @@ def find_stages(
 def find_readers(graph: Graph, decided: ValueMask) -> list[list[BaseOp]]:
     """For each of the decided values the forward operations whose re-run reads it."""
     readers: list[list[BaseOp]] = [[] for _ in graph.values]
+    table, is_decided = graph.walk_table, decided.tolist()
     for i in graph.forward_ops:
-        if graph.ops[i].recomputable:
-            for v in graph.walk_table.inputs[graph.rerun(i)]:
-                if decided[v] and graph.walk_table.recompute_region[v] == graph.ops[i].region:
+        op = graph.ops[i]
+        if op.recomputable:
+            for v in table.inputs[graph.rerun(i)]:
+                if is_decided[v] and table.recompute_region[v] == op.region:
                     readers[v].append(i)
     return readers
 

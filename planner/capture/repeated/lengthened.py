@@ -313,15 +313,19 @@ def _referring(event: Event, refers: Sequence[int], allocates: tuple[int, ...], 
     reads = tuple(refers[: len(event.reads)])
     if call is not None:
         arguments = tuple(refers[len(reads) : len(reads) + len(call.arguments)])
-        released = [new for new, old in zip(arguments, call.arguments, strict=True) if old in call.released]
         *outputs, token = refers[len(reads) + len(arguments) :]
-        call = replace(
-            call,
-            instance=instance,
-            arguments=arguments,
-            outputs=tuple(outputs),
-            released=frozenset(released),
-            token=token,
+        renamed = zip(arguments, call.arguments, strict=True)
+        released = frozenset(new for new, old in renamed if old in call.released)
+        # There are thousands; ``replace`` looks at all fields of each.
+        call = GraphCall(
+            call.graph,
+            instance,
+            call.backward,
+            arguments,
+            tuple(outputs),
+            released,
+            call.allocating,
+            token,
         )
     return Event(event.call, reads, allocates, event.backward, call, event.node)
 

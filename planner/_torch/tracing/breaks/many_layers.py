@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._dynamo.variables import builder
@@ -48,9 +47,12 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
             parts = parts_of[key] = [module, *map(weakref.ref, inside)]
         if not _are_marked(parts):
             return wrap(self, value)
-        nothing: dict[str, Any] = dict.fromkeys(_METHODS)
-        with patch.multiple(builder, **nothing):
+        methods = {name: getattr(builder, name) for name in _METHODS}
+        vars(builder).update(dict.fromkeys(_METHODS))
+        try:
             return wrap(self, value)
+        finally:
+            vars(builder).update(methods)
 
     VariableBuilder.wrap_module = once  # type: ignore[method-assign]
 
