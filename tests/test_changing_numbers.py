@@ -112,5 +112,8 @@ def test_a_number_outside_of_the_model_that_each_forward_changes() -> None:
             assert before + step == _STEPS
             measured = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
     assert measured == plan.predicted.dynamic_peak_bytes
-    with pytest.warns(PlanWarning, match="has been captured 16 times"):
+    # PyTorch 2.15 does not trace a function anew for a number that it only counts.
+    once = torch.__version__ >= (2, 15)
+    said = "an earlier one awaits its backward" if once else "has been captured 16 times"
+    with pytest.warns(PlanWarning, match=said):
         left_by(model, lambda model: [model(x) for _ in range(10)])

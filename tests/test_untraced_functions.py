@@ -114,6 +114,7 @@ class SumsMany(nn.Module):
         return (self.block(x) * added * self.weight).square().mean()
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="the operator is a graph break there, and no error")
 def test_a_long_error_is_shortened() -> None:
     plan = planner.plan(SumsMany(), (torch.randn(4, 16),), budget="min")
     said = [note for note in plan.notes if "tracing SumsMany.forward failed" in note]

@@ -65,6 +65,9 @@ def break_at_questions_about_data(is_ours: Callable[[Any], bool]) -> None:
 def _was_read(variable: Any) -> bool:
     if not isinstance(variable, LazyVariableTracker) or variable.is_realized():
         return False
-    source = variable._cache.source
+    cache: Any = variable._cache
+    if hasattr(cache, "lazy_vars"):  # from PyTorch 2.15 on: it is computed of such
+        return any(map(_was_read, cache.lazy_vars))
+    source = cache.source
     handed_on = isinstance(source, LocalSource) and source.local_name.startswith(_HANDED_ON)
-    return handed_on and type(variable._cache.value) is float
+    return handed_on and type(cache.value) is float
