@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.random_modules import found_in
-from tests.random_modules import Kind
+from tests.random_operations import Kind
 
 
 @pytest.mark.heavy
