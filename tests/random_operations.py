@@ -111,7 +111,7 @@ _IN_PLACE = _alike(
     "{a} = torch.empty_like({x}); {a}[...] = {y}",
     "{a} = {x} * 1.0; {a}.masked_fill_({y} > 0, 0.5)",
     "{a} = {x} + 0.1; {a}.clamp_(-1, 1)",
-    "{a} = {x} + 0.0; {a}.view(-1)[:3].zero_()",
+    "{a} = {x} + 0.0; {a}[:1].select(-1, 0).zero_()",
     "{a} = {x}.clone(); {a}.index_add_(0, torch.tensor([0]), {y}[:1])",
     "{a} = {x} + 1; {a}.data.mul_(0.5)",
     weight=5.0,

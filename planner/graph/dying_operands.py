@@ -40,7 +40,20 @@ _SMALL = 8
 
 _FIRST, _EITHER = (0,), (0, 1)
 
+_AT_INDICES: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
+    aten.scatter.src: (_FIRST, aten.scatter_.src, None),
+    aten.scatter.value: (_FIRST, aten.scatter_.value, None),
+    aten.scatter_add.default: (_FIRST, aten.scatter_add_.default, None),
+    aten.index_put.default: (_FIRST, aten.index_put_.default, None),
+    aten.index_add.default: (_FIRST, aten.index_add_.default, None),
+    aten.index_copy.default: (_FIRST, aten.index_copy_.default, None),
+    aten.masked_scatter.default: (_FIRST, aten.masked_scatter_.default, None),
+}
+"""Operators that copy their first argument, and write others to some of its elements. Gradients of what reads
+at indices are written into zeros by them."""
+
 _WRITERS: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
+    **_AT_INDICES,
     aten.add.Tensor: (_EITHER, aten.add_.Tensor, aten.add.out),
     aten.sub.Tensor: (_EITHER, aten.sub_.Tensor, aten.sub.out),
     aten.mul.Tensor: (_EITHER, aten.mul_.Tensor, aten.mul.out),
@@ -70,15 +83,16 @@ _WRITERS: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
     },
 }  # fmt: skip
 """Operators that may write over an argument, which one, and by which operator, in place (the first) or by
-``out=``. They compute each element of their result of the same element of their arguments; a softmax, and its
-backward, of its row as well, all of which its kernels have read before they write the first element."""
+``out=``. But for those at indices they compute each element of their result of the same element of their
+arguments; a softmax, and its backward, of its row as well, all of which its kernels have read before they write
+the first element."""
 
 
 _LITTLE_SCRATCH = frozenset(
     {
         aten._native_batch_norm_legit_functional.default,
         *(aten.mm.default, aten.bmm.default, aten.addmm.default),
-        *_WRITERS,
+        *(_WRITERS.keys() - _AT_INDICES.keys()),
     }
 )
 """Operators that allocate little besides their results while they run."""
