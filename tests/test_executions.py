@@ -297,7 +297,7 @@ def test_layers_that_first_steps_left_out_follow_the_order_of_the_step() -> None
 
 
 class Parted(nn.Module):
-    """Takes queries, keys and values apart by lengths that data tell: each of them in a graph of views alone."""
+    """Takes queries, keys and values apart by lengths that data tell, each in a graph of views alone."""
 
     def __init__(self) -> None:
         super().__init__()

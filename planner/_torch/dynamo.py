@@ -233,8 +233,8 @@ def dynamo_compile_shapes(
             the others.
         given_up: Called when a function has been captured so often that it never will be again.
         failed: Called with what goes wrong when one is captured; then it runs as it is.
-        often: Called once with how often the function has been captured for a module, if that is often and not
-            decided.
+        often: Called once with how often the function has been captured for a module, if that is often and
+            not decided.
         untraced: By backend, see :data:`Untraced`.
         plain: Whether what the shape that stays captures now is of plain numbers, also where sizes vary among
             parts of the same code.
