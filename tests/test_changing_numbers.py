@@ -12,7 +12,7 @@ import planner
 from planner._torch import dynamo
 from planner.errors import PlanWarning
 from planner.verification.measure import measure_peak
-from tests.side_by_side import assert_same, layers, left_by, no_plan_warnings
+from tests.side_by_side import assert_same, assert_trains_alike, layers, left_by, no_plan_warnings, steps
 
 
 def _step(model: Any, x: torch.Tensor, beta: float | torch.Tensor) -> torch.Tensor:
@@ -117,3 +117,26 @@ def test_a_number_outside_of_the_model_that_each_forward_changes() -> None:
     said = "an earlier one awaits its backward" if once else "has been captured 16 times"
     with pytest.warns(PlanWarning, match=said):
         left_by(model, lambda model: [model(x) for _ in range(10)])
+
+
+class _Widths(nn.Module):
+    """Parts that are alike in nothing but their class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 16 * width), nn.GELU(), nn.Linear(16 * width, 32))
+            for width in range(1, 6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + part(x)
+        return x.square().mean()
+
+
+def test_regions_are_captured_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "MANY_CAPTURES", 4)
+    torch.manual_seed(0)
+    args = (torch.randn(64, 32),)
+    assert_trains_alike(_Widths().train(), args, steps(args), expected_runs=None, regions="auto")

@@ -294,3 +294,41 @@ def test_layers_that_first_steps_left_out_follow_the_order_of_the_step() -> None
         warnings.simplefilter("error", PlanWarning)
         measured = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
     assert measured == plan.predicted.dynamic_peak_bytes
+
+
+class Parted(nn.Module):
+    """Takes queries, keys and values apart by lengths that data tell, each in a graph of views alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).reshape(-1, 3, 4, 8).permute(1, 2, 0, 3).unbind(0)
+        parts = [torch.split(tensor, lengths.tolist(), dim=1) for tensor in heads]
+        mixed = [(q @ k.transpose(1, 2)).softmax(-1) @ v for q, k, v in zip(*parts, strict=True)]
+        return x + self.out(torch.cat(mixed, 1).transpose(0, 1).reshape(x.shape))
+
+
+class PartedLayers(nn.Module):
+    """Two such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Parted() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = (x > 0).any(1).sum() // 2 + 8
+        lengths = torch.stack([first, len(x) - first])
+        for layer in self.layers:
+            x = layer(x, lengths)
+        return x.square().mean()
+
+
+@pytest.mark.heavy
+def test_graphs_of_views_run_in_the_order_of_the_forward() -> None:
+    torch.manual_seed(0)
+    plan = assert_trains_alike(PartedLayers().train(), (X,), loop, expected_runs=None)
+    views = [graph for graph in plan.graphs if graph.forward_length == 0]
+    assert len(views) > 1
+    assert len({graph.structure for graph in views}) == 1

@@ -142,7 +142,8 @@ class _WithSettings(Callback):
         super().__init__(callback)
         self._untraced = untraced
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
-        self._often, self._captures = often, 0
+        self._often = often
+        self._captures: Any = ExactWeakKeyDictionary()  # of each module: regions share the code
         self._captured = Captured(self)
         self._with_graphs: Any = ExactWeakKeyDictionary()
 
@@ -151,7 +152,8 @@ class _WithSettings(Callback):
         if saved_tensors_are_changed():
             return left_alone()
         _frames_looked_at += 1
-        if isinstance(module := frame.f_locals.get("module"), torch.nn.Module):
+        module = frame.f_locals.get("module")
+        if isinstance(module, torch.nn.Module):
             trace_methods_of(module)
         # One call without an operation, of a step that skips a batch or after the last part of a loop, and
         # what was captured before would never run again.
@@ -175,9 +177,11 @@ class _WithSettings(Callback):
         strategy = result.frame_exec_strategy
         if self._given_up is not None and strategy.cur_action == _FrameAction.RUN_ONLY:
             self._given_up()
-        self._captures += whole
-        if whole and self._captures == MANY_CAPTURES and self._often is not None:
-            self._often(MANY_CAPTURES)
+        if whole and self._often is not None:
+            self._captures[module] = times = self._captures.get(module, 0) + 1
+            if times == MANY_CAPTURES:
+                self._often(times)
+                self._often = None
         return result
 
 
@@ -229,7 +233,8 @@ def dynamo_compile_shapes(
             the others.
         given_up: Called when a function has been captured so often that it never will be again.
         failed: Called with what goes wrong when one is captured; then it runs as it is.
-        often: Called once with how often the function has been captured, if that is often and not decided.
+        often: Called once with how often the function has been captured for a module, if that is often and
+            not decided.
         untraced: By backend, see :data:`Untraced`.
         plain: Whether what the shape that stays captures now is of plain numbers, also where sizes vary among
             parts of the same code.

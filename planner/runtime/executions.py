@@ -55,7 +55,10 @@ def alike(plan: PlanRecord, structure: str) -> Alike:
     numbers = [i for i, graph in enumerate(plan.graphs) if graph.structure == structure]
     runs = [run for i in numbers if not plan.graphs[i].places for run in runs_of(plan, plan.graphs[i])]
     if len(numbers) > 1 and plan.step is not None:
-        seen = dict.fromkeys((i, execution) for i, execution, _ in plan.step.places())
+        places = plan.step.places()
+        if plan.graphs[numbers[0]].forward_length == 0:  # views only: backwards alone, the last one first
+            places.reverse()
+        seen = dict.fromkeys((i, execution) for i, execution, _ in places)
         if seen.keys() >= {*runs}:
             runs = [run for run in seen if run[0] in numbers]
     by_graph = {i: plan.graphs[i].by_execution for i in numbers}

@@ -130,3 +130,8 @@ def hf_llama_checkpointed() -> Built:
 def hf_gemma3() -> Built:
     settings = {**_GROUPED, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
     return hugging_face("Gemma3ForCausalLM", "Gemma3TextConfig", **settings)
+
+
+_MIXERS = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 8}
+_decoder("hf_bamba", "Bamba", **_GROUPED, **_MIXERS, mamba_n_groups=1, attn_layer_indices=[1])
+_decoder("hf_falcon_h1", "FalconH1", **_GROUPED, **_MIXERS, mamba_n_groups=1, mamba_d_ssm=128)

@@ -230,3 +230,62 @@ def diffusers_mochi() -> Built:
         "encoder_attention_mask": torch.ones(2, 8).bool(),
     }
     return model, (), inputs
+
+
+@in_zoo
+def diffusers_hunyuan_dit() -> Built:
+    import diffusers
+
+    model = diffusers.HunyuanDiT2DModel(
+        num_attention_heads=4,
+        attention_head_dim=8,
+        in_channels=4,
+        patch_size=2,
+        sample_size=16,
+        hidden_size=32,
+        num_layers=4,
+        cross_attention_dim=16,
+        cross_attention_dim_t5=16,
+        pooled_projection_dim=8,
+        text_len=6,
+        text_len_t5=6,
+        activation_fn="gelu-approximate",
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 16, 16),
+        "timestep": torch.rand(2) * 100,
+        "encoder_hidden_states": torch.randn(2, 6, 16),
+        "text_embedding_mask": torch.ones(2, 6),
+        "encoder_hidden_states_t5": torch.randn(2, 6, 16),
+        "text_embedding_mask_t5": torch.ones(2, 6),
+        "image_meta_size": torch.rand(2, 6),
+        "style": torch.zeros(2, dtype=torch.long),
+        "image_rotary_emb": [torch.randn(64, 8), torch.randn(64, 8)],
+        "return_dict": False,
+    }
+    return model, (), inputs
+
+
+@in_zoo
+def diffusers_sana() -> Built:
+    import diffusers
+
+    model = diffusers.SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        num_layers=2,
+        num_cross_attention_heads=4,
+        cross_attention_head_dim=8,
+        cross_attention_dim=32,
+        caption_channels=16,
+        sample_size=8,
+        dropout=0.1,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 6, 16),
+        "timestep": torch.randint(0, 100, (2,)),
+    }
+    return model, (), inputs

@@ -272,17 +272,15 @@ def hf_dinov3() -> Built:
     return _model("DINOv3ViTModel", "DINOv3ViTConfig", **settings), (), {"pixel_values": images()}
 
 
-@in_zoo
-def hf_qwen2_5_vl() -> Built:
+def _of_patches(family: str, **vision: Any) -> Built:
     """Positions in three dimensions, which data decide and Python moves in place."""
     rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    vision = {"depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
-    pieces = {"patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 32}
+    pieces = {"patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2}
     module = _model(
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen2_5_VLConfig",
+        f"{family}ForConditionalGeneration",
+        f"{family}Config",
         text_config={**_TEXT, "num_key_value_heads": 2, "rope_parameters": rotary},
-        vision_config={**vision, **pieces, "fullatt_block_indexes": [1]},
+        vision_config={"depth": 2, **vision, **pieces},
         image_token_id=3,
         video_token_id=2,
         vision_start_token_id=5,
@@ -298,3 +296,44 @@ def hf_qwen2_5_vl() -> Built:
         "mm_token_type_ids": (tokens == 3).int(),
     }
     return module, (), inputs
+
+
+@in_zoo
+def hf_qwen2_vl() -> Built:
+    return _of_patches("Qwen2VL", embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2)
+
+
+@in_zoo
+def hf_qwen2_5_vl() -> Built:
+    windows = {"window_size": 32, "fullatt_block_indexes": [1]}
+    sizes = {"hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
+    return _of_patches("Qwen2_5_VL", **sizes, **windows)
+
+
+@in_zoo
+def hf_sam() -> Built:
+    """Masks of what is pointed at, by windows of patches."""
+    sides = {"image_size": 64, "patch_size": 8}
+    module = _model(
+        "SamModel",
+        "SamConfig",
+        vision_config={
+            **_PATCHES,
+            **sides,
+            "output_channels": 32,
+            "window_size": 4,
+            "global_attn_indexes": [1],
+            "num_pos_feats": 16,
+            "mlp_dim": 128,
+        },
+        prompt_encoder_config={**sides, "hidden_size": 32, "mask_input_channels": 4},
+        mask_decoder_config={
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "mlp_dim": 64,
+            "iou_head_hidden_dim": 32,
+        },
+    )
+    points = torch.rand(2, 1, 2, 2) * 64
+    asked = {"input_points": points, "input_labels": torch.ones(2, 1, 2, dtype=torch.long)}
+    return module, (), {"pixel_values": images(2, 64), **asked}
