@@ -28,6 +28,7 @@ from planner._torch.tracing.dynamo_patches import (
     trace_like_eager,
 )
 from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
+from planner._torch.tracing.generator_states import states_apart
 from planner._torch.tracing.hindrances import (
     RunsAsItIs,
     guarded,
@@ -98,7 +99,7 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
     with contextlib.ExitStack() as stack:
         stack.enter_context(dynamo.config.patch(**settings))
         contexts = (nothing_for_logs_alone, go_on_inside_modules, layouts_of_kernels, marks_allowed)
-        for context in (*contexts, lists_count):
+        for context in (*contexts, lists_count, states_apart):
             stack.enter_context(context())
         yield
 

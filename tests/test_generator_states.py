@@ -1,0 +1,81 @@
+"""States of the random generator that captures put back take nothing of a step's memory."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._functorch import aot_autograd
+
+from planner._torch.tracing.generator_states import states_apart
+from planner.verification.measure import measure_peak
+from tests.side_by_side import plan_of
+
+
+class Broken(nn.Module):
+    """So small that copies of the generator's state would be the most that its step takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = torch.tanh(layer(x)) + x
+        return x.square().mean()
+
+
+def test_a_step_that_captures_takes_no_more_than_later_ones() -> None:
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(8, 16)
+    plan = plan_of(model, (x,))
+    plan.apply(model)
+    peaks = []
+    for _ in range(2):
+        peaks.append(measure_peak(lambda: model(x).backward(), "cpu").peak_bytes)
+        model.zero_grad()
+    assert peaks == [plan.predicted.dynamic_peak_bytes] * 2
+
+
+def _one_normal_number() -> None:
+    torch.randn(1)
+
+
+def _the_other_normal_number() -> None:
+    torch.randn(2)
+    torch.randn(1)
+
+
+def _numbers() -> None:
+    torch.rand(3)
+
+
+def _seed() -> None:
+    torch.manual_seed(3)
+
+
+@pytest.mark.parametrize("draw", [_one_normal_number, _the_other_normal_number, _numbers, _seed])
+@pytest.mark.parametrize("drawn_before", [0, 1])
+def test_a_state_is_put_back(draw: Callable[[], object], drawn_before: int) -> None:
+    torch.manual_seed(5)
+    torch.randn(drawn_before)
+    before = torch.get_rng_state()
+    with states_apart(), aot_autograd.preserve_rng_state():
+        draw()
+        assert not torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_is_set_where_nothing_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {}
+
+    class Generator:
+        clone_state = torch.default_generator.clone_state
+
+        def set_state(self, state: torch.Tensor) -> None:
+            kept["set"] = state
+
+    with states_apart(), aot_autograd.preserve_rng_state():
+        monkeypatch.setattr(torch, "default_generator", Generator())
+    assert not kept
