@@ -109,7 +109,8 @@ Untraced = Callable[[str, Exception | None], bool]
 not trace it, where that is of no backend. Returns whether the function then runs as written, and what it
 calls is captured; else the error is raised."""
 
-_OF_TRACING = (InternalTorchDynamoError, TorchRuntimeError)
+_OF_TRACING = (InternalTorchDynamoError, TorchRuntimeError, IndexError)
+"""Errors of tracing; one of an index is passed on as it is, where the code may handle it."""
 
 MANY_CAPTURES = 16
 """How many captures of one function are more than a training loop has, whose modes and shapes vary."""

@@ -39,6 +39,7 @@ from planner._torch.tracing.breaks.break_patches import (
     pass_over_marks,
 )
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
+from planner._torch.tracing.breaks.handled_errors import break_where_errors_are_handled
 from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.long_loops import (
     go_on_behind_what_was_taken,
@@ -103,6 +104,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     break_at_swaps(_is_ours)
     break_at_process_settings(_is_ours)
     break_at_questions_about_data(_is_ours)
+    break_where_errors_are_handled(_is_ours)
     know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_what_is_left_later(_is_ours)
