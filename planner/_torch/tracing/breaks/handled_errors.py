@@ -79,7 +79,7 @@ def _is_handled(tx: Any) -> bool:
 
 
 def _is_except(instructions: list[Any], target: Any) -> bool:
-    """Whether a handler is one of ``except``, which looks at the error, and not of ``with`` or ``finally``."""
+    """Whether a handler is one of ``except``, which looks at the error: not of ``with``, not ``finally``."""
     at = next(i for i, instruction in enumerate(instructions) if instruction is target)
     names = [instruction.opname for instruction in instructions[at : at + _FAR]]
     if names[:2] == ["PUSH_EXC_INFO", "POP_TOP"]:
