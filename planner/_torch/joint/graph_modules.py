@@ -25,7 +25,7 @@ def written_when_needed() -> AbstractContextManager[None]:
 
 
 def forget_history(graph: torch.fx.GraphModule) -> None:
-    """Let what a Dynamo graph says of its results know their sizes, and no longer how they are differentiated.
+    """Let what a Dynamo graph says of its results tell their sizes, and not how they are differentiated.
 
     That would keep the numbers that a tensor was multiplied by, each a tensor with data, for as long as the
     graph is kept.
