@@ -33,7 +33,7 @@ from planner._torch.cuda.batch_norm import cudnn_as_eager
 from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.fake import fake_mode, forget_real_tensors, storage_key, without_modes
 from planner._torch.joint.effects import refuse_tokens, without_tokens
-from planner._torch.joint.graph_modules import forget_history, written_when_needed
+from planner._torch.joint.graph_modules import tell_sizes_alone, written_when_needed
 from planner._torch.joint.in_place import results_in_place
 from planner._torch.joint.logs import logged_when_asked
 from planner._torch.joint.memory_layout import MemoryLayout
@@ -124,7 +124,7 @@ def compile_joint(
                 stack.callback(forget_real_tensors, mode)
             stack.enter_context(tracing(TracingContext(mode)))
         compiled = backend(graph, example_inputs)
-    forget_history(graph)  # what is returned holds it
+    tell_sizes_alone(graph)  # what is returned holds it
     return compiled
 
 

@@ -24,23 +24,23 @@ def written_when_needed() -> AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
-def forget_history(graph: torch.fx.GraphModule) -> None:
-    """Let what a Dynamo graph says of its results tell their sizes, and not how they are differentiated.
+def tell_sizes_alone(graph: torch.fx.GraphModule) -> None:
+    """Let what a Dynamo graph says of its results be sizes: not how they are differentiated, and no data.
 
-    That would keep the numbers that a tensor was multiplied by, each a tensor with data, for as long as the
-    graph is kept.
+    For as long as the graph is kept that would keep the numbers that tensors were multiplied by, and tables
+    of integers that were computed while it was captured, each a tensor with data.
     """
     for part in graph.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            if "example_value" in node.meta:
-                node.meta["example_value"] = _without_history(node.meta["example_value"])
+            if node.op != "placeholder" and "example_value" in node.meta:
+                node.meta["example_value"] = _sizes_alone(node.meta["example_value"])
 
 
-def _without_history(value: Any) -> Any:
+def _sizes_alone(value: Any) -> Any:
     if type(value) in (tuple, list):
-        return type(value)(map(_without_history, value))
-    if type(value) is not FakeTensor or value.grad_fn is None:
+        return type(value)(map(_sizes_alone, value))
+    if type(value) is not FakeTensor or (value.grad_fn is None and value.constant is None):
         return value
     with no_dispatch():
-        detached = FakeTensor(value.fake_mode, torch.Tensor.detach(value), value.device)
-    return detached.requires_grad_()
+        alone = FakeTensor(value.fake_mode, torch.Tensor.detach(value), value.device)
+    return alone.requires_grad_(value.requires_grad)
