@@ -40,10 +40,31 @@ class Scaled(Broken):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("kind", [Broken, Scaled])
-def test_a_step_that_captures_takes_no_more_than_later_ones(kind: type[nn.Module]) -> None:
+class Viewed(nn.Module):
+    """One of its graphs is not compiled for a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)
+        )
+        self.last = nn.Linear(16, 16)
+
+    def tail(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = x.view(-1, 4, 4).transpose(1, 2)
+        torch._dynamo.graph_break()
+        return self.last(pieces.transpose(1, 2).reshape(-1, 16)) + pieces.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.tail(x).square().mean()
+
+
+@pytest.mark.parametrize(("kind", "batch"), [(Broken, 8), (Scaled, 8), (Viewed, 24)])
+def test_a_step_that_captures_takes_no_more_than_later_ones(kind: type[nn.Module], batch: int) -> None:
     torch.manual_seed(0)
-    model, x = kind(), torch.randn(8, 16)
+    model, x = kind(), torch.randn(batch, 16)
     plan = plan_of(model, (x,))
     plan.apply(model)
     peaks = []

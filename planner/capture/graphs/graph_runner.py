@@ -251,7 +251,8 @@ class GraphRunner:
         self.casts.on_traced(traced)
         self._written.on_traced(traced)
         joint, self.joint = traced.joint, traced.reading
-        self.joint.to_copy = to_copy(self.joint, self.example_inputs)
+        parameters = [isinstance(x, torch.nn.Parameter) for x in self.example_inputs]
+        self.joint.to_copy = to_copy(self.joint, parameters)
         if self._data:
             self._halves = partition(self.joint, no_recomputation(self.joint))
         outputs, gradients = self.joint.outputs
