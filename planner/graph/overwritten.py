@@ -7,7 +7,7 @@ the forward takes and the plan counts.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch.fx import Node
