@@ -1,12 +1,15 @@
 """The garbage collector, while much is made that is kept."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import ReferenceType
 
-_set_aside = False
 _SELDOM = 10
+_lock = threading.Lock()
+_setting_aside = 0
+"""How many have set objects aside, in all threads: the last of them puts them back."""
 
 
 @contextmanager
@@ -16,36 +19,44 @@ def older_objects_set_aside() -> Iterator[None]:
     Tracing makes hundreds of thousands of objects, and with every so many the collector goes through all
     that the process has: libraries, the model, the user's data. Garbage that is made meanwhile is collected
     as ever. Where somebody has frozen objects on purpose (see :func:`gc.freeze`), nothing is set aside.
+    Threads may plan at once: what one has set aside stays so until all are done.
     """
-    global _set_aside
-    # The interpreter counts frozen objects one by one, which takes as long as going through them.
-    if _set_aside or gc.get_freeze_count():
+    with _set_aside(again=False):
         yield
-        return
-    gc.freeze()
-    _set_aside = True
-    try:
-        yield
-    finally:
-        _set_aside = False
-        gc.unfreeze()
 
 
 @contextmanager
 def garbage_let_go() -> Iterator[None]:
     """Collect at the end what garbage was made meanwhile; objects that were there before are passed over."""
-    global _set_aside
-    inside = _set_aside
-    if inside or not gc.get_freeze_count():
-        gc.freeze()
-        _set_aside = True
+    with _set_aside(again=True):
+        try:
+            yield
+        finally:
+            gc.collect()
+
+
+@contextmanager
+def _set_aside(*, again: bool) -> Iterator[bool]:
+    """Whether older objects are set aside; with `again` also those made since others began to."""
+    global _setting_aside
+    with _lock:
+        # The interpreter counts frozen objects one by one, which takes as long as going through them.
+        is_first = not _setting_aside
+        if is_first and gc.get_freeze_count():
+            done = False
+        else:
+            done = True
+            _setting_aside += 1
+            if is_first or again:
+                gc.freeze()
     try:
-        yield
+        yield done
     finally:
-        gc.collect()
-        if _set_aside and not inside:
-            _set_aside = False
-            gc.unfreeze()
+        if done:
+            with _lock:
+                _setting_aside -= 1
+                if not _setting_aside:
+                    gc.unfreeze()
 
 
 @contextmanager
@@ -55,9 +66,8 @@ def newer_objects() -> Iterator[Callable[[], list[object]]]:
     Returns:
         What lists the objects that were made since.
     """
-    with older_objects_set_aside(), _full_collections_seldom():
-        if _set_aside:
-            gc.freeze()  # what was made since a call around this one did so, until that one ends
+    with _set_aside(again=True) as done, _full_collections_seldom():
+        if done:
             yield gc.get_objects
             return
         # Held, so that no other object gets the id of one of them; but for weak references, whose owners
@@ -83,14 +93,19 @@ def _full_collections_seldom() -> Iterator[None]:
 @contextmanager
 def nothing_set_aside() -> Iterator[None]:
     """Let the garbage collector see all objects; it tells who holds an object of those that it sees only."""
-    if not gc.get_freeze_count():
-        yield
-        return
-    gc.unfreeze()
+    with _lock:
+        ours = _setting_aside > 0
+        if not ours and not gc.get_freeze_count():
+            users = False
+        else:
+            users = not ours
+            gc.unfreeze()
     try:
         yield
     finally:
-        gc.freeze()
+        with _lock:
+            if users or _setting_aside:
+                gc.freeze()
 
 
 @contextmanager

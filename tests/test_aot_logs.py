@@ -1,6 +1,7 @@
 """Graphs are written out, as text or as code, and settings are recommended, only where somebody reads it."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 import torch.nn as nn
 from torch._dynamo.variables import tensor as tensor_variables
 from torch._functorch._aot_autograd import graph_compile
+from torch._logging._internal import LazyTraceHandler, trace_log
 from torch.fx import Graph, GraphModule
 
 import planner
 from planner._torch.joint.graph_modules import graph_module
+from planner._torch.tracing.error_logs import traces_are_written
 
 
 def test_graphs_are_written_out_where_logs_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +81,13 @@ def test_no_setting_of_dynamo_is_recommended_for_plans(
         model.compile(backend="eager")
     model(x).sum().backward()
     assert any("capture_scalar_outputs" in text for text in said) is not ours
+
+
+def test_what_waits_for_a_folder_reads_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In an ordinary process PyTorch adds a handler by itself, which goes away at the first note."""
+    monkeypatch.setattr(trace_log, "handlers", [LazyTraceHandler(None)])
+    assert not traces_are_written()
+    monkeypatch.setattr(trace_log, "handlers", [LazyTraceHandler(None), LazyTraceHandler(str(tmp_path))])
+    assert traces_are_written()
+    monkeypatch.setattr(trace_log, "handlers", [logging.NullHandler()])
+    assert traces_are_written()

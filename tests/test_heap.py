@@ -2,14 +2,16 @@
 
 import gc
 import sys
+import threading
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 
 from planner import heap
 from planner.addresses import addresses
-from planner.heap import garbage_let_go, newer_objects, older_objects_set_aside
+from planner.heap import garbage_let_go, newer_objects, nothing_set_aside, older_objects_set_aside
 
 
 class Ring:
@@ -22,7 +24,7 @@ class Ring:
 @pytest.fixture
 def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process of a user's, not in the tests'."""
-    monkeypatch.setattr(heap, "_set_aside", False)
+    monkeypatch.setattr(heap, "_setting_aside", 0)
     gc.unfreeze()
 
 
@@ -119,3 +121,49 @@ def test_garbage_is_let_go_where_users_have_frozen_objects() -> None:
     assert new() is None
     assert gc.get_freeze_count() > 0
     gc.unfreeze()
+
+
+@contextmanager
+def _in_another_thread(context: AbstractContextManager[object]) -> Iterator[Callable[[], None]]:
+    """Another thread has entered a context; what is returned has it leave."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with context:
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    entered.wait()
+
+    def left() -> None:
+        leave.set()
+        thread.join()
+
+    try:
+        yield left
+    finally:
+        left()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_a_thread_that_ends_its_work_leaves_aside_what_another_needs_aside() -> None:
+    """As solving does that ends while another thread captures and looks for what was left behind."""
+    older = Ring()
+    with _in_another_thread(older_objects_set_aside()) as leave, newer_objects() as newer:
+        younger = Ring()
+        leave()
+        found = newer()
+        assert any(o is younger for o in found)
+        assert not any(o is older for o in found)
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_all_threads_are_done_with_stays_not_frozen() -> None:
+    """The one that looked at all objects meanwhile sets none aside again."""
+    with _in_another_thread(older_objects_set_aside()) as leave, nothing_set_aside():
+        assert gc.get_freeze_count() == 0
+        leave()
+    assert gc.get_freeze_count() == 0

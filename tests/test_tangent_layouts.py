@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import planner
 from planner._torch.joint.memory_layout import MemoryLayout
 from planner.user_plan import Plan
+from tests.side_by_side import assert_same, left_by, plan_of, steps
 
 
 @given(st.data())
@@ -200,3 +201,34 @@ def test_gradients_at_other_sizes_are_taken_as_they_are(monkeypatch: pytest.Monk
         assert all(map(is_equal, (6, 5, 4, 3, 5)))
     with pytest.warns(planner.PlanWarning, match="sizes 2 gradients may differ"):
         is_equal(2)
+
+
+class Pieces(nn.Module):
+    """Cuts pieces out of a result, as a model does whose images are of several sizes, and turns each behind a
+    break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 24, 2, 2), nn.Linear(24, 24)
+
+    def pieces(self, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        return [hidden[0][..., :9, :7], hidden[1][..., :, 2:]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = self.pieces(x)
+        torch._dynamo.graph_break()
+        turned = torch.cat([piece.flatten(1).T for piece in pieces])
+        return self.last(turned).sin().square().mean()
+
+
+def test_gradients_of_pieces_lie_as_without_a_plan_however_they_arrive() -> None:
+    """They are copied among zeros: a warning would be false."""
+    torch.manual_seed(0)
+    model, x = Pieces(), torch.randn(2, 3, 20, 22)
+    twin = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan_of(model, (x,)).apply(model)
+        ours = left_by(model, steps((x,)))
+    assert_same(ours, left_by(twin, steps((x,))))

@@ -234,7 +234,13 @@ INSIDE = [
         "lists-count",
         "Training is captured with what lists of numbers decide, as planning is.",
         "Dynamo ends a graph where a list of several numbers decides a size.",
-        (Change("planner/_torch/dynamo.py", "(*contexts, lists_count)", "contexts"),),
+        (
+            Change(
+                "planner/_torch/dynamo.py",
+                "(*contexts, lists_count, states_apart)",
+                "(*contexts, states_apart)",
+            ),
+        ),
         ("tests/test_constant_lists.py::test_a_step_follows_its_plan_where_a_list_decides_sizes[repeated]",),
     ),
     Mutation(

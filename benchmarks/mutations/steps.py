@@ -329,4 +329,28 @@ STEPS = [
             "test_gradients_of_zeros_that_a_function_makes_of_none_are_missed_aloud[True]",
         ),
     ),
+    Mutation(
+        "states-apart",
+        "Captures keep states of the generator where they take none of a step's memory.",
+        "PyTorch copies them into tensors.",
+        (Change("planner/_torch/dynamo.py", "lists_count, states_apart)", "lists_count)"),),
+        (
+            "tests/test_captures_hold_nothing.py::test_a_step_that_captures_takes_no_more_than_later_ones[Broken-8]",
+        ),
+    ),
+    Mutation(
+        "first-inputs-let-go",
+        "What watches that inputs stay as they are holds none of those that a graph was captured with.",
+        "The first batch is held where nothing is differentiated.",
+        (
+            Change(
+                "planner/runtime/read_again.py",
+                "        self._plan, self._graph = plan, graph\n",
+                "        self._plan, self._graph, self._held = plan, graph, example_inputs\n",
+            ),
+        ),
+        (
+            "tests/test_captures_hold_nothing.py::test_a_step_that_captures_takes_no_more_than_later_ones[Viewed-24]",
+        ),
+    ),
 ]

@@ -28,6 +28,7 @@ from planner._torch.tracing.dynamo_patches import (
     trace_like_eager,
 )
 from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
+from planner._torch.tracing.generator_states import states_apart
 from planner._torch.tracing.hindrances import (
     RunsAsItIs,
     guarded,
@@ -98,7 +99,7 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
     with contextlib.ExitStack() as stack:
         stack.enter_context(dynamo.config.patch(**settings))
         contexts = (nothing_for_logs_alone, go_on_inside_modules, layouts_of_kernels, marks_allowed)
-        for context in (*contexts, lists_count):
+        for context in (*contexts, lists_count, states_apart):
             stack.enter_context(context())
         yield
 
@@ -108,7 +109,8 @@ Untraced = Callable[[str, Exception | None], bool]
 not trace it, where that is of no backend. Returns whether the function then runs as written, and what it
 calls is captured; else the error is raised."""
 
-_OF_TRACING = (InternalTorchDynamoError, TorchRuntimeError)
+_OF_TRACING = (InternalTorchDynamoError, TorchRuntimeError, IndexError)
+"""Errors of tracing; one of an index is passed on as it is, where the code may handle it."""
 
 MANY_CAPTURES = 16
 """How many captures of one function are more than a training loop has, whose modes and shapes vary."""

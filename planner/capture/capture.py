@@ -217,7 +217,7 @@ class _Capture:
                 with self._pass("capturing the forward"):
                     self.copied.step.run(target)
                 if not runners:
-                    raise nothing_captured(counted)
+                    raise nothing_captured(counted, [*untraced.errors.values()])
                 if layers is not None and not layers.are_alike(graphs.ran):
                     layers, (eager, _) = None, self._recorded(module, _EAGERLY)
                 recording, forward_events = self._compiled_pass(target, runners, layers)
@@ -230,7 +230,8 @@ class _Capture:
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
         if all(runners[i].joint is None for i in ran):
-            raise nothing_differentiated([runners[i].graph for i in sorted(ran)], counted)
+            told = [*untraced.errors.values()]
+            raise nothing_differentiated([runners[i].graph for i in sorted(ran)], counted, told)
         reasons = [graph_breaks.break_reason(runners[i].graph) for i in sorted(ran)]
         return CapturedStep(
             captured_graphs(runners, ran),

@@ -1,6 +1,6 @@
 """Errors that say why nothing of a step could be captured, and what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ _REMEDY = (
     "submodules that can"
 )
 
+_APART = (
+    "Put that line, with the try statement around it if there is one, into a function of its own, and the "
+    "rest of the forward into others, or into modules: what cannot be traced then runs as written, and the "
+    "rest is planned"
+)
 
 AROUND = (
     "Put @torch.compiler.disable on the function that does this, or set module.forward = "
@@ -65,12 +70,15 @@ def always_different(graphs: Iterable[torch.fx.GraphModule]) -> CaptureError:
     )
 
 
-def nothing_captured(counted: dict[str, int]) -> CaptureError:
+def nothing_captured(counted: dict[str, int], untraced: Sequence[str] = ()) -> CaptureError:
     """The error for a forward of which no graph came.
 
     Args:
         counted: What :func:`planner._torch.tracing.breaks.graph_breaks.counted_breaks` returned before.
+        untraced: What went wrong in functions that cannot be traced.
     """
+    if untraced:
+        return CaptureError(f"nothing of the module's forward could be captured: {untraced[-1]}. {_APART}")
     why = graph_breaks.new_break_reasons(counted)
     return CaptureError(
         "nothing of the module's forward could be captured, and torch.compile skips it too"
@@ -78,13 +86,20 @@ def nothing_captured(counted: dict[str, int]) -> CaptureError:
     )
 
 
-def nothing_differentiated(graphs: Iterable[Any], counted: dict[str, int]) -> CaptureError:
+def nothing_differentiated(
+    graphs: Iterable[Any], counted: dict[str, int], untraced: Sequence[str] = ()
+) -> CaptureError:
     """The error for a forward of which only graphs came that have nothing to differentiate.
 
     Args:
         graphs: The graphs that Dynamo made.
-        counted: What :func:`planner._torch.tracing.breaks.graph_breaks.counted_breaks` returned before.
+        counted, untraced: As for :func:`nothing_captured`.
     """
+    if untraced:
+        return CaptureError(
+            "no part of the module's forward that gradients pass through could be captured: "
+            f"{untraced[-1]}. {_APART}"
+        )
     places = graph_breaks.distinct_places(map(graph_breaks.break_reason, graphs))
     why = places or graph_breaks.new_break_reasons(counted)
     return CaptureError(

@@ -7,7 +7,7 @@ the forward takes and the plan counts.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch.fx import Node
@@ -73,7 +73,7 @@ class InputReads:
         return found
 
 
-def to_copy(joint: JointGraph, example_inputs: Sequence[Any]) -> frozenset[Node]:
+def to_copy(joint: JointGraph, parameters: Sequence[bool]) -> frozenset[Node]:
     """The inputs of which re-runs read copies where inputs are overwritten.
 
     Left out are parameters that the backward itself reads: weights. PyTorch refuses it without a plan too if
@@ -81,7 +81,7 @@ def to_copy(joint: JointGraph, example_inputs: Sequence[Any]) -> frozenset[Node]
 
     Args:
         joint: The graph.
-        example_inputs: The inputs that it was traced with.
+        parameters: Which of the inputs that it was traced with are parameters.
     """
     reads = InputReads(joint)
     again = {
@@ -93,10 +93,8 @@ def to_copy(joint: JointGraph, example_inputs: Sequence[Any]) -> frozenset[Node]
     found = set()
     for primal in joint.primals:
         position = aot_metadata.input_position(primal)
-        known = position is not None and position < len(example_inputs)
-        parameter = position is not None and (
-            not known or isinstance(example_inputs[position], torch.nn.Parameter)
-        )
+        known = position is not None and position < len(parameters)
+        parameter = position is not None and (not known or parameters[position])
         strided = reads.of(primal) and primal.meta["val"].layout is torch.strided
         if strided and not (parameter and primal in again):
             found.add(primal)

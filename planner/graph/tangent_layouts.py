@@ -36,9 +36,18 @@ class TangentLayouts:
         self._aliases: list[tuple[int, torch.Tensor, int | None]] = []
         self._of_inputs: set[int] = set()
         self._parts: set[int] = set()
+        self._cut: set[int] = set()
 
     def watch(
-        self, output: int, tensor: torch.Tensor, *, execution: int, of_input: bool, alone: bool, part: bool
+        self,
+        output: int,
+        tensor: torch.Tensor,
+        *,
+        execution: int,
+        of_input: bool,
+        alone: bool,
+        part: bool,
+        cut: bool,
     ) -> None:
         """Watch an output.
 
@@ -50,6 +59,7 @@ class TangentLayouts:
                 one operation makes several of.
             alone: Whether it shares no memory with an input or another output.
             part: Whether it is a part of a contiguous result: its gradient is copied among zeros.
+            cut: Whether that is so however its gradient lies.
         """
         self.awaited.add(output)
         if not alone:
@@ -59,6 +69,8 @@ class TangentLayouts:
             self._of_inputs.add(output)
         if part:
             self._parts.add(output)
+        if cut:
+            self._cut.add(output)
         tensor.register_hook(functools.partial(self._receive, output, execution, memory_steps(tensor)))
 
     def _receive(
@@ -107,7 +119,7 @@ class TangentLayouts:
         """What is known of some executions, of which this one then knows no more."""
         taken = TangentLayouts()
         taken.awaited, taken._of_inputs = set(self.awaited), set(self._of_inputs)
-        taken._parts = set(self._parts)
+        taken._parts, taken._cut = set(self._parts), set(self._cut)
         for output, arrived in self._arrived.items():
             found = {execution: arrived.pop(execution) for execution in executions if execution in arrived}
             if found:
@@ -129,8 +141,11 @@ class TangentLayouts:
 
     def _is_relaid(self, output: int, layout: MemoryLayout | None) -> bool:
         """Whether the gradient of a view may lie otherwise than that of the result that it is a view of. That
-        of a part, if it is contiguous, is copied to where the part lies among contiguous zeros."""
-        return layout is not None and not (output in self._parts and layout.is_contiguous)
+        of a part, if it is contiguous, is copied to where the part lies among contiguous zeros; so is that of
+        a piece that was cut out, in any case."""
+        if layout is None or output in self._cut:
+            return False
+        return not (output in self._parts and layout.is_contiguous)
 
     def _counted(self) -> dict[int, Counter[_Arrived]]:
         """How often a gradient arrived in each way, by output."""

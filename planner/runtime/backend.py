@@ -16,6 +16,7 @@ from planner._torch import fake
 from planner._torch.autocast_state import autocast_regions
 from planner._torch.execution.checkpoints import as_written
 from planner._torch.joint import aot
+from planner._torch.joint.graph_modules import tell_sizes_alone
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
@@ -97,6 +98,7 @@ class PlanBackend:
             call = self._callable(graph, example_inputs)
         else:
             call = apart.together(self._callable(apart.rest, example_inputs))
+        tell_sizes_alone(graph)
         written = cache(lambda: as_written(graph).forward)
         return lambda *args: (written() if saved_tensors_are_changed() else call)(*args)
 

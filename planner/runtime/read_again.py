@@ -30,7 +30,9 @@ class ReadAgain(GraphHook):
     """
 
     def __init__(self, plan: PlanRecord, graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-        self._plan, self._graph, self._example_inputs = plan, graph, example_inputs
+        self._plan, self._graph = plan, graph
+        # Not the inputs themselves: the first batch would be held for good.
+        self._parameters = [isinstance(x, torch.nn.Parameter) for x in example_inputs]
         self._positions: list[int] = []
         self._results: list[int] = []
         self._outputs: dict[int, int] = {}
@@ -40,8 +42,7 @@ class ReadAgain(GraphHook):
 
     def emitted(self, joint: JointGraph, backward: Sequence[int], packed: Collection[int]) -> Partition:
         """The graphs of a schedule, see :func:`planner.lowering.partition.partition`."""
-        joint.to_copy = to_copy(joint, self._example_inputs)
-        self._example_inputs = ()  # or the first batch would be held for good
+        joint.to_copy = to_copy(joint, self._parameters)
         copying = self._plan.target.inputs == "overwritten"
         halves = partition(joint, backward, copying=copying, packed=packed)
         positions = map(aot_metadata.input_position, halves.read_again)

@@ -33,7 +33,7 @@ from planner._torch.cuda.batch_norm import cudnn_as_eager
 from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.fake import fake_mode, forget_real_tensors, storage_key, without_modes
 from planner._torch.joint.effects import refuse_tokens, without_tokens
-from planner._torch.joint.graph_modules import written_when_needed
+from planner._torch.joint.graph_modules import tell_sizes_alone, written_when_needed
 from planner._torch.joint.in_place import results_in_place
 from planner._torch.joint.logs import logged_when_asked
 from planner._torch.joint.memory_layout import MemoryLayout
@@ -123,7 +123,9 @@ def compile_joint(
                 mode = fake_mode()
                 stack.callback(forget_real_tensors, mode)
             stack.enter_context(tracing(TracingContext(mode)))
-        return backend(graph, example_inputs)
+        compiled = backend(graph, example_inputs)
+    tell_sizes_alone(graph)  # what is returned holds it
+    return compiled
 
 
 @contextlib.contextmanager

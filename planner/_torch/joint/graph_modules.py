@@ -5,10 +5,13 @@ of a thousand operations takes a tenth of a second. Tested with torch 2.13.
 """
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.utils._mode_utils import no_dispatch
 
 
 def graph_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
@@ -19,3 +22,25 @@ def graph_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
 def written_when_needed() -> AbstractContextManager[None]:
     """Within this, PyTorch makes such modules too."""
     return _use_lazy_graph_module(True)
+
+
+def tell_sizes_alone(graph: torch.fx.GraphModule) -> None:
+    """Let what a Dynamo graph says of its results be sizes: not how they are differentiated, and no data.
+
+    For as long as the graph is kept that would keep the numbers that tensors were multiplied by, and tables
+    of integers that were computed while it was captured, each a tensor with data.
+    """
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            if node.op != "placeholder" and "example_value" in node.meta:
+                node.meta["example_value"] = _sizes_alone(node.meta["example_value"])
+
+
+def _sizes_alone(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_sizes_alone, value))
+    if type(value) is not FakeTensor or (value.grad_fn is None and value.constant is None):
+        return value
+    with no_dispatch():
+        alone = FakeTensor(value.fake_mode, torch.Tensor.detach(value), value.device)
+    return alone.requires_grad_(value.requires_grad)

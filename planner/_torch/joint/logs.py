@@ -10,7 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 from torch._functorch._aot_autograd import graph_compile
-from torch._logging._internal import trace_log
+
+from planner._torch.tracing.error_logs import traces_are_written
 
 _WRITERS = {"_log_joint_graph": None, "_log_fw_bw_graphs": (None, None)}
 """What writes graphs out, and what it returns where logs are off."""
@@ -20,7 +21,7 @@ _WRITERS = {"_log_joint_graph": None, "_log_fw_bw_graphs": (None, None)}
 def logged_when_asked() -> Iterator[None]:
     """Within this, graphs are written out only where ``TORCH_LOGS`` or ``TORCH_TRACE`` asks for them."""
     logs = (graph_compile.aot_joint_log, graph_compile.aot_graphs_log)
-    if trace_log.handlers or any(log.isEnabledFor(logging.INFO) for log in logs):
+    if traces_are_written() or any(log.isEnabledFor(logging.INFO) for log in logs):
         yield
         return
     with contextlib.ExitStack() as stack:

@@ -11,6 +11,8 @@ import torch
 _MOST_GAPS = 64
 """How much larger a tensor may be, about, than a part of it whose gaps are planned."""
 
+_CUTTING = {"SelectBackward0", "SliceBackward0"}
+
 
 @dataclass(frozen=True, order=True)
 class MemoryLayout:
@@ -75,3 +77,18 @@ def is_part(tensor: torch.Tensor) -> bool:
     if base is None or base.layout is not torch.strided:
         return False
     return base.is_contiguous() and tensor.numel() < base.numel()
+
+
+def is_cut_out(tensor: torch.Tensor) -> bool:
+    """Whether a part is a view of one piece of a contiguous tensor (``x[0]``, ``x[..., :4]``).
+
+    The gradient of such a piece is copied among contiguous zeros, however it lies.
+    """
+    base, node, last = tensor._base, tensor.grad_fn, ""
+    result = None if base is None else base.grad_fn
+    if result is None or not is_part(tensor):
+        return False
+    while node is not None and node is not result:
+        last, following = node.name(), node.next_functions
+        node = following[0][0] if following else None
+    return node is result and last in _CUTTING

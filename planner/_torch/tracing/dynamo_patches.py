@@ -27,7 +27,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._logging._internal import log_state, trace_log
+from torch._logging._internal import log_state
 
 from planner._torch.compat import private, replace
 from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
@@ -39,6 +39,7 @@ from planner._torch.tracing.breaks.break_patches import (
     pass_over_marks,
 )
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
+from planner._torch.tracing.breaks.handled_errors import break_where_errors_are_handled
 from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.long_loops import (
     go_on_behind_what_was_taken,
@@ -52,6 +53,7 @@ from planner._torch.tracing.breaks.process_settings import break_at_process_sett
 from planner._torch.tracing.breaks.recurrent_layers import break_at_recurrent_layers
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
+from planner._torch.tracing.error_logs import traces_are_written
 from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.optimizers import read_optimizers_alone
 from planner._torch.tracing.rules import ask_handler_of
@@ -103,6 +105,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     break_at_swaps(_is_ours)
     break_at_process_settings(_is_ours)
     break_at_questions_about_data(_is_ours)
+    break_where_errors_are_handled(_is_ours)
     know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_what_is_left_later(_is_ours)
@@ -320,7 +323,7 @@ def nothing_for_logs_alone() -> Iterator[None]:
     of side effects.
     """
     names = ("guards", "graph_breaks", "side_effects")
-    if trace_log.handlers or any(log_state.is_artifact_enabled(name) for name in names):
+    if traces_are_written() or any(log_state.is_artifact_enabled(name) for name in names):
         yield
         return
     with contextlib.ExitStack() as stack:

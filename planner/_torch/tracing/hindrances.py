@@ -26,6 +26,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from planner._torch.tracing.callbacks import Callback
+from planner._torch.tracing.error_logs import not_logged_as_well
 from planner.heap import garbage_let_go
 
 _SWITCH = "TORCHDYNAMO_DISABLE"
@@ -119,7 +120,11 @@ def switched_on() -> Iterator[None]:
 def no_other_thread_traces() -> Iterator[None]:
     """Let no other thread plan or compile meanwhile: both change settings and functions of PyTorch's for the
     whole process. Usable as a decorator."""
-    with compile_lock, patch.object(torch.compiler, "_compile_session_context", _compiling_here, create=True):
+    with (
+        compile_lock,
+        patch.object(torch.compiler, "_compile_session_context", _compiling_here, create=True),
+        not_logged_as_well(),
+    ):
         yield
 
 

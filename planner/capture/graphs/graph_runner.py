@@ -21,7 +21,7 @@ from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.default_dtype import default_dtype
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
-from planner._torch.joint.memory_layout import is_part
+from planner._torch.joint.memory_layout import is_cut_out, is_part
 from planner._torch.module_paths import source_name
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
@@ -142,7 +142,8 @@ class GraphRunner:
                 alone = tensor.layout is torch.strided and key not in given and handed[key] == 1
                 outputs[i] = copy_apart(tensor) if alone else torch.ops.aten.alias(tensor)
                 known = {"of_input": key in given, "alone": alone, "part": is_part(tensor)}
-                self.gradients.watch(i, outputs[i], execution=execution, **known)
+                cut = is_cut_out(tensor)
+                self.gradients.watch(i, outputs[i], execution=execution, cut=cut, **known)
         return tuple(outputs)
 
     def sums(self) -> dict[int, int]:
@@ -251,7 +252,8 @@ class GraphRunner:
         self.casts.on_traced(traced)
         self._written.on_traced(traced)
         joint, self.joint = traced.joint, traced.reading
-        self.joint.to_copy = to_copy(self.joint, self.example_inputs)
+        parameters = [isinstance(x, torch.nn.Parameter) for x in self.example_inputs]
+        self.joint.to_copy = to_copy(self.joint, parameters)
         if self._data:
             self._halves = partition(self.joint, no_recomputation(self.joint))
         outputs, gradients = self.joint.outputs

@@ -1,0 +1,47 @@
+"""Private PyTorch APIs: what PyTorch logs of tracing, and whether anybody reads it.
+
+Errors that are handled, or told by one of ours, are not printed as well.
+
+Tested with torch 2.13.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+from torch import _guards
+from torch._logging._internal import LazyTraceHandler, trace_log
+from torch._subclasses import fake_tensor
+
+_LOGS = (_guards.log, fake_tensor.log)
+"""These log an error, with all that PyTorch called, and raise it: one of a guard, or of a shape function."""
+
+
+@contextlib.contextmanager
+def not_logged_as_well() -> Iterator[None]:
+    """Within this, in this thread, they only raise it, unless ``TORCH_LOGS`` asks for what they log."""
+    thread = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno != logging.ERROR
+
+    quiet = [log for log in _LOGS if not log.isEnabledFor(logging.INFO)]
+    for log in quiet:
+        log.addFilter(of_others)
+    try:
+        yield
+    finally:
+        for log in quiet:
+            log.removeFilter(of_others)
+
+
+def traces_are_written() -> bool:
+    """Whether ``TORCH_TRACE``, or a handler of somebody's, takes what PyTorch notes of its captures.
+
+    A handler that PyTorch adds itself waits for the first note, and goes away where it was given no folder.
+    """
+    return any(
+        not isinstance(handler, LazyTraceHandler) or handler.root_dir is not None
+        for handler in trace_log.handlers
+    )

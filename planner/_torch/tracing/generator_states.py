@@ -1,0 +1,95 @@
+"""Private PyTorch APIs: states of the random generator that captures put back take none of a step's memory.
+
+Dynamo and AOTAutograd copy it into tensors, three of 5,056 bytes at once. A part of a forward that is
+captured while the step is at its peak would take these above it. Tested with torch 2.13.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo import convert_frame
+from torch._functorch import aot_autograd
+
+# What is drawn to compare states, one thread at a time.
+_LOCK = threading.Lock()
+_WORDS = torch.zeros(2, dtype=torch.int64, device="cpu")
+_NUMBERS = [torch.zeros(1, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)]
+
+
+class _State:
+    """The state of the CPU's generator, in a generator of its own."""
+
+    def __init__(self) -> None:
+        self._generator = torch.default_generator.clone_state()
+
+    def data_ptr(self) -> int:
+        """Asked for to find out whether a transform of functions is on."""
+        return _WORDS.data_ptr()
+
+    def put_back(self) -> None:
+        """Set the state again, if it is another one."""
+        now = torch.default_generator.clone_state()
+        if _what_follows(now) != _what_follows(self._generator.clone_state()):
+            torch.default_generator.set_state(self._generator.get_state())
+
+
+def _what_follows(generator: torch.Generator) -> tuple[Any, ...]:
+    """What a generator draws next, into tensors that are there. It keeps one of two normal numbers back."""
+    with _LOCK, torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        normal = [numbers.normal_(generator=generator).tolist() for numbers in _NUMBERS]
+        return generator.initial_seed(), normal, _WORDS.random_(generator=generator).tolist()
+
+
+class _Random:
+    """``torch.random`` as those who put states back use it."""
+
+    get_rng_state = staticmethod(_State)
+
+    @staticmethod
+    def set_rng_state(state: _State) -> None:
+        state.put_back()
+
+
+class _Torch:
+    """``torch`` for functions that keep a state of the generator."""
+
+    random = _Random()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def clone(state: Any) -> Any:
+        """States are never changed; those of devices are tensors."""
+        return state if isinstance(state, _State) else torch.clone(state)
+
+
+def _keeping(function: Any) -> FunctionType:
+    """The same function, which keeps the state elsewhere."""
+    names = {**function.__globals__, "torch": _Torch()}
+    kept = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    kept.__dict__.update(vars(function))
+    return kept
+
+
+_trace_frame = _keeping(convert_frame.trace_frame)
+_preserve_rng_state: Callable[..., Any] = contextlib.contextmanager(
+    _keeping(aot_autograd.preserve_rng_state.__wrapped__)  # type: ignore[attr-defined]
+)
+
+
+@contextlib.contextmanager
+def states_apart() -> Iterator[None]:
+    """While a function is captured, states of the generator take no memory that counts."""
+    with (
+        patch.object(convert_frame, "trace_frame", _trace_frame),
+        patch.object(aot_autograd, "preserve_rng_state", _preserve_rng_state),
+    ):
+        yield

@@ -1,0 +1,142 @@
+"""A forward that handles errors of PyTorch's goes the way that it goes without a plan."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+
+import planner
+from planner.errors import PlanWarning
+from tests.side_by_side import assert_same, counting_runs, left_by, plan_of, steps
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def solved(a: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.solve(a, a)
+
+
+def by_function(a: torch.Tensor, other: nn.Module) -> torch.Tensor:
+    try:
+        return solved(a)
+    except RuntimeError:
+        return other(a)
+
+
+def by_method(a: torch.Tensor, other: nn.Module) -> torch.Tensor:
+    try:
+        with contextlib.nullcontext():
+            return a.inverse()
+    except (ValueError, torch.linalg.LinAlgError) as error:
+        return other(a) * len(str(error))
+
+
+def whatever_it_is(a: torch.Tensor, other: nn.Module) -> torch.Tensor:
+    try:
+        return torch.linalg.solve(a, a)
+    except:  # noqa: E722
+        return other(a)
+
+
+def no_such_row(a: torch.Tensor, other: nn.Module) -> torch.Tensor:
+    try:
+        return a[99]
+    except IndexError:
+        return other(a)
+
+
+def no_such_dimension(a: torch.Tensor, other: nn.Module) -> torch.Tensor:
+    try:
+        return a.sum(5)
+    except IndexError:
+        return other(a)
+
+
+def other_sizes(a: torch.Tensor, other: nn.Module) -> torch.Tensor:
+    try:
+        return torch.mm(a, a[:3])
+    except RuntimeError:
+        return other(a)
+
+
+Handled = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+
+
+class Handles(nn.Module):
+    def __init__(self, handled: Handled) -> None:
+        super().__init__()
+        self.blocks, self.other = nn.ModuleList(Block() for _ in range(3)), nn.Linear(16, 16)
+        self.handled = handled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.handled(x, self.other).square().mean()
+
+
+@pytest.mark.parametrize("handled", [by_function, by_method, whatever_it_is])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_an_error_that_depends_on_data(handled: Handled, scale: float) -> None:
+    """It is the forward's, and not the graph's, whichever data come."""
+    torch.manual_seed(0)
+    model = Handles(handled)
+    for block in model.blocks:
+        nn.init.zeros_(block.second.bias)  # type: ignore[union-attr, arg-type]
+        nn.init.zeros_(block.second.weight)  # type: ignore[union-attr, arg-type]
+    twin, x = copy.deepcopy(model), torch.eye(16)
+    plan_of(model, (x,)).apply(model)
+    x = x * scale  # has no inverse where it is zero
+    with warnings.catch_warnings(), counting_runs() as runs:
+        warnings.simplefilter("ignore", PlanWarning)  # the way that the plan has not seen
+        ours = left_by(model, steps((x,), lr=0.0))
+    assert runs.backward
+    assert_same(ours, left_by(twin, steps((x,), lr=0.0)))
+
+
+@pytest.mark.parametrize("handled", [no_such_row, no_such_dimension, other_sizes])
+def test_an_error_that_depends_on_sizes(handled: Handled, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = Handles(handled), torch.randn(20, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        plan = planner.plan(model, (x,), budget="min")
+        report = planner.verify(model, (x,), plan=plan, repeats=1)
+    assert not report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    assert handled.__name__ in plan.untraced
+    assert not caplog.records
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        try:
+            hidden = torch.mm(hidden, hidden[:3])
+        except RuntimeError:
+            hidden = self.other(hidden)
+        return hidden.square().mean()
+
+
+def test_where_nothing_else_is_captured_the_line_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(planner.CaptureError, match="could be captured") as raised:
+        planner.plan(Alone(), (torch.randn(20, 16),), budget="min")
+    text = str(raised.value)
+    assert "test_handled_errors.py" in text
+    assert "torch.mm(hidden, hidden[:3])" in text
+    assert "the try statement around it" in text
+    assert not caplog.records
