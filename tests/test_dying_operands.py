@@ -41,6 +41,13 @@ def arguments(target: Any, dtype: torch.dtype, order: tuple[int, ...]) -> list[A
             each: [values(), values(), 2, dtype]
             for each in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
         },
+        aten.scatter.src: [values(), 1, torch.randint(0, 5, (3, 2, 37)), values()],
+        aten.scatter.value: [values(), 1, torch.randint(0, 5, (3, 2, 37)), 0.3],
+        aten.scatter_add.default: [values(), 1, torch.randint(0, 5, (3, 5, 37)), values()],
+        aten.index_put.default: [values(), [None, torch.tensor([4, 1, 1])], values()[:, :3], True],
+        aten.index_add.default: [values(), 1, torch.tensor([4, 1, 1]), values()[:, :3]],
+        aten.index_copy.default: [values(), 1, torch.tensor([4, 1, 2]), values()[:, :3]],
+        aten.masked_scatter.default: [values(), values() > 0.5, values()],
         MASK_GRADIENT: [values(), PACK_SIGNS((torch.rand(3, 5, 37) - 0.5).relu())],
     }
     if target in filled:
@@ -376,3 +383,37 @@ def test_predicted_is_measured_and_gradients_are_eagers(budget: str) -> None:
     report = planner.verify(copy.deepcopy(model), (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+_AT = torch.randint(0, 64, (4, 48, 16))
+_ROWS = torch.randint(0, 48, (20,))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.gather(-1, _AT),
+        lambda x: x[:, _ROWS],
+        lambda x: x[_ROWS % 4, _ROWS],
+        lambda x: x.index_select(1, _ROWS),
+        lambda x: x.topk(5, -1).values,
+        lambda x: x.median(-1).values,
+    ],
+    ids=["gather", "index", "indices", "index_select", "topk", "median"],
+)
+def test_gradients_of_what_reads_at_indices_take_no_more_than_eagers(read: Callable[..., Any]) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(read(self.layer(x)).square().mean())
+
+    torch.manual_seed(0)
+    model, x = Reads(), torch.randn(4, 48, 64)
+    plan = planner.plan(model, (x,), budget="100%", solver="none")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert not report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+    assert plan.predicted.dynamic_peak_bytes <= plan.baseline.dynamic_peak_bytes

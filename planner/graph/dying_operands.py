@@ -84,8 +84,8 @@ _WRITERS: dict[Any, tuple[tuple[int, ...], Any, Any]] = {
 }  # fmt: skip
 """Operators that may write over an argument, which one, and by which operator, in place (the first) or by
 ``out=``. But for those at indices they compute each element of their result of the same element of their
-arguments; a softmax, and its backward, of its row as well, all of which its kernels have read before they write
-the first element."""
+arguments; a softmax, and its backward, of its row as well, all of which its kernels have read before they
+write the first element."""
 
 
 _LITTLE_SCRATCH = frozenset(
