@@ -383,37 +383,3 @@ def test_predicted_is_measured_and_gradients_are_eagers(budget: str) -> None:
     report = planner.verify(copy.deepcopy(model), (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
-
-
-_AT = torch.randint(0, 64, (4, 48, 16))
-_ROWS = torch.randint(0, 48, (20,))
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.gather(-1, _AT),
-        lambda x: x[:, _ROWS],
-        lambda x: x[_ROWS % 4, _ROWS],
-        lambda x: x.index_select(1, _ROWS),
-        lambda x: x.topk(5, -1).values,
-        lambda x: x.median(-1).values,
-    ],
-    ids=["gather", "index", "indices", "index_select", "topk", "median"],
-)
-def test_gradients_of_what_reads_at_indices_take_no_more_than_eagers(read: Callable[..., Any]) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.as_tensor(read(self.layer(x)).square().mean())
-
-    torch.manual_seed(0)
-    model, x = Reads(), torch.randn(4, 48, 64)
-    plan = planner.plan(model, (x,), budget="100%", solver="none")
-    report = planner.verify(model, (x,), plan=plan, repeats=0)
-    assert not report.problems
-    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
-    assert plan.predicted.dynamic_peak_bytes <= plan.baseline.dynamic_peak_bytes

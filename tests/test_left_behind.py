@@ -170,7 +170,7 @@ def test_caches_that_are_frozen_hold_tensors_with_data(
     library: ModuleType, by_us: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of another shape is planned anew while the first call is compiled."""
-    monkeypatch.setattr(heap, "_set_aside", by_us)
+    monkeypatch.setattr(heap, "_setting_aside", int(by_us))
     gc.freeze()
     planned_as_unplanned(Adding(library.positions))
     assert gc.get_freeze_count()

@@ -8,7 +8,8 @@ from tests.random_operations import Kind
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("kind", "seed"), [("sequences", 1), ("sequences", 2), ("sequences", 4), ("images", 2), ("images", 4)]
+    ("kind", "seed"),
+    [("sequences", 1), ("sequences", 3), ("sequences", 5), ("images", 1), ("images", 3), ("images", 5)],
 )
 def test_a_module_of_random_operations(kind: Kind, seed: int) -> None:
     found = found_in(seed, kind)

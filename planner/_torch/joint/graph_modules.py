@@ -39,7 +39,8 @@ def tell_sizes_alone(graph: torch.fx.GraphModule) -> None:
 def _sizes_alone(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_sizes_alone, value))
-    if type(value) is not FakeTensor or (value.grad_fn is None and value.constant is None):
+    # Of views that were written to its grad_fn may not be asked for.
+    if type(value) is not FakeTensor or not (value.requires_grad or value.constant is not None):
         return value
     with no_dispatch():
         alone = FakeTensor(value.fake_mode, torch.Tensor.detach(value), value.device)
