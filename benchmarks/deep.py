@@ -1,20 +1,23 @@
 """Process seconds of planning models of many layers by regions, and of their first step.
 
-    python benchmarks/deep.py [--layers 8,32,100,200,1000] [--large 80] [--out docs/results/deep.md]
+    python benchmarks/deep.py [--layers 8,32,100,200,1000] [--repeats 5] [--large 80]
+                              [--out docs/results/deep.md]
 
 A Llama's shape, narrow (width 64, 2 x 64 words, no dropout), trained on this machine: each depth in a process
-of its own, on one thread. *prepare* captures the step and times its operations, *solve* is a plan for 70 % of
-the step's memory, the *first step* compiles. ``--large`` plans so many layers of Llama-3 70B's shape, on the
-meta device, as one graph and by regions, for five budgets. Seconds are of processors.
+of its own, on one thread, all depths in turn. *prepare* captures the step and times its operations, *solve*
+is a plan for 70 % of the memory, the *first step* compiles. ``--large`` plans so many layers of Llama-3
+70B's shape, on the meta device, as one graph and by regions, for five budgets. Seconds are of processors, and
+medians of the repeats.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,8 @@ SHARES = (0.75, 0.5, 0.25, 0.1)
 INTRODUCTION = """# Models of many layers
 
 Made by `python benchmarks/deep.py`: a Llama of width 64, planned by regions (`regions="auto"`) for 70 % of
-its step's memory, and trained, on one thread. Seconds are of processors; other work on the machine makes them
-more, by a third and over.
+its step's memory, and trained, on one thread. Seconds are of processors, medians of five processes each;
+other work on the machine makes them more, by a third and over.
 
 Layers that are alike are traced once, and are one operation each in the pass that looks for gradients; the
 step is recorded with eight of them. What still grows with their number is that the model is copied and looked
@@ -126,11 +129,19 @@ def render(rows: list[dict[str, Any]], shapes: dict[str, dict[str, Any]]) -> str
         "| layers | graphs | prepare, s | solve, s | first step, s | second step, s | extra time |",
         "|---:|---:|---:|---:|---:|---:|---:|",
         *(
-            f"| {r['layers']:,} | {r['graphs']} | {r['prepare']:.1f} | {r['solve']:.1f} | "
-            f"{r['first step']:.1f} | {r['second step']:.2f} | {100 * r['overhead']:+.1f}% |"
+            f"| {r['layers']:,} | {r['graphs']} | {r['prepare']:.2f} | {r['solve']:.2f} | "
+            f"{r['first step']:.2f} | {r['second step']:.2f} | {100 * r['overhead']:+.1f}% |"
             for r in rows
         ),
     ]
+    least, *more = rows
+    for most in more:
+        planned, first = (_ratio(most, least, kind) for kind in (("prepare", "solve"), ("first step",)))
+        lines += [
+            "",
+            f"{most['layers']:,} layers take {planned:.2f} times as long to plan as {least['layers']}, and "
+            f"{first:.2f} times in what the first step takes more than the second.",
+        ]
     if shapes:
         columns = [*(f"{share:.0%}" for share in SHARES), "min"]
         lines += [
@@ -145,6 +156,12 @@ def render(rows: list[dict[str, Any]], shapes: dict[str, dict[str, Any]]) -> str
             ),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _ratio(row: dict[str, Any], to: dict[str, Any], kinds: Sequence[str]) -> float:
+    """How much longer it takes with the layers of one row than with those of another."""
+    each = [sum(r[k] - (r["second step"] if k == "first step" else 0) for k in kinds) for r in (row, to)]
+    return float(each[0] / each[1])
 
 
 def _in_a_process(kind: str, layers: int) -> dict[str, Any]:
@@ -166,6 +183,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", default=LAYERS, help="comma-separated")
+    parser.add_argument("--repeats", type=int, default=5, help="processes for each depth")
     parser.add_argument("--large", type=int, default=80, help="layers of Llama-3 70B's shape; 0 for none")
     parser.add_argument("--out", type=Path, help="also write the page there")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -175,7 +193,12 @@ def main() -> None:
         kind, layers = options.one
         print(json.dumps(KINDS[kind](int(layers))))
         return
-    rows = [_in_a_process("narrow", int(layers)) for layers in options.layers.split(",")]
+    depths = [int(layers) for layers in options.layers.split(",")]
+    turns = [[_in_a_process("narrow", depth) for depth in depths] for _ in range(options.repeats)]
+    rows = [
+        {what: statistics.median(row[what] for row in same) for what in same[0]}
+        for same in zip(*turns, strict=True)
+    ]
     ways = [kind for kind in KINDS if kind != "narrow"] if options.large else []
     page = render(rows, {kind: _in_a_process(kind, options.large) for kind in ways})
     print(page, end="")

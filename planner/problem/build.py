@@ -25,7 +25,7 @@ from planner.heap import collector_off
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
 from planner.problem.input_copies import InputCopies
-from planner.problem.rows import Again, Facts, Row, Source, example, of_size, timed
+from planner.problem.rows import Again, Facts, Row, Source, example, of_size, set_costs
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event
 from solvers.model.arrays import Schedule
@@ -157,7 +157,8 @@ class _Builder:
                 if number not in taken:
                     taken[number] = costs.seconds(call.func, call.args, call.kwargs, row.output)
                 seconds = taken[number]
-            ops.append(timed(row.op, seconds, memory.workspace_bytes))
+            set_costs(row.op, seconds, memory.workspace_bytes)
+            ops.append(row.op)
         for base, row in numbered(BaseOp, self.rows):
             if row.again is None:
                 continue
