@@ -31,7 +31,7 @@ SHARES = (0.75, 0.5, 0.25, 0.1)
 INTRODUCTION = """# Models of many layers
 
 Made by `python benchmarks/deep.py`: a Llama of width 64, planned by regions (`regions="auto"`) for 70 % of
-its step's memory, and trained, on one thread. Seconds are of processors, medians of five processes each;
+its step's memory, and trained, on one thread. Seconds are of processors, medians of {repeats} processes each;
 other work on the machine makes them more, by a third and over.
 
 Layers that are alike are traced once, and are one operation each in the pass that looks for gradients; the
@@ -122,10 +122,10 @@ def large(layers: int, regions: str | None) -> dict[str, Any]:
     return {"layers": layers, "operations": sum(len(g.ops) for g in everything.graphs), **seconds}
 
 
-def render(rows: list[dict[str, Any]], shapes: dict[str, dict[str, Any]]) -> str:
+def render(rows: list[dict[str, Any]], shapes: dict[str, dict[str, Any]], repeats: int) -> str:
     """The page, as Markdown."""
     lines = [
-        INTRODUCTION,
+        INTRODUCTION.format(repeats=repeats),
         "| layers | graphs | prepare, s | solve, s | first step, s | second step, s | extra time |",
         "|---:|---:|---:|---:|---:|---:|---:|",
         *(
@@ -200,7 +200,7 @@ def main() -> None:
         for same in zip(*turns, strict=True)
     ]
     ways = [kind for kind in KINDS if kind != "narrow"] if options.large else []
-    page = render(rows, {kind: _in_a_process(kind, options.large) for kind in ways})
+    page = render(rows, {kind: _in_a_process(kind, options.large) for kind in ways}, options.repeats)
     print(page, end="")
     if options.out:
         options.out.write_text(page)

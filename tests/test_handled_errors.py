@@ -11,16 +11,8 @@ import torch.nn as nn
 
 import planner
 from planner.errors import PlanWarning
+from tests.residual_block import Block
 from tests.side_by_side import assert_same, counting_runs, left_by, plan_of, steps
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(torch.tanh(self.first(x)))
 
 
 def solved(a: torch.Tensor) -> torch.Tensor:

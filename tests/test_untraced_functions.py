@@ -10,6 +10,7 @@ import torch.nn as nn
 
 import planner
 from planner.errors import PlanWarning
+from tests.residual_block import Block
 
 
 class Degrees(tuple[int, ...]):
@@ -17,15 +18,6 @@ class Degrees(tuple[int, ...]):
 
     def __len__(self) -> int:
         raise NotImplementedError
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(torch.tanh(self.first(x)))
 
 
 class Untraced(nn.Module):
