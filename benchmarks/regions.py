@@ -77,9 +77,9 @@ def compare(name: str, shares: list[str]) -> tuple[list[str], list[str]]:
         options["outputs"] = "dropped"
     whole = planner.prepare(model, args, kwargs, **options)
     parts = planner.prepare(model, args, kwargs, regions="auto", **options)
-    nothing = whole.plan("100%", solver="none")
+    nothing = whole.plan("1TiB", solver="none")
     resident, unplanned = nothing.resident.total, nothing.baseline.dynamic_peak_bytes
-    regions = parts.plan("100%", solver="none").model.regions
+    regions = parts.plan("1TiB", solver="none").model.regions
     rows = []
     for share in [*shares, "min"]:
         budget = share if share == "min" else resident + int(float(share[:-1]) / 100 * unplanned)

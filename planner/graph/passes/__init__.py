@@ -10,6 +10,7 @@ from planner.graph.passes.in_place_accumulation import mark_sums_in_place, mark_
 from planner.graph.passes.max_pooling import keep_nothing_pooled
 from planner.graph.passes.means_and_squares import simplify_means_and_squares
 from planner.graph.passes.per_use_gradients import hand_out_unsummed
+from planner.graph.passes.running_statistics import read_no_running_statistics
 from planner.graph.passes.types_of_new_tensors import name_types_of_new_tensors
 
 JOINT_PASSES: tuple[JointPass, ...] = (
@@ -20,6 +21,7 @@ JOINT_PASSES: tuple[JointPass, ...] = (
     hand_out_unsummed,
     divide_masks,
     keep_nothing_pooled,
+    read_no_running_statistics,
     keep_forms_only,
     simplify_means_and_squares,
     mark_sums_in_place,
