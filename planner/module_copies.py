@@ -28,6 +28,7 @@ import torch
 
 from planner._torch.tensors import strided_copy
 from planner.addresses import addresses
+from planner.module_parts import parts_of
 
 _SHARED_TYPES: tuple[type, ...] = (
     types.ModuleType,
@@ -89,9 +90,9 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
         Exception: Whatever copying one of its attributes raises.
     """
     memo: dict[int, Any] = dict(replaced or {})
-    with _shared(set(module.modules())):
+    with _shared(set(parts_of(module))):
         copied = copy.deepcopy(module, memo)
-    others: dict[Any, Any] = dict(zip(module.modules(), copied.modules(), strict=False))
+    others: dict[Any, Any] = dict(zip(*map(parts_of, (module, copied)), strict=False))
     refer, made = _Referring(others, memo), {*addresses([*memo.values()]).tolist()}
     for mine in set(others.values()) - set(others):  # a __deepcopy__ may return the module itself
         _change_functions(vars(mine), refer, made)

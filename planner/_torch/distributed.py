@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from planner._torch.compat import private
+from planner.module_parts import parameters_of
 
 
 def active_data_parallel_group() -> Any:
@@ -50,7 +51,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def holds_dtensors(module: torch.nn.Module) -> bool:
     """Whether parameters of a module are DTensors."""
-    return any(is_dtensor(parameter) for parameter in module.parameters())
+    return any(is_dtensor(parameter) for parameter in parameters_of(module))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

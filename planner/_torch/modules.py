@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from planner._torch.tracing.recording import leave_out_of_scripts
+from planner.module_parts import parts_of
 
 
 def module_call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +84,7 @@ def hooks_inside(module: torch.nn.Module) -> tuple[int, ...]:
     """The hooks on a module and its parts, by number."""
     return tuple(
         number
-        for part in module.modules()
+        for part in parts_of(module)
         for hooks in (
             part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks
         )

@@ -46,6 +46,7 @@ from planner.capture.repeated.ran import GraphsOfLayers
 from planner.capture.uncaptured import always_different, failed, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering
+from planner.module_parts import buffers_of, parameters_of
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
 from planner.training_step.generators import GeneratorStates
@@ -164,8 +165,7 @@ class _Capture:
             added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self._python = PythonState([copied.module])
         self._generators = GeneratorStates.now(self._python.generators)
-        self.parameters = list(copied.module.parameters())
-        self.buffers = list(copied.module.buffers())
+        self.parameters, self.buffers = parameters_of(copied.module), buffers_of(copied.module)
         given = tensors_in((copied.step.args, dict(copied.step.kwargs)))
         self.inputs = unique_storages(given)
         self._resident = [*self.parameters, *self.buffers, *given]

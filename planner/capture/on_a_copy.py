@@ -18,6 +18,7 @@ from planner._torch.without_data.imports import imports_without_modes
 from planner.blocks.running import blocks_run_as_written
 from planner.errors import CaptureError
 from planner.heap import newer_objects
+from planner.module_parts import parts_of
 from planner.progress import Progress
 from planner.training_step.copies import StepCopy, described, fake_copy, holds_sparse, lacks_data, real_copy
 from planner.training_step.left_behind import LeftBehind, left_behind, put_right
@@ -89,7 +90,7 @@ def on_a_copy(
                 finally:
                     before.restore()
                     if copied is not None and not copied.data:
-                        left = left_behind(newer, result, copied.module.modules())
+                        left = left_behind(newer, result, parts_of(copied.module))
         finally:
             if copied is not None:
                 put_right(left, copied.value_of)

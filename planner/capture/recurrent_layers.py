@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from planner.module_parts import parts_of
 from planner.planfile.budget import format_bytes
 
 MOST_NUMBERS = 7
@@ -61,7 +62,7 @@ def recurrent_calls(module: torch.nn.Module) -> Iterator[RecurrentCalls]:
 
     hooks = [
         layer.register_forward_pre_hook(note, with_kwargs=True)
-        for layer in module.modules()
+        for layer in parts_of(module)
         if isinstance(layer, torch.nn.RNNBase)
     ]
     try:

@@ -57,32 +57,34 @@ def eager_timeline(
     ]
     name_of, sizes_made = [str(call.func) for call in calls], dict[tuple[int, tuple[int, ...]], list[int]]()
     length = len(recording.events)
-    change = np.zeros(length + 1, dtype=np.int64)
-    workspace = np.zeros(length, dtype=np.int64)
+    # Lists: to write a single number into an array takes several times as long.
+    changes, scratch = [0] * (length + 1), [0] * length
     total_seconds, final = 0.0, 0
     blocks: list[tuple[int, int, int, str]] = []
     sizes_of: dict[int, int] = {}
     for i, event in enumerate(recording.events):
-        assert event.call is not None
-        memory = memories[event.call]
-        workspace[i] = memory.workspace_bytes
-        total_seconds += seconds[event.call]
+        call = event.call
+        assert call is not None
+        scratch[i] = memories[call].workspace_bytes
+        total_seconds += seconds[call]
         if not event.allocates:
             continue
-        made = event.call, tuple(recording.storages[s].bytes for s in event.allocates)
+        storages = [recording.storages[s] for s in event.allocates]
+        made = call, tuple([storage.bytes for storage in storages])
         if made not in sizes_made:
-            sizes_made[made] = allocated_bytes(event, recording, memory, device)
-        for storage, size in zip(event.allocates, sizes_made[made], strict=True):
-            died = recording.storages[storage].died_after
-            sizes_of[storage] = size
-            change[i] += size
-            if size and kind in (None, recording.storages[storage].kind):
-                blocks.append((i, length if died is None else max(died, i), size, name_of[event.call]))
+            sizes_made[made] = allocated_bytes(event, recording, memories[call], device)
+        for number, storage, size in zip(event.allocates, storages, sizes_made[made], strict=True):
+            died = storage.died_after
+            sizes_of[number] = size
+            changes[i] += size
+            if size and kind in (None, storage.kind):
+                blocks.append((i, length if died is None else max(died, i), size, name_of[call]))
             if died is None:
                 final += size
             else:
-                change[max(died, i) + 1] -= size
-    live = np.cumsum(change[:length])
+                changes[max(died, i) + 1] -= size
+    live = np.cumsum(np.array(changes[:length], np.int64))
+    workspace = np.array(scratch, np.int64)
     total = live + workspace
     peak_step = Step(int(total.argmax())) if length else Step(0)  # counts events, in the order of the step
     start, end, sizes, names = zip(*blocks, strict=True) if blocks else ((), (), (), ())

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from planner.module_parts import parameters_of
 from planner.parallel.data_parallel import let_go_of_gradients
 from planner.parallel.fully_shard import ShardedUnits
 from planner.parallel.shards import shard_elements, shard_shape
@@ -97,5 +98,5 @@ def gradients_there(module: torch.nn.Module, accumulate: bool | None) -> list[bo
     """For each parameter whether its gradient is there when a step begins, and is added to."""
     return [
         p.requires_grad and (p.grad is not None if accumulate is None else accumulate)
-        for p in module.parameters()
+        for p in parameters_of(module)
     ]

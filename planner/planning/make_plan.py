@@ -237,8 +237,8 @@ def _graph_records(captured: CapturedStep, problem: Problem, solution: Solution)
     cost: dict[tuple[int, int], float] = {}
     size: dict[tuple[int, int], int] = {}
     for row, source in indices.numbered(indices.BaseOp, problem.sources):
-        if source.graph >= 0:
-            key = (source.graph, source.op)
+        key = (source.graph, source.op)
+        if source.graph >= 0 and key not in cost:  # alike in all executions
             cost[key] = problem.graph.ops[row].seconds
             outputs = problem.graph.ops[row].outputs
             size[key] = sum(

@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from planner.addresses import addresses
 from planner.capture.captured_step import CapturedStep
 from planner.capture.graphs.graph_call import GraphCall
 from planner.costs.devices import Device, round_bytes
@@ -144,8 +145,8 @@ class _Builder:
         # By call: executions of a graph share theirs.
         taken: dict[int, float] = {}
         made: dict[tuple[int, ...], list[int]] = {}
-        for row, memory in zip(self.rows, memories, strict=True):
-            seconds, call, number = 0.0, row.call, id(row.call)
+        for row, memory, number in zip(self.rows, memories, self._numbers(), strict=True):
+            seconds, call = 0.0, row.call
             if row.allocates:
                 known = [values[v].bytes for v in row.allocates]
                 key = number, *known
@@ -189,14 +190,18 @@ class _Builder:
     def _measure(self, meter: Workspaces | None) -> tuple[list[OpMemory], dict[int, OpMemory]]:
         if meter is None:
             return [NOT_RUN] * len(self.rows), {}
-        first = {i: r.call for i, r in enumerate(self.rows) if r.call is not None}
         again = {i: r.again.call for i, r in enumerate(self.rows) if r.again is not None and r.again.call}
-        distinct = {id(call): call for call in (*first.values(), *again.values())}
+        numbers = self._numbers()
+        calls = {n: row.call for n, row in zip(numbers, self.rows, strict=True)}
+        calls |= {id(call): call for call in again.values()}
+        distinct = {n: call for n, call in calls.items() if call is not None}
         found = dict(zip(distinct, meter.measure(list(distinct.values())), strict=True))
-        return (
-            [NOT_RUN if r.call is None else found[id(r.call)] for r in self.rows],
-            {i: found[id(call)] for i, call in again.items()},
-        )
+        return [found.get(n, NOT_RUN) for n in numbers], {i: found[id(call)] for i, call in again.items()}
+
+    def _numbers(self) -> list[int]:
+        """The identity of the call of each row, which executions of a graph share."""
+        numbers: list[int] = addresses([row.call for row in self.rows]).tolist()
+        return numbers
 
     # ---- rows ------------------------------------------------------------------------------------
 

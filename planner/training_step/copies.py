@@ -20,6 +20,7 @@ from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
 from planner.heap import collector_off
 from planner.module_copies import attribute_of, copied_module, referring_to
+from planner.module_parts import buffers_of, parameters_of, parts_of
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
 
@@ -70,7 +71,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
             replaced[id(tensor)] = fake_.fake_like(tensor, mode) if made is None else made
         return replaced[id(tensor)]
 
-    for part in module.modules():
+    for part in parts_of(module):
         for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
             if isinstance(value, torch.Tensor):
                 fake(value)
@@ -117,7 +118,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     # PyTorch copies no compressed sparse tensor deeply.
     sparse = {id(t): clone(t) for t in module.buffers() if t.layout in SPARSE}
     copied = _copied(module, step, sparse)
-    flatten_like(copied.modules(), module.modules())
+    flatten_like(parts_of(copied), parts_of(module))
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
     pairs = _paired(module, step, copied, (args, kwargs))
 
@@ -155,8 +156,8 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
             copied.train(not module.training)
     except Exception as error:
         raise CaptureError(_not_copied(error)) from error
-    own = set(module.modules())
-    for part in copied.modules():
+    own = set(parts_of(module))
+    for part in parts_of(copied):
         if part not in own:  # a __deepcopy__ may return the module itself
             modules.install_call(part, None)  # a plan travels with copies
     if any(mine.grad_fn is not None for mine in _state(copied)):
@@ -209,7 +210,7 @@ def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[st
 
 
 def _state(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    return [*parameters_of(module), *buffers_of(module)]
 
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -229,7 +230,7 @@ def _on_copies(
     if loss is None:
         return None
     copies = {id(original): mine for original, mine in pairs}
-    of_copy: Loss = referring_to(loss, dict(zip(module.modules(), copied.modules(), strict=False)))
+    of_copy: Loss = referring_to(loss, dict(zip(*map(parts_of, (module, copied)), strict=False)))
 
     def run(output: Any) -> torch.Tensor:
         with _SubstituteTensors(copies):
@@ -261,7 +262,7 @@ def holds_sparse(module: torch.nn.Module, step: Step) -> bool:
 
 
 def _given(module: torch.nn.Module, step: Step) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
+    return [*_state(module), *tensors_in((step.args, dict(step.kwargs)))]
 
 
 def described(doing: str, error: Exception) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from planner.heap import collector_off
+from planner.module_parts import parts_of
 from planner.training_step.generators import is_generator
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
@@ -111,7 +112,7 @@ class PythonState:
             if left == 2:
                 self.tensors.append(found)
         elif issubclass(kind, nn.Module):
-            for part in found.modules():
+            for part in parts_of(found):
                 if part is found or id(part) not in self._seen:
                     self._seen[id(part)] = part
                     self.modules.append(part)
@@ -231,10 +232,10 @@ class Namespaces:
 
     def __init__(self, module: nn.Module, loss: Any) -> None:
         classes = dict.fromkeys(
-            base for part in module.modules() for base in type(part).__mro__ if not _is_library(base)
+            base for part in parts_of(module) for base in type(part).__mro__ if not _is_library(base)
         )
         functions = [f for base in classes for f in vars(base).values()]
-        functions += [f for part in module.modules() for f in vars(part).values()]
+        functions += [f for part in parts_of(module) for f in vars(part).values()]
         functions += [loss, getattr(loss, "forward", None)]
         files: dict[int, dict[str, Any]] = {}
         for function in functions:

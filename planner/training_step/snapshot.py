@@ -16,6 +16,7 @@ from planner._torch import fake, versions
 from planner._torch.autocast_state import AutocastState, autocast_state, set_autocast_state
 from planner._torch.tensors import schema_of
 from planner.heap import collector_off
+from planner.module_parts import buffers_of, parameters_of
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import Namespaces, PythonState
 from planner.training_step.step import Step, tensors_in
@@ -85,7 +86,7 @@ class StepSnapshot:
             _note(tensors, tensor)
         if runs != "recorded copy":
             known = {} if earlier is None else earlier.tensors
-            own = [*module.parameters(), *module.buffers(), *tensors_in(given)] if runs == "copy" else []
+            own = [*parameters_of(module), *buffers_of(module), *tensors_in(given)] if runs == "copy" else []
             apart = {id(tensor) for tensor in own}
             for tensor in found:
                 before, then = tensors[id(tensor)], known.get(id(tensor))

@@ -15,6 +15,7 @@ from planner._torch.autocast_state import without_autocast
 from planner._torch.distributed import pipelines_let_go
 from planner._torch.tensors import held_tensors, storage_number
 from planner.errors import CaptureError, PlannerError
+from planner.module_parts import parts_of
 
 Loss = Callable[[Any], torch.Tensor]
 Outputs = Literal["held", "dropped"]
@@ -188,7 +189,7 @@ class LeftInModule:
         """Those that are there now, each once, in order; containers may hold each other."""
         found: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
-        pending: list[Any] = [vars(part) for part in self.module.modules()][::-1]
+        pending: list[Any] = [vars(part) for part in parts_of(self.module)][::-1]
         while pending:
             held = pending.pop()
             if isinstance(held, torch.Tensor):

@@ -7,6 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from planner._torch.tracing.inside_compile import is_compiled
 from planner.errors import PlanMismatch
+from planner.module_parts import parts_of
 
 
 def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
@@ -47,7 +48,7 @@ def refuse_sharded(model: torch.nn.Module, doing: str) -> None:
     Raises:
         PlanMismatch: It does.
     """
-    sharded = next((part for part in model.modules() if isinstance(part, FSDPModule)), None)
+    sharded = next((part for part in parts_of(model) if isinstance(part, FSDPModule)), None)
     if sharded is None:
         return
     what = "this module" if sharded is model else f"a part of this module, a {type(sharded).__name__},"

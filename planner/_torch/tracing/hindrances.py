@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from planner._torch.tracing.callbacks import Callback
 from planner._torch.tracing.error_logs import not_logged_as_well
 from planner.heap import garbage_let_go
+from planner.module_parts import parts_of
 
 _SWITCH = "TORCHDYNAMO_DISABLE"
 _LOOK = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
@@ -98,7 +99,7 @@ def trace_methods_of(module: torch.nn.Module) -> None:
     A break in a loop makes it leave the method alone that the loop is in, for good and for whatever is
     compiled, by the user's ``torch.compile`` too; in our captures it goes on.
     """
-    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    kinds = {kind for part in parts_of(module) for kind in type(part).__mro__}
     for kind in kinds - set(torch.nn.Module.__mro__):
         for method in vars(kind).values():
             if isinstance(method, FunctionType) and not hasattr(method, "_torchdynamo_disable"):

@@ -9,6 +9,7 @@ import torch
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.without_data import fake_values
 from planner._torch.without_data.plain import facts_of
+from planner.module_parts import buffers_of, parameters_of
 from planner.training_step.regions import Forward
 from planner.training_step.step import tensors_in
 
@@ -66,7 +67,7 @@ class GraphsOfLayers:
         """What runs the forward of a layer, noted."""
 
         def run(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._given = [*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()]
+            self._given = [*tensors_in((args, kwargs)), *parameters_of(module), *buffers_of(module)]
             before, breaks = len(self._all), sum(graph_breaks.counted_breaks().values())
             result = forward(module, args, kwargs)
             ran = self._all[before:]

@@ -17,6 +17,8 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import SliceVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
+from planner.module_parts import parts_of
+
 _Reference = weakref.ref[torch.nn.Module]
 
 _mark = operator.attrgetter("_dynamo_static_input_type")
@@ -35,16 +37,16 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
     a region, with all of its parameters.
     """
     wrap = VariableBuilder.wrap_module
-    parts_of: dict[int, list[_Reference]] = {}  # the module, and those in it: tensors can be exchanged
+    known: dict[int, list[_Reference]] = {}  # the module, and those in it: tensors can be exchanged
 
     def once(self: Any, value: torch.nn.Module) -> Any:
         if not is_ours(self.tx):
             return wrap(self, value)
-        parts = parts_of.get(key := id(value))
+        parts = known.get(key := id(value))
         if parts is None or parts[0]() is not value:
-            inside = [part for part in value.modules() if part._parameters or part._buffers]
-            module = weakref.ref(value, lambda _: parts_of.pop(key, None))
-            parts = parts_of[key] = [module, *map(weakref.ref, inside)]
+            inside = [part for part in parts_of(value) if part._parameters or part._buffers]
+            module = weakref.ref(value, lambda _: known.pop(key, None))
+            parts = known[key] = [module, *map(weakref.ref, inside)]
         if not _are_marked(parts):
             return wrap(self, value)
         methods = {name: getattr(builder, name) for name in _METHODS}

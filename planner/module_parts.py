@@ -1,0 +1,32 @@
+"""The modules inside of a module, and the parameters and buffers that they have."""
+
+import torch
+
+
+def parts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules inside of one, itself the first: what ``module.modules()`` gives.
+
+    That goes through a generator for each level that a part is nested in, and names each: it takes five times
+    as long, and planning looks through all parts dozens of times.
+    """
+    found: dict[torch.nn.Module, None] = {}
+    pending = [module]
+    while pending:
+        part = pending.pop()
+        if part not in found:
+            found[part] = None
+            if part._modules:
+                pending += [inner for inner in reversed(part._modules.values()) if inner is not None]
+    return list(found)
+
+
+def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters of a module and its parts: what ``module.parameters()`` gives, see :func:`parts_of`."""
+    held = (p for part in parts_of(module) for p in part._parameters.values() if p is not None)
+    return list({id(p): p for p in held}.values())
+
+
+def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers of a module and its parts: what ``module.buffers()`` gives, see :func:`parts_of`."""
+    held = (b for part in parts_of(module) for b in part._buffers.values() if b is not None)
+    return list({id(b): b for b in held}.values())
