@@ -333,4 +333,17 @@ MODELS = [
             "test_a_step_that_captures_takes_no_more_than_later_ones[Largest-8]",
         ),
     ),
+    Mutation(
+        "plain-gradients",
+        "Parameters of a class that holds a tensor are planned, whatever class their gradients are of.",
+        "Those of plain gradients are looked for among the inputs that are tensors themselves.",
+        (
+            Change(
+                "planner/graph/accumulation.py",
+                "if results[i] is not None and p in inputs}",
+                "if results[i] is not None}",
+            ),
+        ),
+        ("tests/test_tensor_subclasses.py::test_parameters_of_classes_of_the_users",),
+    ),
 ]
