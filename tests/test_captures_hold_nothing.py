@@ -40,6 +40,19 @@ class Scaled(Broken):
         return x.square().mean()
 
 
+class Largest(Broken):
+    """A part that is not differentiated divides by the largest of some numbers, whichever that is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = x
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+            torch._dynamo.graph_break()
+            scaled = x.detach() / (torch.tensor([64.0, 32.0])[None].max(-1)[0] / 2)
+            torch._dynamo.graph_break()
+        return x.square().mean() + scaled.mean()
+
+
 class Viewed(nn.Module):
     """One of its graphs is not compiled for a backward."""
 
@@ -61,7 +74,7 @@ class Viewed(nn.Module):
         return self.tail(x).square().mean()
 
 
-@pytest.mark.parametrize(("kind", "batch"), [(Broken, 8), (Scaled, 8), (Viewed, 24)])
+@pytest.mark.parametrize(("kind", "batch"), [(Broken, 8), (Scaled, 8), (Largest, 8), (Viewed, 24)])
 def test_a_step_that_captures_takes_no_more_than_later_ones(kind: type[nn.Module], batch: int) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(batch, 16)

@@ -111,6 +111,30 @@ class _Attributes(nn.Module):
         return x.square().mean() * shifted.float().mean()
 
 
+_TABLE = torch.linspace(0, 1, 500)
+
+
+class _OfAFile(nn.Module):
+    """Reads a part of a tensor that is neither an attribute nor an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) * _TABLE[:64]
+        return torch.where(_TABLE[100:164].view(8, 8)[:, :1] > 0.2, y[:8], 0.0).sum() + y.sum()
+
+
+def test_parts_of_what_functions_refer_to_take_nothing() -> None:
+    model, x = _OfAFile(), torch.randn(256, 64)
+    plan = planner.plan(model, (x,), budget="100%")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("data", [False, True], ids=["without-data", "data-decide"])
 @pytest.mark.parametrize("budget", ["100%", "min"])

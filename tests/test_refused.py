@@ -259,6 +259,21 @@ def test_nested_tensors_are_an_error_that_says_what_to_do(inside: bool) -> None:
         planner.plan(Nested(inside), (x,), budget="min")
 
 
+class _NestedOfParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.nested.as_nested_tensor([self.layer(x), self.layer(x[:1])])
+        return parts.to_padded_tensor(0.0).square().sum()
+
+
+def test_so_are_nested_tensors_of_the_older_layout() -> None:
+    with pytest.raises(CaptureError, match="nested tensors cannot be planned: pad them"):
+        planner.plan(_NestedOfParts(), (torch.randn(2, 8),), budget="min")
+
+
 def test_known_values_that_a_graph_changes_are_computed_on_data() -> None:
     # Taken for data, a copy without data ends the process.
     mode = ConstantTrackingFakeMode(allow_non_fake_inputs=True)

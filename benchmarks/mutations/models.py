@@ -317,4 +317,33 @@ MODELS = [
         ),
         ("tests/test_round_like_eager.py::test_an_operator_with_a_factor_is_as_without_a_plan[addcmul_]",),
     ),
+    Mutation(
+        "named-results",
+        "What is kept of a model's graphs holds no numbers that were computed while they were captured.",
+        "It holds those of operators that return several results.",
+        (
+            Change(
+                "planner/_torch/joint/graph_modules.py",
+                "    if isinstance(value, (tuple, list)):",
+                "    if type(value) in (tuple, list):",
+            ),
+        ),
+        (
+            "tests/test_captures_hold_nothing.py::"
+            "test_a_step_that_captures_takes_no_more_than_later_ones[Largest-8]",
+        ),
+    ),
+    Mutation(
+        "plain-gradients",
+        "Parameters of a class that holds a tensor are planned, whatever class their gradients are of.",
+        "Those of plain gradients are looked for among the inputs that are tensors themselves.",
+        (
+            Change(
+                "planner/graph/accumulation.py",
+                "if results[i] is not None and p in inputs}",
+                "if results[i] is not None}",
+            ),
+        ),
+        ("tests/test_tensor_subclasses.py::test_parameters_of_classes_of_the_users",),
+    ),
 ]

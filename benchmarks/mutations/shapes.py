@@ -143,4 +143,17 @@ SHAPES = [
             "test_what_is_no_single_operation_runs_each_time[changes an argument]",
         ),
     ),
+    Mutation(
+        "views-beside",
+        "A graph that hands on views, and computes beside them what the loss does not use, follows the plan.",
+        "It is traced as if the loss used all of it.",
+        (
+            Change(
+                "planner/runtime/remap.py",
+                "    for views in plan.views:\n",
+                "    for views in plan.views[:0]:\n",
+            ),
+        ),
+        ("tests/test_views_beside.py::test_the_step_follows_its_plan",),
+    ),
 ]

@@ -353,4 +353,30 @@ STEPS = [
             "tests/test_captures_hold_nothing.py::test_a_step_that_captures_takes_no_more_than_later_ones[Viewed-24]",
         ),
     ),
+    Mutation(
+        "found-elements",
+        "What selects elements of its input is measured with as many selected as in the step.",
+        "All are.",
+        (
+            Change(
+                "planner/costs/workspace.py",
+                "        give(call, args, kwargs)\n",
+                "",
+            ),
+        ),
+        ("tests/test_found_elements.py::test_steps_that_find_elements_take_what_is_predicted",),
+    ),
+    Mutation(
+        "parts-of-tables",
+        "The step without a plan is not charged with tensors that its functions refer to.",
+        "Their parts count as if the step made the whole.",
+        (
+            Change(
+                "planner/training_step/recorder.py",
+                "KEPT_BY_PYTORCH or (unknown and func.is_view):",
+                "KEPT_BY_PYTORCH:",
+            ),
+        ),
+        ("tests/test_recorder.py::test_parts_of_what_functions_refer_to_take_nothing",),
+    ),
 ]

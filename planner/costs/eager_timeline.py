@@ -9,6 +9,7 @@ from planner._torch import operators
 from planner.allocator.training_loop import Allocations, step_allocations
 from planner.costs.devices import Device, round_bytes
 from planner.costs.host_tensors import made_on_host
+from planner.costs.made_up.found_elements import told_sizes
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.heap import collector_off
@@ -114,9 +115,9 @@ def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int]) -> list[in
     """Measured sizes of an operation's outputs where there are as many, else ``sizes``.
 
     Kernels may reserve more than the shapes without data say (recurrent layers' workspaces). Where data
-    decide the sizes, those of the step count: the operation was measured on other data.
+    decide the sizes, those of the step count if the operation was measured on other data.
     """
-    if call is not None and operators.sized_by_data(call.func):
+    if call is not None and operators.sized_by_data(call.func) and told_sizes(call) is None:
         return sizes
     measured = [size for size in memory.output_bytes if size]
     on_host = made_on_host(call.func) if call is not None else []

@@ -1,6 +1,6 @@
 """The file that remembers measured workspaces, and the text by which an operator is found in it.
 
-JSON: ``{"format": 4, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
+JSON: ``{"format": 5, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
 A file that cannot be read or written is no error: what it would have held is measured again.
 """
 
@@ -24,7 +24,7 @@ from planner.planfile.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 
 Entries = Mapping[str, Sequence[int]]
 """By call: its workspace bytes, followed by the bytes of its outputs."""
@@ -87,8 +87,14 @@ def _float32_precisions() -> str:
     return " ".join([*settings, f"reduced {reduced}"])
 
 
-def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: object = None) -> str:
     """Returns what the memory of a call depends on, as text that is the same in every process.
+
+    Args:
+        func: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        sizes: Of its results, where data decided them.
 
     Raises:
         TypeError: an argument has no such text.
@@ -97,7 +103,8 @@ def call_signature(func: object, args: Sequence[Any], kwargs: Mapping[str, Any])
     named = [f"{name}={_text(value)}" for name, value in sorted(kwargs.items())]
     whole = whole_storage(func, args)
     inside = f" in {whole[0]} from {whole[1]}" if whole is not None else ""
-    return f"{func}({', '.join([*map(_text, args), *named])}){inside}"
+    found = f" gives {_text(sizes)}" if sizes is not None else ""
+    return f"{func}({', '.join([*map(_text, args), *named])}){inside}{found}"
 
 
 def _text(value: Any) -> str:

@@ -29,8 +29,8 @@ from planner._torch.tensors import as_lazy_as, call_tensors, has_tensors
 from planner.costs.collectives import copied_bytes
 from planner.costs.devices import CUDA_ROUNDING_BYTES
 from planner.costs.host_tensors import read_on_host
-from planner.costs.made_up_arguments import complete
-from planner.costs.mask_values import true_elements
+from planner.costs.made_up.arguments import complete
+from planner.costs.made_up.found_elements import check, give, told_sizes
 from planner.costs.measurement_cache import (
     Entries,
     call_signature,
@@ -133,7 +133,7 @@ class WorkspaceMeter:
             signature = None
             try:
                 if _allocates(call.func):
-                    signature = call_signature(call.func, call.args, call.kwargs)
+                    signature = _signature(call)
             except (TypeError, ValueError) as error:
                 self._fail(str(call.func), str(error))
             signatures.append(signature)
@@ -155,7 +155,7 @@ class WorkspaceMeter:
         for call in calls if self.failures else ():
             if _allocates(call.func):
                 with suppress(TypeError, ValueError):
-                    reason = self.failures.get(call_signature(call.func, call.args, call.kwargs))
+                    reason = self.failures.get(_signature(call))
                     if reason is not None:
                         yield call, reason
 
@@ -195,6 +195,7 @@ class WorkspaceMeter:
             args, kwargs, inputs = self._real_arguments(call, key not in self._masks_false)
             with _grad_mode(call.func), torch.profiler.record_function(mark):
                 result = asked_for(call.func, call.args, call.func(*args, **kwargs))
+            check(call, result)
             outputs[key] = _output_bytes(result, inputs)
 
         def run_each() -> None:
@@ -227,6 +228,7 @@ class WorkspaceMeter:
                 peak, net = held_on_cuda(run, self.device, CUDA_ROUNDING_BYTES)
             else:
                 peak, net = counted_on_cuda(run, self.device)
+            check(call, outputs[-1])
             sizes = _output_bytes(outputs, inputs, on="cuda")
             found = _Run(OpMemory(peak - net, sizes), net - sum(map(_rounded, sizes)))
             # What the allocator does not split off its blocks counts as well: its events tell it apart.
@@ -281,13 +283,12 @@ class WorkspaceMeter:
         made = {id(t): torch.zeros(_concrete(t.shape), dtype=t.dtype) for t in on_host}
         # Factorisations and solvers need matrices that are well conditioned.
         matrices = "linalg" in str(call.func) or "cholesky" in str(call.func)
-        true = true_elements(call.func, call.args, masks)
 
         def real(nest: Any) -> Any:
             if isinstance(nest, torch.Tensor):
                 if id(nest) not in made:
                     inside = whole if whole is not None and nest is call.args[0] else None
-                    made[id(nest)] = self._made_tensor(nest, matrices, true, inside)
+                    made[id(nest)] = self._made_tensor(nest, matrices, masks, inside)
                 return made[id(nest)]
             if isinstance(nest, (list, tuple)):
                 return type(nest)(real(item) for item in nest)
@@ -300,23 +301,24 @@ class WorkspaceMeter:
         args = [real(argument) for argument in call.args]
         kwargs = {name: real(argument) for name, argument in call.kwargs.items()}
         complete(call.func.overloadpacket, args)
+        give(call, args, kwargs)
         return args, kwargs, list(made.values())
 
     def _made_tensor(
-        self, like: torch.Tensor, matrix: bool, true: int, inside: tuple[int, int] | None
+        self, like: torch.Tensor, matrix: bool, masks: bool, inside: tuple[int, int] | None
     ) -> torch.Tensor:
         """A tensor of the same shape, strides and dtype, ``inside`` a storage of so many elements.
 
         Floats are 1, which is valid as a variance too, and integers 0, which is valid as an index.
-        Of booleans the first `true` are: all select the most there can be, where the size depends on that.
+        Booleans are true if ``masks``.
         """
         if like.layout is not torch.strided:
             raise ValueError(f"not run: an input has layout {like.layout}")
         device = self.device if like.device.type == "meta" else like.device
         floating = like.is_floating_point() or like.is_complex()
         length, start = inside or (_storage_length(like), 0)
-        flat = torch.zeros(length, dtype=like.dtype, device=device)
-        flat.narrow(0, 0, min(true if like.dtype is torch.bool else length * floating, length)).fill_(1)
+        ones = masks if like.dtype is torch.bool else floating
+        flat = torch.full((length,), int(ones), dtype=like.dtype, device=device)
         made = flat.as_strided(_concrete(like.shape), _concrete(like.stride()), start)
         if matrix and floating and made.dim() >= 2 and made.shape[-1] == made.shape[-2]:
             made.diagonal(dim1=-2, dim2=-1).fill_(made.shape[-1] + 1.0)
@@ -339,6 +341,10 @@ class WorkspaceMeter:
 
 def _rounded(size: int) -> int:
     return -(-size // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES
+
+
+def _signature(call: Call) -> str:
+    return call_signature(call.func, call.args, call.kwargs, told_sizes(call))
 
 
 def _allocates(func: object) -> bool:

@@ -50,8 +50,9 @@ def arrivals(joint: GraphModule) -> list[int]:
     done = {node: i for i, node in enumerate(joint.graph.nodes)}
     results: Any = joint.graph.output_node().args[0]
     places = aot_metadata.gradient_places(joint)
-    gradients = {p: results[i] for p, i in places.items() if results[i] is not None}
     inputs = {aot_metadata.input_position(node): node for node in aot_metadata.forward_inputs(joint)}
+    # Of a tensor that holds others these are inputs, while its gradient may be a plain one.
+    gradients = {p: results[i] for p, i in places.items() if results[i] is not None and p in inputs}
 
     def autograd_node(gradient: Node) -> Any:
         last = max(gradient.all_input_nodes, key=done.__getitem__) if is_sum(gradient) else gradient

@@ -127,6 +127,17 @@ class Program(Record):
             raise InconsistentError(f"backward operation {awaited} is never run", "backward")
 
 
+class ViewsRecord(Record):
+    """A captured graph that only hands on views of its inputs, as far as the step differentiates it."""
+
+    structure: Label = Field(description="identifies the graph whatever its sizes")
+    occurrence: Index = Field(description="how many graphs of that structure come before it")
+    occurrences: Index = Field(description="how many graphs of that structure the step has")
+    unused_outputs: list[Index] = Field(
+        min_length=1, max_length=MOST_OPS, description="outputs that get no gradient, which it computes"
+    )
+
+
 class GraphRecord(Program):
     """One captured graph and its schedule: the forward runs as captured, the backward as `backward` says."""
 

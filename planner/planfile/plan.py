@@ -15,7 +15,7 @@ from planner._torch.inductor.fusion_names import Fusion
 from planner.errors import PlanFileError
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
-from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program
+from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program, ViewsRecord
 from planner.planfile.json_layout import laid_out
 from planner.planfile.schema import (
     Footprint,
@@ -51,6 +51,7 @@ __all__ = [
     "Target",
     "TensorRecord",
     "Timeline",
+    "ViewsRecord",
     "WholeStep",
     "plan_schema",
 ]
@@ -93,6 +94,12 @@ class PlanRecord(Record):
         default=[],
         max_length=10_000,
         description="structures of graphs of which the step differentiates nothing: they run as captured",
+    )
+    views: list[ViewsRecord] = Field(
+        default=[],
+        max_length=10_000,
+        description="graphs of which the step differentiates views of their inputs alone, and which compute "
+        "something else too: there is no schedule for them",
     )
     untraced: list[Name] = Field(
         default=[],

@@ -31,6 +31,7 @@ from planner.planfile.plan import (
     Target,
     TensorRecord,
     Timeline,
+    ViewsRecord,
 )
 from planner.planfile.schema import shortened
 from planner.planning.cudnn_note import cudnn_note
@@ -162,6 +163,7 @@ def make_plan(
         baseline_whole_step=prepared.baseline_whole_step,
         graphs=graphs,
         forward_only=_forward_only(captured),
+        views=_views(captured),
         untraced=captured.untraced,
         fusion=fusion,
         timeline=Timeline.downsample(step_bytes, forward_steps),
@@ -323,6 +325,21 @@ def _forward_only(captured: CapturedStep) -> list[str]:
     """Structures of graphs at whose outputs no gradient arrives, or that never run."""
     found = {g.structure for g in captured.graphs if g.joint is None and (g.occurrences or g.never_runs)}
     return sorted(found - {g.structure for g in captured.graphs if g.passes_gradients})
+
+
+def _views(captured: CapturedStep) -> list[ViewsRecord]:
+    """The graphs at whose outputs gradients arrive that go on to their inputs as they are, and that have
+    others."""
+    return [
+        ViewsRecord(
+            structure=graph.structure,
+            occurrence=graph.occurrence,
+            occurrences=graph.occurrences,
+            unused_outputs=list(graph.spec.unused_outputs),
+        )
+        for graph in captured.graphs
+        if graph.joint is None and graph.passes_gradients and graph.occurrences and graph.spec.unused_outputs
+    ]
 
 
 def _holders(problem: Problem, solution: Solution, step: indices.Step) -> list[LiveModule]:

@@ -50,6 +50,7 @@ from planner.runtime.remap import (
     planned_bytes,
     remap_schedule,
     same_operations,
+    spec_of,
     total_bytes,
     why_grown,
 )
@@ -119,16 +120,13 @@ class PlanBackend:
     def _callable(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         structure = structure_of(graph)
         record = self._record_of(structure)
-        if record is None:
+        number = self._captured[structure] - 1
+        spec = spec_of(self._plan, record, structure, number, graph, example_inputs)
+        if record is None and not spec.unused_outputs:
             if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
                 return as_written(graph).forward
             if structure in self._plan.forward_only or self._left_out(structure, example_inputs):
                 return warns_if_differentiated(as_written(graph).forward, warn)
-        spec = GraphSpec()
-        if record is not None:
-            spec = among_sizes(GraphSpec.of(record), graph, example_inputs)
-        elif self._plan.coverage != "one-graph" and any(g.per_use_inputs for g in self._plan.graphs):
-            spec = GraphSpec.per_use(len(example_inputs))
         absent = [i for i in spec.unused_outputs if not is_tensor_output(graph, i)]
         if absent:
             warn(

@@ -60,6 +60,7 @@ def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -
         # All but what is named: a field that is new counts until somebody says that it need not.
         "graphs": [graph.model_dump(mode="json", exclude=_NOT_RUN | _IN_SPEC) for graph in plan.graphs],
         "forward_only": plan.forward_only,
+        "views": [views.model_dump(mode="json") for views in plan.views],
         "untraced": plan.untraced,
         "specs": [GraphSpec.of(graph).digest for graph in plan.graphs],
         "on_new_shape": on_new_shape,

@@ -177,6 +177,34 @@ def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, 
     return pairs
 
 
+def spec_of(
+    plan: PlanRecord,
+    record: GraphRecord | None,
+    structure: str,
+    number: int,
+    graph: GraphModule,
+    inputs: Sequence[Any],
+) -> GraphSpec:
+    """How a graph is traced.
+
+    Args:
+        plan: The plan.
+        record: The plan's graph that it is; None if it is none of these.
+        structure: Of the graph.
+        number: How many graphs of its structure have been captured before.
+        graph: The graph.
+        inputs: Its example inputs.
+    """
+    if record is not None:
+        return among_sizes(GraphSpec.of(record), graph, inputs)
+    for views in plan.views:
+        if views.structure == structure and views.occurrence == number % max(views.occurrences, 1):
+            return among_sizes(GraphSpec(tuple(views.unused_outputs)), graph, inputs)
+    if plan.coverage != "one-graph" and any(g.per_use_inputs for g in plan.graphs):
+        return GraphSpec.per_use(len(inputs))
+    return GraphSpec()
+
+
 def among_sizes(spec: GraphSpec, graph: GraphModule, inputs: Sequence[Any]) -> GraphSpec:
     """A specification with its positions of inputs and outputs as they are in a graph, where symbolic sizes
     may lie between; the plan was made for numbers."""

@@ -274,6 +274,6 @@ def described(doing: str, error: Exception) -> str:
         text += f", at {line}"
     if "SparseTensor" in text or "SparseCsrTensor" in text:
         text += " (sparse gradients cannot be planned: make the embedding with sparse=False)"
-    if "NestedInt" in text or "nested_int" in text or "jagged" in text:
+    if any(sign in text for sign in ("NestedInt", "nested_int", "jagged", "NestedTensor")):
         text += f" ({NESTED})"
     return text

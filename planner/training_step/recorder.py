@@ -23,7 +23,7 @@ from planner._torch.execution.saved_numbers import SavedNumbers
 from planner._torch.tensors import SPARSE, call_tensors, held_tensors, is_wrapper, schema_of, storage_number
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
 from planner.errors import CaptureError
-from planner.training_step.call import Call
+from planner.training_step.call import Call, sizes_by_data
 from planner.training_step.examples import Examples
 from planner.training_step.step import NESTED, Step, tensors_in
 
@@ -174,7 +174,7 @@ class StepRecorder(autograd.InfrastructureMode):
         call = self._call(func, args, kwargs, out)
         asked = _tensors((operators.asked_for(func, args, out),), {})
         made = [t for t in asked if fake.storage_key(t) not in unknown]
-        if func in operators.KEPT_BY_PYTORCH:
+        if func in operators.KEPT_BY_PYTORCH or (unknown and func.is_view):  # it may have data, its view none
             self._is_resident(made)
         self._append(call, reads, made, node)
         return out
@@ -337,13 +337,13 @@ class StepRecorder(autograd.InfrastructureMode):
         return in_place if own else None
 
     def _call(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-        signature = (func, _signature(args), _signature(kwargs))
-        number = self._signatures.get(signature)
-        if number is None:
+        sizes = sizes_by_data(func, args, out)
+        signature = (func, _signature(args), _signature(kwargs), sizes)
+        if (number := self._signatures.get(signature)) is None:
             number = self._signatures[signature] = len(self.recording.calls)
             with self.pause():
                 args, kwargs, out = self._examples.of_call(args, kwargs, out)
-            self.recording.calls.append(Call(func, args, kwargs))
+            self.recording.calls.append(Call(func, args, kwargs, sizes))
             self.recording.outputs.append(out)
         return number
 

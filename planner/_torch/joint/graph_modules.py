@@ -4,6 +4,7 @@ Nobody runs most of the graphs that are made on the way from a Dynamo graph to f
 of a thousand operations takes a tenth of a second. Tested with torch 2.13.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,14 +32,18 @@ def tell_sizes_alone(graph: torch.fx.GraphModule) -> None:
     of integers that were computed while it was captured, each a tensor with data.
     """
     for part in graph.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            if node.op != "placeholder" and "example_value" in node.meta:
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        named: Iterable[object] = part.graph._graph_namespace._obj_to_name  # those that were erased, too
+        for node in named:
+            if isinstance(node, torch.fx.Node) and node.op != "placeholder" and "example_value" in node.meta:
                 node.meta["example_value"] = _sizes_alone(node.meta["example_value"])
 
 
 def _sizes_alone(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_sizes_alone, value))
+    if isinstance(value, (tuple, list)):  # or what operators return, whose members have names
+        make = getattr(type(value), "_make", type(value))
+        return make(list(map(_sizes_alone, value)))
     # Of views that were written to its grad_fn may not be asked for.
     if type(value) is not FakeTensor or not (value.requires_grad or value.constant is not None):
         return value

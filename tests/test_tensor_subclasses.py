@@ -1,0 +1,88 @@
+"""Parameters and inputs of classes of the user's that are tensors, or hold one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_map_only
+
+import planner
+from tests.side_by_side import no_plan_warnings, plan_of
+
+aten = torch.ops.aten
+
+
+class Named(torch.Tensor):
+    """A tensor under another name, as a library marks its own."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Scaled(torch.Tensor):
+    """Holds a tensor that is read times a number, as quantised weights are; its gradient is a plain one."""
+
+    inner: torch.Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor, scale: float) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        made.inner, made.scale = inner, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], float]:
+        return ["inner"], self.scale
+
+    @staticmethod
+    def __tensor_unflatten__(held: Mapping[str, torch.Tensor], scale: float, size: Any, stride: Any) -> Any:
+        return Scaled(held["inner"], scale)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (aten.detach.default, aten.clone.default, aten.alias.default, aten.zeros_like.default):
+            return Scaled(func(args[0].inner, *args[1:], **(kwargs or {})), args[0].scale)
+        plain = tree_map_only(Scaled, lambda t: t.inner * t.scale, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+class Weighted(nn.Module):
+    def __init__(self, of_class: Callable[[torch.Tensor], torch.Tensor], *, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(of_class(torch.randn(32, 64)), requires_grad=trained)
+        self.last = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.gelu(x @ self.weight)).square().mean()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("of_class", [lambda t: t.as_subclass(Named), lambda t: Scaled(t, 0.5)])
+def test_parameters_of_classes_of_the_users(
+    of_class: Callable[[torch.Tensor], torch.Tensor], trained: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = Weighted(of_class, trained=trained), torch.randn(64, 32)
+    torch.manual_seed(0)
+    twin = Weighted(of_class, trained=trained)
+    plan = plan_of(model, (x,))
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
+    plan.apply(model)
+    with no_plan_warnings():
+        model(x).backward()
+    twin(x).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) is (theirs.grad is None)
+        assert ours.grad is None or theirs.grad is None or torch.equal(ours.grad, theirs.grad)

@@ -1,0 +1,68 @@
+"""Graphs between breaks that hand on views, and compute beside them what the step does not differentiate."""
+
+import pytest
+import torch
+
+import planner
+from planner.verification.measure import measure_peak
+from tests.side_by_side import Layers, assert_same, left_by, no_plan_warnings, plan_of
+
+
+class _Unused(Layers):
+    """What is computed beside the view is what the part behind it computes, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.run(x)
+        torch._dynamo.graph_break()
+        z, unused = y.t(), y.sin()
+        torch._dynamo.graph_break()
+        self.shape = unused.shape
+        return z.sin().square().mean()
+
+
+class _Counted(Layers):
+    """What is computed beside the view is looked at by an operation that ends the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.run(x)
+        torch._dynamo.graph_break()
+        flat = y.flatten()
+        positive = (y.exp() * 2).flatten().nonzero()  # all of them, whatever dropout leaves out
+        return flat[positive[:, 0]].square().mean()
+
+
+class _Repeated(Layers):
+    """A part that runs in each of several iterations, of which the last result alone is used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.run(x)
+        unused = y
+        for _ in range(3):
+            torch._dynamo.graph_break()
+            y, unused = y.t(), y.cos()
+        torch._dynamo.graph_break()
+        return y.square().mean() + unused.detach().mean()
+
+
+@pytest.mark.parametrize("build", [_Unused, _Counted, _Repeated])
+def test_the_step_follows_its_plan(build: type[Layers]) -> None:
+    torch.manual_seed(0)
+    model, twin = build(1), build(1)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(64, 32)
+    plan = plan_of(model, (x,), outputs="dropped")
+    assert plan.views
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
+    plan.apply(model)
+    with no_plan_warnings():
+        for size in (64, 64, 48, 40):
+            given = x if size == 64 else torch.randn(size, 32)
+            ours = left_by(model, lambda model, given=given: model(given).backward())
+            assert_same(ours, left_by(twin, lambda model, given=given: model(given).backward()))
+            model.zero_grad()
+            twin.zero_grad()
+        peak = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
+    assert peak == plan.predicted.dynamic_peak_bytes
