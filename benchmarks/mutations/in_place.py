@@ -100,6 +100,32 @@ IN_PLACE = [
         ("tests/test_max_pooling.py::test_pooled_results_that_a_loop_changes_in_place_are_not_read",),
     ),
     Mutation(
+        "running-statistics-in-evaluation",
+        "The backward of a batch normalisation in evaluation is given the running statistics it was done by.",
+        "It is given none, as in training.",
+        (
+            Change(
+                "planner/graph/passes/running_statistics.py",
+                "node.args[_TRAIN] is True and ",
+                "",
+            ),
+        ),
+        ("tests/test_running_statistics.py::test_steps_are_equal_and_hold_none",),
+    ),
+    Mutation(
+        "running-statistics-held",
+        "The new running statistics of a graph are not held until its backward.",
+        "They are.",
+        (
+            Change(
+                "planner/graph/passes/running_statistics.py",
+                "                node.update_arg(position, None)",
+                "                assert position",
+            ),
+        ),
+        ("tests/test_running_statistics.py::test_a_plan_by_regions_takes_what_the_step_without_one_takes",),
+    ),
+    Mutation(
         "results-changed",
         "A result that the plan keeps and that is changed in place is an error.",
         "Nobody looks: through views gradients are wrong.",

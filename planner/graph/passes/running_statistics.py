@@ -15,6 +15,8 @@ _BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _RUNNING = (3, 4)
 """The positions of running mean and variance among its arguments."""
 _TRAIN = 7
+_SEEN = frozenset(("cpu", "meta"))
+"""Of which types of device it was seen; a module on the meta device is planned for the CPU."""
 
 
 def read_no_running_statistics(joint: GraphModule, context: TraceContext) -> None:
@@ -24,6 +26,6 @@ def read_no_running_statistics(joint: GraphModule, context: TraceContext) -> Non
     for node in joint.graph.find_nodes(op="call_function", target=_BACKWARD):
         gradient = node.args[0]
         assert isinstance(gradient, Node)
-        if node.args[_TRAIN] is True and not gradient.meta["val"].is_cuda:
+        if node.args[_TRAIN] is True and gradient.meta["val"].device.type in _SEEN:
             for position in _RUNNING:
                 node.update_arg(position, None)
