@@ -82,6 +82,10 @@ FOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all selected": lambda y: torch.masked_select(y, y > -100),
     "a few by a mask": lambda y: y[y > 1],
     "rows by a mask": lambda y: y[y[:, 0] > 0.5],
+    "neighbours that differ": lambda y: y[torch.unique_consecutive((y[:, 0] * 8).long()) % 16],
+    "different rows": lambda y: y[torch.unique((y[:, :2] * 4).long(), dim=0)[:, 0] % 16],
+    "rows by their numbers": lambda y: y[torch.unique((y[:, 0] * 8).long(), return_inverse=True)[1] % 16],
+    "rows several times": lambda y: y.repeat_interleave((y[:, 0].abs() * 4).long(), 0),
     "scattered": lambda y: y.clone().masked_scatter(ROWS[:256, None].expand(256, 64), y[:COUNT]),
 }
 
