@@ -63,7 +63,7 @@ class PortfolioSettings:
     program_seconds: float = 0.5
     program_least_share: float = 1 / 120
     small_program_seconds: float = 6.0
-    walled_programs: float = 1.5
+    walled_programs: float = 3.0
     usual_length: int = 4_000
     least_share: float = 0.5
     below_least: bool = True

@@ -106,7 +106,8 @@ def test_an_error_that_depends_on_sizes(handled: Handled, caplog: pytest.LogCapt
         report = planner.verify(model, (x,), plan=plan, repeats=1)
     assert not report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
-    assert handled.__name__ in plan.untraced
+    captured = handled is other_sizes and torch.__version__ >= (2, 15)  # where Dynamo sees the error handled
+    assert (handled.__name__ in plan.untraced) is not captured
     assert not caplog.records
 
 
@@ -124,6 +125,7 @@ class Alone(nn.Module):
         return hidden.square().mean()
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="what handles the error is captured there")
 def test_where_nothing_else_is_captured_the_line_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(planner.CaptureError, match="could be captured") as raised:
         planner.plan(Alone(), (torch.randn(20, 16),), budget="min")
