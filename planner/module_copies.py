@@ -92,7 +92,7 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
     memo: dict[int, Any] = dict(replaced or {})
     with _shared(set(parts_of(module))):
         copied = copy.deepcopy(module, memo)
-    others: dict[Any, Any] = dict(zip(*map(parts_of, (module, copied)), strict=False))
+    others: dict[Any, Any] = dict(zip(parts_of(module), parts_of(copied), strict=False))
     refer, made = _Referring(others, memo), {*addresses([*memo.values()]).tolist()}
     for mine in set(others.values()) - set(others):  # a __deepcopy__ may return the module itself
         _change_functions(vars(mine), refer, made)

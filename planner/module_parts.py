@@ -7,7 +7,8 @@ def parts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules inside of one, itself the first: what ``module.modules()`` gives.
 
     That goes through a generator for each level that a part is nested in, and names each: it takes five times
-    as long, and planning looks through all parts dozens of times.
+    as long, and planning looks through all parts dozens of times. A class may also have a method of its own
+    that gives fewer, for its optimizer: what the others take counts all the same.
     """
     found: dict[torch.nn.Module, None] = {}
     pending = [module]

@@ -137,6 +137,16 @@ def plan_of(model: nn.Module, args: Sequence[Any], kwargs: Any = None, **options
     return planner.plan(model, args, kwargs, **{"budget": "min", "solver": "sqrt_n", **options})
 
 
+def exact_plan_of(model: nn.Module, args: Sequence[Any], **options: Any) -> Plan:
+    """Such a plan, after whose steps all is as without it, and which predicts both steps to the byte."""
+    plan = plan_of(model, args, **options)
+    report = planner.verify(model, args, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+    assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
+    return plan
+
+
 def assert_trains_alike(
     model: nn.Module,
     args: Sequence[Any],

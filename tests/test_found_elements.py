@@ -8,10 +8,10 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
-import planner
 from planner.costs.workspace import WorkspaceMeter
 from planner.training_step.call import Call, sizes_by_data
 from planner.verification.measure import measure_peak
+from tests.side_by_side import exact_plan_of
 
 aten = torch.ops.aten
 X = torch.linspace(-3, 3, 4000).sin().view(500, 8)
@@ -94,8 +94,4 @@ FOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_steps_that_find_elements_take_what_is_predicted(name: str) -> None:
     torch.manual_seed(0)
     model, x = Finds(FOUND[name]), torch.randn(256, 64)
-    plan = planner.plan(model, (x,), budget="120%")
-    report = planner.verify(model, (x,), plan=plan, repeats=0)
-    assert report.ok, report.problems
-    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
-    assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
+    exact_plan_of(model, (x,), budget="120%", solver="auto")

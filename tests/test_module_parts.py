@@ -1,9 +1,12 @@
 """Parts, parameters and buffers of modules are those that PyTorch lists, in its order."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
 
+import planner
 from planner.module_parts import buffers_of, parameters_of, parts_of
 from tests.zoo import GPT
 
@@ -48,3 +51,36 @@ def test_they_are_those_that_pytorch_lists(name: str) -> None:
         (buffers_of(module), module.buffers()),
     ):
         assert [*map(id, found)] == [*map(id, expected)]
+
+
+class Headed(nn.Module):
+    """Layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)).square().mean()
+
+
+class OfTheHead(Headed):
+    """The same, that gives an optimizer the parameters of the head alone."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.head.parameters(recurse)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": True}, *({"parallel": by} for by in ("ddp:2", "fsdp2:2"))], ids=str
+)
+def test_all_parameters_count_whatever_a_class_gives_its_optimizer(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 32)
+    plans = [planner.plan(model, (x,), budget="min", **options) for model in (Headed(), OfTheHead())]
+    assert plans[0].predicted.peak_bytes == plans[1].predicted.peak_bytes
+    if not options:
+        report = planner.verify(OfTheHead(), (x,), plan=plans[1], repeats=0)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == plans[1].predicted.dynamic_peak_bytes

@@ -8,8 +8,7 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
-import planner
-from tests.side_by_side import no_plan_warnings, plan_of
+from tests.side_by_side import exact_plan_of, no_plan_warnings
 
 aten = torch.ops.aten
 
@@ -74,11 +73,7 @@ def test_parameters_of_classes_of_the_users(
     model, x = Weighted(of_class, trained=trained), torch.randn(64, 32)
     torch.manual_seed(0)
     twin = Weighted(of_class, trained=trained)
-    plan = plan_of(model, (x,))
-    report = planner.verify(model, (x,), plan=plan, repeats=0)
-    assert report.ok, report.problems
-    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
-    assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
+    plan = exact_plan_of(model, (x,))
     plan.apply(model)
     with no_plan_warnings():
         model(x).backward()

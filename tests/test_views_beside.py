@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import planner
 from planner.verification.measure import measure_peak
-from tests.side_by_side import Layers, assert_same, left_by, no_plan_warnings, plan_of
+from tests.side_by_side import Layers, assert_same, exact_plan_of, left_by, no_plan_warnings
 
 
 class _Unused(Layers):
@@ -50,12 +49,8 @@ def test_the_step_follows_its_plan(build: type[Layers]) -> None:
     model, twin = build(1), build(1)
     twin.load_state_dict(model.state_dict())
     x = torch.randn(64, 32)
-    plan = plan_of(model, (x,), outputs="dropped")
+    plan = exact_plan_of(model, (x,), outputs="dropped")
     assert plan.views
-    report = planner.verify(model, (x,), plan=plan, repeats=0)
-    assert report.ok, report.problems
-    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
-    assert report.baseline_measured_dynamic_peak_bytes == report.baseline_predicted_dynamic_peak_bytes
     plan.apply(model)
     with no_plan_warnings():
         for size in (64, 64, 48, 40):

@@ -224,7 +224,7 @@ INSIDE = [
         (
             Change(
                 "planner/training_step/copies.py",
-                "referring_to(loss, dict(zip(*map(parts_of, (module, copied)), strict=False)))",
+                "referring_to(loss, dict(zip(parts_of(module), parts_of(copied), strict=False)))",
                 "loss",
             ),
         ),

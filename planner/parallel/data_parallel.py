@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from planner._torch.distributed import active_wrapper
+from planner.module_parts import parameters_of
 from planner.parallel.strategies import DDP
 
 
@@ -31,7 +32,7 @@ def let_go_of_gradients(model: torch.nn.Module, options: DDP, added_to: Sequence
     """
     if not options.gradient_as_bucket_view:
         return
-    for parameter, added in zip(model.parameters(), added_to, strict=True):
+    for parameter, added in zip(parameters_of(model), added_to, strict=True):
         if parameter.requires_grad and not added:
             parameter.register_post_accumulate_grad_hook(_let_go)
 

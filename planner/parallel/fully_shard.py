@@ -30,6 +30,7 @@ from planner._torch.distributed import (
     local_gradient,
     local_tensor,
 )
+from planner.module_parts import parameters_of, parts_of
 from planner.parallel.shards import shard_elements
 from planner.parallel.strategies import FSDP2
 from planner.parallel.unreduced import Excess, reduced_in
@@ -57,30 +58,27 @@ class ShardedUnits:
         copies: bool,
     ) -> None:
         self.options, self.copies = options, copies
-        parameters = list(model.parameters())
+        parameters = parameters_of(model)
         original = {id(p): p.dtype for p in parameters}
         added = {id(p) for p, there in zip(parameters, added_to, strict=True) if there}
         if options.param_dtype is not None:
             self._cast_parameters(model, original, added)
         self.reduced_in = {
             id(p): reduced_in(original[id(p)], options.param_dtype, options.reduce_dtype)
-            for p in model.parameters()
+            for p in parameters_of(model)  # others than before, where these were cast
         }
-        inside = {part for name in names for part in model.get_submodule(name).modules()}
+        inside = {part for name in names for part in parts_of(model.get_submodule(name))}
         taken: set[int] = set()
         self.units: list[_Unit] = []
         for unit in [*options.units(names), ("",)]:
             modules = [model.get_submodule(name) for name in unit]
             root = modules == [model]
-            parts = [p for module in modules for p in module.modules() if not root or p not in inside]
-            own = [
-                parameter
-                for part in parts
-                for parameter in part.parameters(recurse=False)
-                if id(parameter) not in taken and not taken.add(id(parameter))  # type: ignore[func-returns-value]
-            ]
+            parts = [p for module in modules for p in parts_of(module) if not root or p not in inside]
+            held = (p for part in parts for p in part._parameters.values() if p is not None)
+            own = {id(p): p for p in held if id(p) not in taken}
+            taken |= own.keys()
             reshard = options.reshards(unit)
-            self.units.append(_Unit(self, own, original, added, modules, reshard, root=root))
+            self.units.append(_Unit(self, list(own.values()), original, added, modules, reshard, root=root))
         self.units.insert(0, self.units.pop())  # the root is the first, as named_modules() has it
         self.start()
 

@@ -41,19 +41,19 @@ class Rank:
         if isinstance(self.options, DDP):
             let_go_of_gradients(copied.module, self.options, added_to)
             return list(added_to)
-        on_cpu = all(p.device.type == "cpu" for p in copied.module.parameters())
+        on_cpu = all(p.device.type == "cpu" for p in parameters_of(copied.module))
         with copied.running():
             copies = on_cpu and not elsewhere
             units = ShardedUnits(copied.module, self.units, self.options, added_to, copies=copies)
-        return [units.adds_to(parameter) for parameter in copied.module.parameters()]
+        return [units.adds_to(parameter) for parameter in parameters_of(copied.module)]
 
     def parameter_bytes(self, model: torch.nn.Module) -> list[int]:
         """Bytes of each parameter's storage on the rank."""
-        return [self._bytes(p) for p in unique_storages(list(model.parameters()))]
+        return [self._bytes(p) for p in unique_storages(parameters_of(model))]
 
     def gradient_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> list[int]:
         """Bytes of each gradient that is there before the step."""
-        pairs = zip(model.parameters(), added_to, strict=True)
+        pairs = zip(parameters_of(model), added_to, strict=True)
         return [self._bytes(p) for p, added in pairs if added]
 
     def bucket_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> list[int]:
@@ -61,7 +61,7 @@ class Rank:
         options = self.options
         if not isinstance(options, DDP):
             return []
-        pairs = zip(model.parameters(), added_to, strict=True)
+        pairs = zip(parameters_of(model), added_to, strict=True)
         return [
             p.numel() * p.element_size()
             for p, added in pairs
@@ -73,13 +73,13 @@ class Rank:
         options = self.options
         if not (isinstance(options, FSDP2) and options.no_sync):
             return []
-        return [unreduced_bytes(p, options) for p in model.parameters() if p.requires_grad]
+        return [unreduced_bytes(p, options) for p in parameters_of(model) if p.requires_grad]
 
     def reduced_bytes(self, model: torch.nn.Module, added_to: Sequence[bool]) -> int:
         """Bytes of what is left of these when they have been reduced, and is not added to what was there."""
         if not self.unreduced_bytes(model):
             return 0
-        pairs = zip(model.parameters(), added_to, strict=True)
+        pairs = zip(parameters_of(model), added_to, strict=True)
         return sum(self._bytes(p) for p, added in pairs if p.requires_grad and not added)
 
     @property

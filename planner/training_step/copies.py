@@ -230,7 +230,7 @@ def _on_copies(
     if loss is None:
         return None
     copies = {id(original): mine for original, mine in pairs}
-    of_copy: Loss = referring_to(loss, dict(zip(*map(parts_of, (module, copied)), strict=False)))
+    of_copy: Loss = referring_to(loss, dict(zip(parts_of(module), parts_of(copied), strict=False)))
 
     def run(output: Any) -> torch.Tensor:
         with _SubstituteTensors(copies):
