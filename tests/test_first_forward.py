@@ -13,7 +13,16 @@ import torch.nn as nn
 import planner
 from planner.errors import PlanWarning
 from planner.verification.measure import measure_peak
-from tests.side_by_side import Layers, assert_same, counting_runs, layers, left_by, no_plan_warnings, plan_of
+from tests.side_by_side import (
+    Layers,
+    assert_same,
+    counting_runs,
+    exact_plan_of,
+    layers,
+    left_by,
+    no_plan_warnings,
+    plan_of,
+)
 from tests.zoo import build, scalar_loss
 
 _LOCK = threading.Lock()
@@ -128,6 +137,26 @@ class Shared(nn.Module):
             self.ready = True
         q = self.last(h).tanh() * h.sin() + self.often(h).tanh() * h.exp()
         return (p * q + (h * p).tanh()).square().mean()
+
+
+class Codes(nn.Module):
+    """Divides codes by how often they are used, and keeps the quotient from its first forward on."""
+
+    quotient: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.register_buffer("sums", torch.rand(50, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.quotient is None:
+            self.quotient = self.sums / self.sums.sum(-1, keepdim=True)
+        return (self.layer(x) @ self.quotient.T).square().mean()
+
+
+def test_steps_after_the_first_are_predicted_without_what_that_one_made() -> None:
+    exact_plan_of(Codes(), (torch.randn(16, 32),))
 
 
 def test_gradients_that_pieces_of_a_first_forward_share_are_added_up_in_order() -> None:

@@ -37,7 +37,7 @@ from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_o
 from planner.capture.external_accumulation import ask_for_per_use_gradients
 from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.graphs.runners import UntracedFunctions, captured_graphs, collector, let_go, split_up
-from planner.capture.module_calls import Bound, Marked
+from planner.capture.module_calls import Bound, Marked, run_forward
 from planner.capture.on_a_copy import RunOfACopy, on_a_copy
 from planner.capture.recurrent_layers import recurrent_calls
 from planner.capture.repeated.left_out import LayersLeftOut
@@ -57,7 +57,6 @@ from planner.training_step.step import Step, differentiable_outputs, tensors_in,
 
 logger = logging.getLogger(__name__)
 
-_EAGERLY = "running the step"
 _MOST_PASSES = 4
 """How often the step may run until it takes the same path twice."""
 
@@ -151,12 +150,11 @@ class _Capture:
         rank: Rank | None,
     ) -> None:
         copied = run.copied
-        self.copied, self.report, self._cuda = copied, report, cuda
-        self._before = run.before
+        self.copied, self.report, self._cuda, self._before = copied, report, cuda, run.before
         self._given = PythonState([], (copied.step.args, dict(copied.step.kwargs)))
         self.notes: list[str] = []
         self._uncompiled: dict[str, None] = {}  # in the order in which they are called
-        self._no_loss = self._eager_runs = False
+        self._no_loss = self._eager_runs = self._leaves_tensors = False
         self._with_gradients: dict[bool, list[bool]] = {}  # by whether graphs ran: of each parameter
         self._runners: list[GraphRunner] = []
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
@@ -181,7 +179,7 @@ class _Capture:
         with layouts_of_kernels(), contextlib.ExitStack() as stack:
             self._as_on_its_device(stack)
             stack.callback(self._python.restore)
-            return self._recorded(self.copied.module, _EAGERLY)[0]
+            return self._recorded_eagerly()
 
     def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
@@ -200,8 +198,7 @@ class _Capture:
             report("running the eager step", 0.1)
             layers = self._layers(regions)
             with recurrent_calls(module) as recurrent:
-                eager, _ = self._recorded(module, _EAGERLY, layers=layers)
-
+                eager = self._recorded_eagerly(layers)
             self._eager_runs = True
             report("capturing the forward", 0.2)
             counted, graphs = graph_breaks.counted_breaks(), GraphsOfLayers()
@@ -219,7 +216,7 @@ class _Capture:
                 if not runners:
                     raise nothing_captured(counted, [*untraced.errors.values()])
                 if layers is not None and not layers.are_alike(graphs.ran):
-                    layers, (eager, _) = None, self._recorded(module, _EAGERLY)
+                    layers, eager = None, self._recorded_eagerly()
                 recording, forward_events = self._compiled_pass(target, runners, layers)
             finally:
                 for compiled in (whole, region):
@@ -318,6 +315,14 @@ class _Capture:
             return None
         return LayersLeftOut(self.copied.module, regions, self.gradients) or None
 
+    def _recorded_eagerly(self, layers: LayersLeftOut | None = None) -> Recording:
+        """The step as it is, once what a first forward sets up is there."""
+        for _ in range(2):
+            recording, _ = self._recorded(self.copied.module, "running the step", layers=layers)
+            if not self._leaves_tensors:
+                break
+        return recording
+
     def _recorded(
         self,
         call: torch.nn.Module,
@@ -347,9 +352,9 @@ class _Capture:
                 self.copied.step.run(call)
         gradients, foreign = list(self.gradients.values()), self._before.about_to_run
         recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, self._cuda is None, foreign)
+        marked = Marked(call, recorder)
         for runner in runners:
             runner.record_to(recorder)
-        marked = Marked(call, recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else contextlib.nullcontext()
         leaving_out: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if without is not None:
@@ -360,11 +365,11 @@ class _Capture:
             kept = self.copied.step.run(marked, recorder.pause, recorder.note_sent)
             recorder.note_what_is_left(self.copied.step, self.parameters, *kept)
             self._with_gradients[bool(runners)] = [p.grad is not None for p in self.parameters]
-        self._no_loss = kept[1] is None
-        step = self.copied.step
+        self._no_loss, step = kept[1] is None, self.copied.step
         if self._no_loss and step.in_flight is not None and not step.lets_go_of_outputs:
             self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
         del kept  # after the recording: users hold outputs beyond the step
+        self._leaves_tensors = recorder.left_tensors()
         if without is None:
             return recorder.recording, marked.events
         recording, more = without.lengthened(recorder.recording)
@@ -393,8 +398,3 @@ class _Capture:
             for tensor in self._resident:
                 tensor.grad = None
             self._before.restore_tensors()
-
-
-def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is compiled, when a plan is made and when it runs; the module's own hooks stay outside."""
-    return module.forward(*args, **kwargs)

@@ -9,6 +9,11 @@ from planner._torch import modules
 from planner.training_step.recorder import StepRecorder
 
 
+def run_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is compiled, when a plan is made and when it runs; the module's own hooks stay outside."""
+    return module.forward(*args, **kwargs)
+
+
 class Marked(torch.nn.Module):
     """A module's call that notes how many events a recorder has seen when it returns."""
 

@@ -21,7 +21,7 @@ from planner._torch.tracing.definitions import Definitions
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.blocks.running import blocks_run_as_written
-from planner.capture.capture import run_forward
+from planner.capture.module_calls import run_forward
 from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, warn

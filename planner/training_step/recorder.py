@@ -163,8 +163,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._product.note(func, args, out)
         if operators.writes(func):
             self._note_growth(given)
-        read = _tensors(args, kwargs) if func is torch.ops.aten.lift_fresh.default else given
-        reads = tuple(map(self.index_of, read))
+        reads = tuple(map(self.index_of, given or _tensors(args, kwargs)))
         if self._numbers and (numbers := operators.numbers_for_tensors(func, args)):
             with self.pause():
                 self._saved_numbers.note(func, args, numbers, out, node)
@@ -228,6 +227,10 @@ class StepRecorder(autograd.InfrastructureMode):
     def note_sent(self, outputs: Sequence[torch.Tensor]) -> None:
         """Note what goes to the next stage of a pipeline, and is let go of then."""
         self.recording.sent = self.indices_of(outputs)
+
+    def left_tensors(self) -> bool:
+        """Whether something made in the step is still there, as a table that a first forward keeps."""
+        return any(storage() is not None for storage in self._references.values())
 
     def pause(self) -> "_Pause":
         """A context in which operations run unrecorded."""
@@ -350,8 +353,7 @@ class StepRecorder(autograd.InfrastructureMode):
 
 class _Pause:
     def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-        self._before = False
+        self._recorder, self._before = recorder, False
 
     def __enter__(self) -> None:
         self._before, self._recorder._paused = self._recorder._paused, True
@@ -373,9 +375,7 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose storages a tensor uses."""
     parts = SPARSE.get(tensor.layout)
-    if parts is None:
-        return [tensor]
-    return [part(tensor.detach()) for part in parts]
+    return [tensor] if parts is None else [part(tensor.detach()) for part in parts]
 
 
 _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, str})
