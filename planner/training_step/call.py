@@ -4,9 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from planner._torch.operators import OpOverload, sized_by_data
-from planner._torch.tensors import call_tensors
+from planner._torch.tensors import SPARSE, call_tensors
 from planner._torch.without_data.answers import asks_for_data
+from planner._torch.without_data.plain import device_of
 
 Sizes = tuple[tuple[int, ...], ...]
 
@@ -39,3 +42,26 @@ def sizes_by_data(func: Any, args: Sequence[Any], result: Any) -> Sizes | None:
 def sizes_of(result: Any) -> Sizes:
     """The sizes of the tensors among an operator's results."""
     return tuple(tuple(tensor.shape) for tensor in call_tensors(result))
+
+
+_PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, str})
+
+
+def signature_of(value: Any) -> Any:
+    """What tells apart an argument of calls, or several; tensors by their form."""
+    if isinstance(value, torch.Tensor):
+        if value.layout in SPARSE:
+            return (tuple(value.shape), value.layout, value.dtype, value.device)
+        storage = value.untyped_storage().nbytes()
+        return (value.shape, value.stride(), value.dtype, device_of(value), storage)
+    if isinstance(value, list | tuple):
+        return tuple(signature_of(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, signature_of(v)) for k, v in value.items())
+    if type(value) in _PLAIN:
+        return (type(value), value)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return (type(value), value)

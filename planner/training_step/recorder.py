@@ -21,9 +21,11 @@ from planner._torch import autograd, fake, operators
 from planner._torch.execution.linear_layers import Product
 from planner._torch.execution.saved_numbers import SavedNumbers
 from planner._torch.tensors import SPARSE, call_tensors, held_tensors, is_wrapper, schema_of, storage_number
+from planner._torch.tracing.inside_compile import not_compiled
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
+from planner._torch.without_data.products import PRODUCTS, GradientsOfProducts
 from planner.errors import CaptureError
-from planner.training_step.call import Call, sizes_by_data
+from planner.training_step.call import Call, signature_of, sizes_by_data
 from planner.training_step.examples import Examples
 from planner.training_step.step import NESTED, Step, tensors_in
 
@@ -116,9 +118,9 @@ class StepRecorder(autograd.InfrastructureMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._paused = self._ended = False
         self._states: set[int] = set()  # storages that are states of generators
-        self._numbers = numbers
-        self._saved_numbers = SavedNumbers()
+        self._numbers, self._saved_numbers = numbers, SavedNumbers()
         self._product = Product()
+        self._products = GradientsOfProducts(self._run_in_place_of_others, self.pause)
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state = torch.get_rng_state
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
@@ -138,12 +140,16 @@ class StepRecorder(autograd.InfrastructureMode):
         if self._paused or not operators.is_operator(func) or schema_of(func).name in _NOT_OPERATIONS:
             return func(*args, **kwargs)
         self._record_saved_number()
+        node = autograd.running_node_number()
+        if node is not None and node[0] in PRODUCTS:
+            instead = self._products.instead(func, args, kwargs, node)
+            if instead is not None:
+                return instead[0]
         # What lift_fresh is given was made just now.
         given = [] if func is torch.ops.aten.lift_fresh.default else _tensors(args, kwargs)
         unknown = {key: t for t in given if (key := fake.storage_key(t)) not in self._known}
         if unknown:
             self._foreign(func, list(unknown.values()))
-        node = autograd.running_node_number()
         self._saved_numbers.runs(node)
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
@@ -180,7 +186,7 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def __enter__(self) -> "StepRecorder":
         # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees.
-        torch.get_rng_state = self._save_generator_state
+        torch.get_rng_state = not_compiled(self._save_generator_state)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -237,6 +243,9 @@ class StepRecorder(autograd.InfrastructureMode):
         return _Pause(self)
 
     # ---- inside ------------------------------------------------------------------------------------
+
+    def _run_in_place_of_others(self, func: Any, *args: Any) -> Any:
+        return self.__torch_dispatch__(func, (), args)
 
     def _record_saved_number(self) -> None:
         """Record the Python number that autograd saved of the last operation, now that there is its node."""
@@ -341,7 +350,7 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         sizes = sizes_by_data(func, args, out)
-        signature = (func, _signature(args), _signature(kwargs), sizes)
+        signature = (func, signature_of(args), signature_of(kwargs), sizes)
         if (number := self._signatures.get(signature)) is None:
             number = self._signatures[signature] = len(self.recording.calls)
             with self.pause():
@@ -376,25 +385,3 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose storages a tensor uses."""
     parts = SPARSE.get(tensor.layout)
     return [tensor] if parts is None else [part(tensor.detach()) for part in parts]
-
-
-_PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, str})
-
-
-def _signature(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.layout in SPARSE:
-            return (tuple(value.shape), value.layout, value.dtype, value.device)
-        storage = value.untyped_storage().nbytes()
-        return (value.shape, value.stride(), value.dtype, device_of(value), storage)
-    if isinstance(value, list | tuple):
-        return tuple(_signature(v) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, _signature(v)) for k, v in value.items())
-    if type(value) in _PLAIN:
-        return (type(value), value)
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return (type(value), value)

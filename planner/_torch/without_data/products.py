@@ -1,0 +1,112 @@
+"""The gradients of products (``prod``, ``cumprod``) where no factor is zero.
+
+PyTorch looks for zeros among the data, and where there are none it divides the product by each factor. For
+tensors without data, and under dispatch modes, it takes the form that is right for zeros too, which takes
+more memory. Here its operators run, since C++ code calls them, and those of the other form are recorded.
+Tested with torch 2.13.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from planner._torch.autograd import running_node
+from planner._torch.fake import is_fake
+
+aten = torch.ops.aten
+
+_BEGINS = {
+    "ProdBackward0": (aten.clone.default, aten.ones.default),
+    "ProdBackward1": (aten.ones.default,),
+    "CumprodBackward0": (aten.zeros.default,),
+}
+"""With which operators the form for zeros may begin, by the node that runs it."""
+PRODUCTS = frozenset(_BEGINS)
+
+_Node = tuple[str, int]
+
+
+class GradientsOfProducts:
+    """What the backwards of products do to data without zeros. To be told of each operator that they run."""
+
+    def __init__(self, record: Callable[..., torch.Tensor], pause: Callable[[], Any]) -> None:
+        """
+        Args:
+            record: Runs an operator with its arguments, and records it.
+            pause: A context in which nothing is recorded.
+        """
+        self._record, self._pause = record, pause
+        self._running: _Node | None = None
+        self._weighted: torch.Tensor | None = None
+        self._zeros: torch.Tensor | None = None
+        self._chosen, self._recording = 0, False
+
+    def instead(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: _Node
+    ) -> tuple[torch.Tensor] | None:
+        """What an operator of one of :data:`PRODUCTS` is to return; None where it is recorded."""
+        if self._recording:
+            return None
+        if self._running != node:
+            begins = func in _BEGINS[node[0]] and not torch.is_grad_enabled()
+            if not begins or not _has_no_zeros(self._pause()):
+                return None
+            self._running, self._weighted, self._zeros, self._chosen = node, None, None, 0
+        if func is aten.cumsum.default and self._zeros is None:
+            self._zeros = args[0]
+        if func is aten.masked_fill.Scalar and self._weighted is None:
+            self._weighted = args[0]
+        self._chosen += func is aten.where.self
+        with self._pause():
+            result = func(*args, **kwargs)
+        partial = node[0] == "CumprodBackward0"
+        if self._chosen < 2 if partial else func is not aten.mul.Tensor or args[0].numel() == result.numel():
+            return (result,)
+        self._recording = True
+        try:
+            found = self._of_partial_products() if partial else self._of_a_product(args[0])
+        finally:
+            self._running = self._weighted = self._zeros = None
+            self._recording = False
+        return (found.as_strided(result.shape, (1,)) if node[0] == "ProdBackward0" else found,)
+
+    def _of_a_product(self, gradient: torch.Tensor) -> torch.Tensor:
+        node = running_node()
+        with self._pause():
+            factors, product = node._saved_self.detach(), node._saved_result.detach()
+            if (dim := getattr(node, "_saved_dim", None)) is not None and not node._saved_keepdim:
+                product = product.unsqueeze(_signed(dim))
+        zeros = self._record(aten.eq.Scalar, factors, 0)
+        if dim is not None:
+            counted = self._record(aten.sum.dim_IntList, zeros, [_signed(dim)], True)
+            self._record(aten.sum.default, counted)
+        else:
+            del zeros
+        return self._record(aten.mul.Tensor, gradient, self._record(aten.div.Tensor, product, factors))
+
+    def _of_partial_products(self) -> torch.Tensor:
+        node = running_node()
+        with self._pause():
+            factors, dim = node._saved_self.detach(), [_signed(node._saved_dim)]
+        self._record(aten.any.default, self._zeros)
+        weighted = self._record(aten.flip.default, self._weighted, dim)
+        summed = self._record(aten.cumsum.default, weighted, dim[0])
+        turned = self._record(aten.flip.default, summed, dim)
+        del weighted, summed
+        return self._record(aten.div.Tensor, turned, factors)
+
+
+def _has_no_zeros(paused: AbstractContextManager[Any]) -> bool:
+    """Whether none of the factors of the running node is zero, as far as is known."""
+    with paused:
+        factors = running_node()._saved_self.detach()
+        if is_fake(factors):
+            return not factors.is_complex()
+        return not factors.is_complex() and factors.is_contiguous() and bool((factors != 0).all())
+
+
+def _signed(dim: int) -> int:
+    """A dimension as it was given; nodes show a negative one as a large number."""
+    return dim - 2**64 if dim >= 2**63 else dim

@@ -1,0 +1,78 @@
+"""Steps that take what is predicted, to the byte, where PyTorch does something else without data."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import planner
+from planner.errors import PlanWarning
+from planner.verification.measure import measure_peak
+from tests.side_by_side import exact_plan_of
+
+
+class Step(nn.Module):
+    """Does something with what a layer returns."""
+
+    def __init__(self, do: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.do = nn.Linear(64, 64), do
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.do(self.layer(x)).sum()
+
+
+def with_a_fork(y: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        dropped = F.dropout(y, 0.3, True)
+    return dropped * y
+
+
+def with_a_state(y: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    dropped = F.dropout(y, 0.3, True)
+    torch.set_rng_state(state)
+    return dropped * F.dropout(y, 0.3, True)
+
+
+STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "numbers drawn in a fork of the generator": with_a_fork,
+    "a state of the generator": with_a_state,
+    "partial products": lambda y: (y * 0.01 + 1).cumprod(1),
+    "partial products along columns": lambda y: ((y + 3).cumprod(-2) * y).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_a_step_takes_what_is_predicted(name: str) -> None:
+    torch.manual_seed(0)
+    exact_plan_of(Step(STEPS[name]), (torch.randn(256, 64),), budget="150%")
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of all": lambda y: y.prod(),
+    "of rows": lambda y: y.prod(-1),
+    "of columns": lambda y: y.prod(0, keepdim=True),
+    "of all, the other way round": lambda y: y.t().prod(),
+    "of what lies the other way round": lambda y: y.t().prod(1),
+}
+
+
+@pytest.mark.parametrize("name", list(PRODUCTS))
+def test_a_product_without_zeros_takes_what_is_predicted(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Step(lambda y: PRODUCTS[name](y * 0.01 + 1)), torch.randn(256, 64)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(x)
+        loss.backward()
+        return loss
+
+    with pytest.warns(PlanWarning, match=r"the gradient of torch.prod"):
+        predicted = planner.estimate(model, (x,)).dynamic_peak_bytes
+    step()
+    model.zero_grad()
+    assert measure_peak(step, "cpu").peak_bytes == predicted
