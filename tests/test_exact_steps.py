@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -50,6 +51,24 @@ STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_step_takes_what_is_predicted(name: str) -> None:
     torch.manual_seed(0)
     exact_plan_of(Step(STEPS[name]), (torch.randn(256, 64),), budget="150%")
+
+
+class Reads(nn.Module):
+    """Reads an array of numpy's, in a copy or where it is."""
+
+    def __init__(self, read: Callable[[np.ndarray], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(64, 64), read
+
+    def forward(self, x: np.ndarray) -> torch.Tensor:
+        return F.gelu(self.layer(self.read(x))).square().mean()
+
+
+@pytest.mark.parametrize("read", [torch.from_numpy, torch.as_tensor, torch.tensor])
+def test_an_array_takes_no_memory_of_pytorch_unless_it_is_copied(
+    read: Callable[[np.ndarray], torch.Tensor],
+) -> None:
+    exact_plan_of(Reads(read), (np.ones((256, 64), np.float32),))
 
 
 PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -56,6 +56,11 @@ def storage_number(storage: torch.UntypedStorage) -> int:
     return number
 
 
+def is_lent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory that no allocator of PyTorch's gave, as that of a numpy array."""
+    return not tensor.untyped_storage().resizable()
+
+
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of a class hold others, in which their data are, as DTensors do."""
     return kind not in _HOLD_THEIR_DATA and is_traceable_wrapper_subclass_type(kind)

@@ -20,7 +20,15 @@ import torch
 from planner._torch import autograd, fake, operators
 from planner._torch.execution.linear_layers import Product
 from planner._torch.execution.saved_numbers import SavedNumbers
-from planner._torch.tensors import SPARSE, call_tensors, held_tensors, is_wrapper, schema_of, storage_number
+from planner._torch.tensors import (
+    SPARSE,
+    call_tensors,
+    held_tensors,
+    is_lent,
+    is_wrapper,
+    schema_of,
+    storage_number,
+)
 from planner._torch.tracing.inside_compile import not_compiled
 from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
 from planner._torch.without_data.products import PRODUCTS, GradientsOfProducts
@@ -179,7 +187,9 @@ class StepRecorder(autograd.InfrastructureMode):
         call = self._call(func, args, kwargs, out)
         asked = _tensors((operators.asked_for(func, args, out),), {})
         made = [t for t in asked if fake.storage_key(t) not in unknown]
-        if func in operators.KEPT_BY_PYTORCH or (unknown and func.is_view):  # it may have data, its view none
+        lent = func is torch.ops.aten.lift_fresh.default and is_lent(args[0])
+        # What is unknown may have data, and its view none.
+        if lent or func in operators.KEPT_BY_PYTORCH or (unknown and func.is_view):
             self._is_resident(made)
         self._append(call, reads, made, node)
         return out
