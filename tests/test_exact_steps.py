@@ -71,6 +71,40 @@ def test_an_array_takes_no_memory_of_pytorch_unless_it_is_copied(
     exact_plan_of(Reads(read), (np.ones((256, 64), np.float32),))
 
 
+class Marked(nn.Module):
+    """Writes to what a mask selects, of which a step without a plan knows how much it is."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(64, 64), write
+        self.register_buffer("row", torch.randn(64))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.write(self.layer(x), mask, self.row).sum()
+
+
+def rows(y: torch.Tensor, mask: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    z = y * 1
+    z[mask] = row
+    return z
+
+
+def some_of_a_larger_source(y: torch.Tensor, mask: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return (y + row).masked_scatter(mask[:, None].expand_as(y), y)
+
+
+@pytest.mark.parametrize("write", [rows, some_of_a_larger_source])
+def test_writes_at_masks_whose_values_are_known_take_what_is_predicted(
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, x = Marked(write), torch.randn(256, 64)
+    mask = x[:, 0] > 1
+    predicted = planner.estimate(model, (x, mask)).dynamic_peak_bytes
+    model.zero_grad()
+    assert measure_peak(lambda: model(x, mask).backward(), "cpu").peak_bytes == predicted
+
+
 PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of all": lambda y: y.prod(),
     "of rows": lambda y: y.prod(-1),

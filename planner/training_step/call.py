@@ -9,9 +9,21 @@ import torch
 from planner._torch.operators import OpOverload, sized_by_data
 from planner._torch.tensors import SPARSE, call_tensors
 from planner._torch.without_data.answers import asks_for_data
+from planner._torch.without_data.fake_values import known_count
 from planner._torch.without_data.plain import device_of
 
+aten = torch.ops.aten
+
 Sizes = tuple[tuple[int, ...], ...]
+
+MASKS = (torch.bool, torch.uint8)
+WRITES_AT_MASKS = frozenset(
+    {
+        *(aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put),
+        aten.masked_scatter_backward,
+    }
+)
+"""Operators that take more or less by how many elements their second argument, masks, selects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +34,8 @@ class Call:
         func: The operator.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        sizes: Of what it returned, where data decided them; None where its arguments alone do.
+        sizes: Of what it returned, where data decided them; of what masks select, where it writes there.
+            None where its arguments alone decide, and where that is not known.
     """
 
     func: OpOverload
@@ -33,10 +46,19 @@ class Call:
 
 def sizes_by_data(func: Any, args: Sequence[Any], result: Any) -> Sizes | None:
     """The sizes of the tensors that a call returned, where data decided them."""
+    if getattr(func, "overloadpacket", None) in WRITES_AT_MASKS:
+        return _selected(args)
     if not sized_by_data(func) or not asks_for_data(func, args):
         return None
     sizes = sizes_of(result)
     return sizes if all(type(size) is int for shape in sizes for size in shape) else None
+
+
+def _selected(args: Sequence[Any]) -> Sizes | None:
+    masks = [tensor for tensor in call_tensors(args[1:2]) if tensor.dtype in MASKS]
+    counts = [known_count(mask) for mask in masks]
+    known = tuple((count,) for count in counts if count is not None)
+    return known if known and len(known) == len(masks) else None
 
 
 def sizes_of(result: Any) -> Sizes:

@@ -229,6 +229,15 @@ def known_numbers(tensor: torch.Tensor) -> tuple[Any, ...] | None:
         return tensor.dtype, tensor.device, tensor.shape, tuple(known.flatten().tolist())
 
 
+def known_count(mask: torch.Tensor) -> int | None:
+    """How many elements of a mask are set, where that is known: it has data, or known values."""
+    values = mask.constant if isinstance(mask, FakeTensor) else mask
+    if values is None or values.device.type == "meta":
+        return None
+    with no_dispatch():
+        return int(values.count_nonzero())
+
+
 def know_values(tensors: Sequence[object], known: Sequence[torch.Tensor | None]) -> None:
     """Let tensors without data know values of :func:`known_values`, as if they were made with them.
 

@@ -2,8 +2,9 @@
 
 What such an operator allocates besides its results follows from how many these are, too: the positions that a
 mask selects are there until what lies at them has been copied. Where data decide the sizes of results, these
-are those that the step recorded. Where elements that a mask selects are written, they are as many as there is
-to write, and where their gradient is taken as many as were written.
+are those that the step recorded. Where elements that a mask selects are written, they are as many as it
+selects if that is known, else as many as there is to write, and where their gradient is taken as many as were
+written.
 """
 
 import math
@@ -13,17 +14,18 @@ from typing import Any
 import torch
 
 from planner._torch.tensors import schema_of
-from planner.training_step.call import Call, Sizes, sizes_of
+from planner.training_step.call import MASKS, Call, Sizes, sizes_of
 
 aten = torch.ops.aten
 
-_MASKS = (torch.bool, torch.uint8)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def told_sizes(call: Call) -> Sizes | None:
-    """The sizes of a call's results, if data decide them and it is known which data do."""
-    return call.sizes if call.func.overloadpacket in _SIZED else None
+    """The sizes of a call's results, if data decide them and it is known which data do; of what is selected
+    where it writes there."""
+    packet = call.func.overloadpacket
+    return call.sizes if packet in _SIZED or packet in _WRITTEN else None
 
 
 def give(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -34,7 +36,7 @@ def give(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     names = (argument.name for argument in schema_of(call.func).arguments)
     named = dict(zip(names, args, strict=False)) | dict(kwargs)
     if written is not None:
-        written(named)
+        written(named, call.sizes)
     elif sized is not None and call.sizes is not None:
         sized(named, call.sizes)
 
@@ -44,7 +46,7 @@ def check(call: Call, result: Any) -> None:
     Raises:
         ValueError: what a call returned for made-up data does not have the sizes that it was to have.
     """
-    expected = told_sizes(call)
+    expected = told_sizes(call) if call.func.overloadpacket in _SIZED else None
     if expected is not None and (found := sizes_of(result)) != expected:
         raise ValueError(f"not measured: made-up data gave results of sizes {found}, not {expected}")
 
@@ -58,7 +60,7 @@ def _first(tensor: torch.Tensor, count: int, of: int) -> None:
 
 
 def _masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    return [index for index in indices if index is not None and index.dtype in _MASKS]
+    return [index for index in indices if index is not None and index.dtype in MASKS]
 
 
 def _place(indices: Sequence[torch.Tensor | None]) -> tuple[int, int]:
@@ -66,11 +68,11 @@ def _place(indices: Sequence[torch.Tensor | None]) -> tuple[int, int]:
     dimensions of the tensor are before it, or are indexed: what follows is as in the tensor."""
     places, at = list[int](), 0
     for index in indices:
-        taken = index.dim() if index is not None and index.dtype in _MASKS else 1  # a mask is so many indices
+        taken = index.dim() if index is not None and index.dtype in MASKS else 1  # a mask is so many indices
         places += range(at, at + taken) if index is not None else ()
         at += taken
     side_by_side = places[-1] - places[0] == len(places) - 1
-    dims = max(1 if index.dtype in _MASKS else index.dim() for index in indices if index is not None)
+    dims = max(1 if index.dtype in MASKS else index.dim() for index in indices if index is not None)
     return (places[0] if side_by_side else 0) + dims - 1, len(places) - dims
 
 
@@ -143,9 +145,13 @@ _SIZED: dict[object, Callable[[Mapping[str, Any], Sizes], None]] = {
 # ---- writes to what masks select -----------------------------------------------------------------
 
 
-def _put(named: Mapping[str, Any]) -> None:
+def _put(named: Mapping[str, Any], selected: Sizes | None) -> None:
     indices, values = named["indices"], named["values"]
     if not (masks := _masks(indices)):
+        return
+    if selected is not None:
+        for mask, (count,) in zip(masks, selected, strict=True):
+            _first(mask, count, mask.numel())
         return
     place, fewer = _place(indices)
     behind = named["self"].dim() - fewer - place - 1  # dimensions after those that masks select from
@@ -155,12 +161,15 @@ def _put(named: Mapping[str, Any]) -> None:
         _first(mask, values.shape[-1 - behind], mask.numel())
 
 
-def _scattered(named: Mapping[str, Any]) -> None:
+def _scattered(named: Mapping[str, Any], selected: Sizes | None) -> None:
     mask = named["mask"]
-    _first(mask, math.prod(named["sizes"]), named["grad_output"].numel())
+    if selected is not None:
+        _first(mask, selected[0][0], mask.numel())
+    else:
+        _first(mask, math.prod(named["sizes"]), named["grad_output"].numel())
 
 
-_WRITTEN: dict[object, Callable[[Mapping[str, Any]], None]] = {
+_WRITTEN: dict[object, Callable[[Mapping[str, Any], Sizes | None], None]] = {
     aten.index_put: _put,
     aten.index_put_: _put,
     aten._index_put_impl_: _put,
