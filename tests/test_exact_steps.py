@@ -105,6 +105,27 @@ def test_writes_at_masks_whose_values_are_known_take_what_is_predicted(
     assert measure_peak(lambda: model(x, mask).backward(), "cpu").peak_bytes == predicted
 
 
+class Spoken(nn.Module):
+    """A CTC loss whose lengths are tensors, of so little that they count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        probabilities = self.layer(x).log_softmax(-1)
+        return F.ctc_loss(probabilities, targets, torch.full_like(lengths, len(x)), lengths)
+
+
+def test_a_ctc_loss_reads_the_lengths_that_it_is_given() -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(1, 3, (200,))
+    model, args = Spoken(), (torch.randn(4, 200, 4), torch.randint(1, 5, (200, 2)), lengths)
+    predicted = planner.estimate(model, args).dynamic_peak_bytes
+    model.zero_grad()
+    assert measure_peak(lambda: model(*args).backward(), "cpu").peak_bytes == predicted
+
+
 PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of all": lambda y: y.prod(),
     "of rows": lambda y: y.prod(-1),

@@ -30,6 +30,7 @@ from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
 from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.without_data.ctc_loss import lengths_are_read
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
 from planner.capture.decided_by_data import told_by_data
@@ -285,8 +286,7 @@ class _Capture:
                 python.restore()  # counters and histories change each time: as the last pass found them
             python = PythonState([module], objects=True)
             self.report("recording the compiled step", 0.8)
-            doing = "running the compiled step"
-            recording, forward_events = self._recorded(target, doing, runners, layers)
+            recording, forward_events = self._recorded(target, "running the compiled step", runners, layers)
             waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
             if waiting:  # some code first ran now: a forward may take another path the second time
                 attempts += 1
@@ -355,7 +355,7 @@ class _Capture:
         marked = Marked(call, recorder)
         for runner in runners:
             runner.record_to(recorder)
-        dispatched = dispatched_in_python() if self._cuda and not runners else contextlib.nullcontext()
+        dispatched = dispatched_in_python() if self._cuda and not runners else lengths_are_read(not runners)
         leaving_out: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if without is not None:
             leaving_out = without.recorded_by(recorder, compiled=bool(runners))

@@ -238,6 +238,15 @@ def known_count(mask: torch.Tensor) -> int | None:
         return int(values.count_nonzero())
 
 
+def known_integers(tensor: torch.Tensor) -> list[int] | None:
+    """The numbers in a tensor of one dimension on the CPU, where they are known."""
+    values = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if values is None or tensor.device.type != "cpu" or tensor.dim() != 1:
+        return None
+    with no_dispatch():
+        return [int(number) for number in values.tolist()]
+
+
 def know_values(tensors: Sequence[object], known: Sequence[torch.Tensor | None]) -> None:
     """Let tensors without data know values of :func:`known_values`, as if they were made with them.
 

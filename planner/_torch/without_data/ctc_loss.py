@@ -1,0 +1,36 @@
+"""A CTC loss as it is computed of tensors with data: with the lengths as numbers.
+
+PyTorch reads them and keeps no tensor of them for the backward, but for tensors without data, and under
+dispatch modes, it goes on with the tensors. Tested with torch 2.13.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from planner._torch.without_data.fake_values import known_integers
+
+_ctc_loss: Any = torch.ctc_loss
+
+
+@contextlib.contextmanager
+def lengths_are_read(read: bool) -> Iterator[None]:
+    """Within this, ``torch.ctc_loss`` and what calls it read lengths that are known, if they are to."""
+    if not read:
+        yield
+        return
+    with patch.object(torch, "ctc_loss", _reading_lengths):
+        yield
+
+
+def _reading_lengths(*args: Any, **named: Any) -> Any:
+    lengths = [length for length in args[2:4] if isinstance(length, torch.Tensor)]
+    if len(lengths) == 2:
+        there = [length.to(torch.long) for length in lengths]
+        read = [known_integers(length) for length in there]
+        if None not in read:
+            return _ctc_loss(*args[:2], *read, *args[4:], **named)
+    return _ctc_loss(*args, **named)
