@@ -108,8 +108,9 @@ class Plan(PlanRecord):
         Args:
             model: the module.
             on_new_shape: "reapply" warns with the peak that the same plan has at the new shape; "replan"
-                makes another plan for it, within the same budget, where the same plan does not fit; "error"
-                refuses every shape but the planned one, before anything is computed.
+                makes another plan for it, within the same budget, where the same plan does not fit, and for
+                a path that data lead the forward along and that the plan has not seen, before the step
+                after; "error" refuses every shape but the planned one, before anything is computed.
             loss: as for `planner.plan`, to predict peaks; None for the one that the plan was made with,
                 which a plan that was read from a file does not know.
 

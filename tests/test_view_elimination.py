@@ -1,12 +1,17 @@
 """Views that change nothing are left out of emitted graphs."""
 
+import warnings
+
 import pytest
 import torch
+import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import planner
 from planner._torch.execution import op_bindings
 from planner.lowering.codegen import compile_graph, generate
 from planner.lowering.view_elimination import simplify
+from tests.side_by_side import exact_plan_of
 
 aten = torch.ops.aten
 
@@ -64,6 +69,24 @@ def test_steps_of_single_elements_stay_as_they_are() -> None:
         (expected,) = plain(torch.randn(4, 6, 1))
         (found,) = compile_graph(plain, "forward", fixed_outputs=0)([torch.randn(4, 6, 1)])
         assert found.stride() == expected.stride(), name
+
+
+def test_views_of_what_the_backward_needs_are_looked_through() -> None:
+    """AOTAutograd is not told the value of what is saved, lest it gives its memory away."""
+
+    class Saved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(24, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = self.mix(x) + x
+            seen = kept.view(4, 4, 6).view(1, 96)
+            return kept.sin().sum() + self.mix(seen.view(4, 24)).sum() + seen.tanh().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        exact_plan_of(Saved(), (torch.randn(4, 24),), budget="100%", solver="auto")
 
 
 def test_a_slice_of_every_second_element_of_one_is_taken() -> None:

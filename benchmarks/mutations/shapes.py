@@ -156,4 +156,30 @@ SHAPES = [
         ),
         ("tests/test_views_beside.py::test_the_step_follows_its_plan",),
     ),
+    Mutation(
+        "unseen-path",
+        "A path of the forward that the plan has not seen is planned for, before the next step.",
+        "What the step with it was called with is not kept.",
+        (
+            Change(
+                "planner/runtime/install.py",
+                'if self.on_new_shape == "replan" and self._shapes.strayed:',
+                "if False:",
+            ),
+        ),
+        ("tests/test_other_paths.py::test_a_path_that_takes_more_is_planned_within_the_budget",),
+    ),
+    Mutation(
+        "unseen-path-at-most",
+        "Such a path is planned at the largest sizes that the plan is for.",
+        "It is looked at with the sizes with which it came.",
+        (
+            Change(
+                "planner/runtime/shapes/policy.py",
+                "if most != shapes and covers(most, shapes):",
+                "if False:",
+            ),
+        ),
+        ("tests/test_other_paths.py::test_it_is_planned_at_the_largest_sizes",),
+    ),
 ]

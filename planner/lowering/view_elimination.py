@@ -110,7 +110,8 @@ def _strides_follow(node: Node, source: Node) -> bool:
         return True
     while source.target in _RESHAPES and isinstance(source.args[0], Node):
         source = source.args[0]
-    return _makes_storage(source) and op_bindings.is_row_by_row(source.meta["val"])
+    value = source.meta.get("val")  # a tensor that is saved for the backward has none
+    return isinstance(value, torch.Tensor) and _makes_storage(source) and op_bindings.is_row_by_row(value)
 
 
 def _makes_storage(node: Node) -> bool:

@@ -280,7 +280,9 @@ class PlanBackend:
                 raise _NotOfThePlan("traced into other operations than planned")
             for hook in hooks:
                 hook.on_traced(traced)
-            halves = again.emitted(traced.reading, *self._sequence(followed, traced.reading, warn_once))
+            halves = again.emitted(
+                traced.reading, *self._sequence(graph, followed, traced.reading, warn_once)
+            )
             return halves.forward, halves.backward
 
         def compile_backward(module: GraphModule) -> aot.BoxedFunction:
@@ -350,7 +352,7 @@ class PlanBackend:
         return next((g for g in matching if g.occurrence == count % occurrences), None)
 
     def _sequence(
-        self, record: GraphRecord | None, joint: JointGraph, warn: Callable[[str], None]
+        self, graph: GraphModule, record: GraphRecord | None, joint: JointGraph, warn: Callable[[str], None]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """What a graph's backward runs, in order, and what of it is kept as bits.
 
@@ -358,7 +360,7 @@ class PlanBackend:
         """
         if record is None:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
-            if message := self._path.left(remapped.followed):
+            if message := self._path.left(remapped.followed, structure_of(graph)):
                 warn(message)
             return remapped.backward, remapped.packed
         self._path.follow(record)

@@ -7,6 +7,7 @@ the next one is captured again.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,22 +25,37 @@ _MANY_ALIKE = 8
 """So many layers that are alike are captured once for all."""
 
 
+@dataclass
+class OtherPaths:
+    """Paths of a forward that its plan has not seen. What was compiled holds it: it refers to no model.
+
+    Attributes:
+        fitting: Structures of graphs that were found to fit the budget by the plan's schedule.
+        met: Whether a forward took another path since this was looked at last.
+    """
+
+    fitting: set[str] = field(default_factory=set)
+    met: bool = False
+
+
 class Path:
     """Which of a plan's graphs a forward was made of when it was captured.
 
     Args:
         plan: The plan.
         captured_again: Whether the forward is captured again where it was not made of the plan's graphs.
+        others: What is known of other paths; learns of those that are met.
 
     Attributes:
         captures: How many graphs have been captured.
     """
 
-    def __init__(self, plan: PlanRecord, *, captured_again: bool) -> None:
+    def __init__(self, plan: PlanRecord, *, captured_again: bool, others: OtherPaths | None = None) -> None:
         self.captured_again = captured_again
+        self._others = OtherPaths() if others is None else others
         self._planned = {_key(graph) for graph in plan.graphs}
         self._followed: set[tuple[str, int]] = set()
-        self._left = False
+        self._left = self._fits = False
         alike = Counter((graph.structure, *(op.bytes for op in graph.ops)) for graph in plan.graphs)
         self._many_alike = max(alike.values(), default=0) >= _MANY_ALIKE
         self.captures = 0
@@ -49,16 +65,20 @@ class Path:
         self.captures += 1
         self._followed.add(_key(graph))
 
-    def left(self, followed: int) -> str:
+    def left(self, followed: int, structure: str) -> str:
         """A graph was captured that is none of the plan's.
 
         Args:
             followed: How many of the operations that the plan re-runs are re-run in it.
+            structure: Of the graph.
 
         Returns:
             The warning; empty where it has been given.
         """
         self.captures += 1
+        if structure in self._others.fitting:
+            self._fits = True
+            return ""
         warned, self._left = self._left and self.captured_again, True
         if warned:
             return ""
@@ -69,15 +89,18 @@ class Path:
                 "torch.no_grad() before training to have the first step follow the plan too. If more or "
                 "fewer tensors are among the inputs than planned, that is the reason: pass as many each time"
             )
+        self._others.met = True
         return (
             "the forward took a path that the plan has not seen; of the operations that the plan re-runs it "
-            f"re-runs the {followed} that are there, and it may exceed the budget"
+            f"re-runs the {followed} that are there, and it may exceed the budget. Where data decide it, as "
+            "a mask of which all is set or not, plan with inputs that take the path that needs most, or "
+            "apply with on_new_shape='replan'"
         )
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was captured."""
-        return not self._left and not self._followed
+        return not (self._left or self._fits or self._followed)
 
     @property
     def is_settled(self) -> bool:

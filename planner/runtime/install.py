@@ -32,13 +32,14 @@ from planner.planfile.plan import PlanRecord
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
 from planner.runtime.earlier_gradients import EarlierGradients
-from planner.runtime.first_forward import CapturedAgain, Path
+from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
-from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked, shape_key
+from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked
+from planner.runtime.shapes.shape_key import shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.regions import RunningRegions
-from planner.training_step.step import Loss, differentiates
+from planner.training_step.step import Loss, differentiates, map_tensors
 from planner.training_step.wrappers import refuse_wrappers
 
 
@@ -179,6 +180,7 @@ class PlannedCall(InstalledCall):
         compile_ = partial(_compiled, weakref.ref(model), self._calls, self._regions)
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
+        self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
         self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
         self._unreduced: UnreducedGradients | None = None  # from the first planned step, where it may tell
         self._warned_of_casts = False
@@ -275,6 +277,10 @@ class PlannedCall(InstalledCall):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.begin()
+        if self._strayed is not None:
+            if self._shapes.look_at_path(*self._strayed):
+                self._programs.clear()
+            self._strayed = None
         key = None
         try:
             key = shape_key(args, kwargs)
@@ -290,7 +296,10 @@ class PlannedCall(InstalledCall):
             return program(self._model, args, kwargs)
         parts = parts_run_uncompiled() if self.plan.target.backend == "eager" else nullcontext()
         with blocks_run_as_written(), parts:
-            return program(self._model, args, kwargs)
+            output = program(self._model, args, kwargs)
+        if self.on_new_shape == "replan" and self._shapes.strayed:  # not planned now, among what is kept
+            self._strayed = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
+        return output
 
 
 def _compiled(
@@ -299,11 +308,12 @@ def _compiled(
     regions: RunningRegions,
     plan: PlanRecord,
     warned_of_shapes: Callable[[], bool],
+    other_paths: OtherPaths,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     plan = plan.model_copy().remember(None)  # PyTorch holds what is compiled: no optimizer, no loss with it
 
     def compile_(once_more: bool) -> list[CapturedAgain]:
-        paths = [Path(plan, captured_again=once_more) for _ in range(2)]
+        paths = [Path(plan, captured_again=once_more, others=other_paths) for _ in range(2)]
         backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
         compiled, in_regions = (
             dynamo.dynamo_compile_shapes(

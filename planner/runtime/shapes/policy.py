@@ -8,14 +8,15 @@ Inputs that grow step by step do not get a plan each: one that was made before r
 the last of a few plans is for the least memory.
 """
 
+import contextlib
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
 
-from planner._torch import pytree
 from planner.environment import tell
 from planner.errors import PlanMismatch, warn
 from planner.planfile.budget import format_bytes
@@ -23,7 +24,10 @@ from planner.planfile.plan import PlanRecord, TensorRecord, WholeStep
 from planner.planning.make_plan import input_records
 from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
+from planner.runtime.first_forward import OtherPaths
 from planner.runtime.own_errors import is_meant
+from planner.runtime.shapes.enlarged import repeated
+from planner.runtime.shapes.program import Compiled, Others, Program, Shapes, covers, structures_of_plan
 from planner.runtime.shapes.schedule_at import schedule_at
 from planner.training_step.inputs import names_of_parameters
 from planner.training_step.step import Loss, Step
@@ -38,12 +42,12 @@ MOST_PREDICTIONS = 8
 MOST_PLANS = 8
 """How many plans one module has at a time, each with captures of its own."""
 
+MOST_PATHS = 4
+"""For how many paths that the plan has not seen a module is looked at; each takes as long as planning."""
+
 MORE_THAN_LEAST = 1.1
 """With a budget of "min" what takes no more than this times the least of an earlier plan is not planned
 again: the least of larger inputs is no lower."""
-
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of the tensors among the arguments, by the name of the argument and the path inside it."""
 
 
 def checked(policy: str) -> OnNewShape:
@@ -57,64 +61,6 @@ def checked(policy: str) -> OnNewShape:
     return policy  # type: ignore[return-value]
 
 
-def shape_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Shapes of all tensors among arguments, and which require gradients, to look up at every call; 1 or 2
-    microseconds."""
-    key = [_laid_out(a) if isinstance(a, torch.Tensor) else _nested(a) for a in args]
-    if kwargs:
-        key += [(k, _laid_out(a) if isinstance(a, torch.Tensor) else _nested(a)) for k, a in kwargs.items()]
-    return tuple(key)
-
-
-def _laid_out(tensor: torch.Tensor) -> Any:
-    laid_out = tensor.layout is not torch.strided or tensor.is_contiguous()
-    if laid_out and not tensor.requires_grad:
-        return tensor.shape
-    return tensor.shape, None if laid_out else tensor.stride(), tensor.requires_grad
-
-
-def _nested(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return None
-    return tuple(_laid_out(x) for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
-
-
-@dataclass
-class Program:
-    """A way to run the module: a plan, and what has been found to fit its memory.
-
-    Attributes:
-        plan: The plan.
-        planned: The shapes that it was made for.
-        run_planned: The compiled forward for these: called with the module, arguments and keyword arguments.
-        run_others: The compiled forward for others.
-        covered: Shapes that are known to run as the warnings said; what is nowhere larger than one of
-            them does so too.
-    """
-
-    plan: PlanRecord
-    planned: Shapes
-    run_planned: Callable[..., Any]
-    run_others: Callable[..., Any]
-    covered: list[Shapes]
-
-    def run(self, shapes: Shapes) -> Callable[..., Any]:
-        """The compiled forward for some shapes."""
-        return self.run_planned if shapes == self.planned else self.run_others
-
-
-class _Others:
-    """Whether other shapes have come than those that were planned.
-
-    What was compiled asks it, and PyTorch holds that as long as the module: it must not refer to it.
-    """
-
-    came = False
-
-    def __call__(self) -> bool:
-        return self.came
-
-
 class NewShapes:
     """Decides which program runs a shape that has not been seen before, and tells the user.
 
@@ -123,7 +69,7 @@ class NewShapes:
         plan: The plan that was applied.
         policy: What to do, see :data:`OnNewShape`.
         compile_: Makes the compiled forwards of a plan, for the planned shape and for others; they may ask
-            whether others have come.
+            whether others have come, and say that a path was taken that the plan has not seen.
         loss: As for :func:`planner.plan`; None for the one that the plan was made with.
     """
 
@@ -132,10 +78,11 @@ class NewShapes:
         model: torch.nn.Module,
         plan: PlanRecord,
         policy: OnNewShape,
-        compile_: Callable[[PlanRecord, Callable[[], bool]], tuple[Callable[..., Any], Callable[..., Any]]],
+        compile_: Callable[[PlanRecord, Callable[[], bool], OtherPaths], tuple[Compiled, Compiled]],
         loss: Loss | None = None,
     ) -> None:
         self._model, self._policy, self._compile = model, policy, compile_
+        self._target, self._optimizer_bytes = plan.target, plan.resident.optimizer_bytes
         options = options_of(plan)
         self._options = options if loss is None else replace(options, loss=loss)
         self._parameters = names_of_parameters(model.forward)
@@ -143,9 +90,10 @@ class NewShapes:
         self._planned_strides = self._strides(plan.model.inputs)
         self._warned_of_strides = self._warned_of_gradients = False
         self._with_gradients = self._requiring_gradients(plan.model.inputs)
-        self._others = _Others()
+        self._others = Others()
         self._programs = [self._program(plan, self._planned)]
-        self._predictions = 0
+        self._predictions = self._paths = 0
+        self._replaced: set[str] = set()  # structures of plans that did not fit another path
 
     def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """The compiled forward that runs arguments of a shape that has not been seen before.
@@ -165,16 +113,76 @@ class NewShapes:
             )
         self._others.came = self._others.came or shapes != self._planned
         # What Inductor emits for smaller shapes may take more: its programs are looked at one by one.
-        covers = _covers if self._programs[0].plan.target.backend == "eager" else operator.eq
+        fit = covers if self._target.backend == "eager" else operator.eq
         for program in self._of(shapes):
-            if any(covers(known, shapes) for known in program.covered):
+            if any(fit(known, shapes) for known in program.covered):
                 return program.run(shapes)
         return self._larger(args, kwargs, shapes).run(shapes)
 
+    @property
+    def strayed(self) -> bool:
+        """Whether a forward took a path that its plan has not seen."""
+        return any(program.paths.met for program in self._programs)
+
+    def look_at_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Plan again for arguments whose forward took an unseen path, where the plan there is does not fit.
+
+        Data decide which path a forward takes: a mask of which all is set, or not. That is not known before
+        a step, so one plan is to fit all; it is for the path that takes most, at the largest sizes.
+
+        Returns:
+            Whether another plan runs from now on.
+        """
+        program = next(p for p in self._programs if p.paths.met)
+        program.paths.met = False
+        self._paths += 1
+        if self._paths > MOST_PATHS:
+            return False
+        seen = structures_of_plan(program.plan)
+        try:
+            prepared, shapes = self._at_most_sizes(args, kwargs, program, seen)
+            found = _captured(prepared) - seen - program.paths.fitting
+            if not found:  # chance decides
+                return False
+            if self._fitting(prepared, [program]) is not None:
+                program.paths.fitting |= found
+                _, total = self._taken_by(program, prepared)
+                tell(
+                    f"{type(self._model).__name__} takes {format_bytes(total)} on that path, by the same plan"
+                )
+                return False
+            if found <= self._replaced:
+                _, total = self._taken_by(program, prepared)
+                raise PlanMismatch(f"by the plan for another path it takes {format_bytes(total)}")
+            made = self._program(self._replanned(prepared, "another path of its forward"), shapes)
+        except Exception as error:
+            warn(f"the path that the forward took is not planned, and may exceed the budget: {error}")
+            return False
+        self._replaced |= seen
+        self._programs[self._programs.index(program)] = made
+        return True
+
+    def _at_most_sizes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program, seen: set[str]
+    ) -> tuple[Prepared, Shapes]:
+        """A step on a path of its own, at the largest sizes that a program runs if it takes it there too."""
+        shapes = self._shapes_of(args, kwargs)
+        most = max(program.covered, key=lambda known: sum(map(math.prod, known.values())))
+        if most != shapes and covers(most, shapes):
+            larger = repeated(args, kwargs, map(most.get, shapes))
+            with contextlib.suppress(Exception):  # what is repeated may be no input of the model
+                prepared = self._prepare(*larger)
+                if not _captured(prepared) <= seen:
+                    return prepared, self._shapes_of(*larger)
+        return self._prepare(args, kwargs), shapes
+
+    def _shapes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+        return dict(self._named((r.path, tuple(r.shape)) for r in input_records(Step(args, kwargs))))
+
     def _larger(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> Program:
         first, newest = self._programs[0], self._programs[-1]
-        budget = first.plan.target.budget_bytes
-        others = "larger than" if first.plan.target.backend == "eager" else "other than"
+        budget = self._target.budget_bytes
+        others = "larger than" if self._target.backend == "eager" else "other than"
         what = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
             warn(f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more")
@@ -198,7 +206,9 @@ class NewShapes:
             if fitting is not None:
                 fitting.covered.append(shapes)
                 return fitting
-            self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, shapes), shapes)]
+            kind = "larger" if self._planned.keys() <= shapes.keys() else "other"
+            what = f"{kind} inputs ({self._differences(shapes)})"
+            self._programs[MOST_PLANS - 1 :] = [self._program(self._replanned(prepared, what), shapes)]
             return self._programs[-1]
         first.covered.append(shapes)
         planned_bytes = first.plan.predicted.dynamic_peak_bytes
@@ -224,7 +234,7 @@ class NewShapes:
 
     def _fitting(self, prepared: Prepared, programs: Sequence[Program]) -> Program | None:
         """The earliest of some programs whose schedule fits the budget at the sizes of a step."""
-        budget = self._programs[0].plan.target.budget_bytes
+        budget = self._target.budget_bytes
         for program in programs:
             try:
                 peak_bytes, total = self._taken_by(program, prepared)
@@ -269,13 +279,14 @@ class NewShapes:
         return prepare(self._model, step, options)
 
     def _program(self, plan: PlanRecord, shapes: Shapes) -> Program:
-        planned, others = self._compile(plan, self._others)
-        return Program(plan, shapes, planned, others, [shapes])
+        paths = OtherPaths()
+        planned, others = self._compile(plan, self._others, paths)
+        return Program(plan, shapes, planned, others, [shapes], paths)
 
-    def _replanned(self, prepared: Prepared, shapes: Shapes) -> PlanRecord:
+    def _replanned(self, prepared: Prepared, what: str) -> PlanRecord:
         from planner.planning.solve import plan_prepared
 
-        target = self._programs[0].plan.target
+        target = self._target
         budget, unknown = target.budget_bytes, self._unknown_optimizer_bytes()
         left = target.budget_text if budget is None else budget - unknown
         last = len(self._programs) >= MOST_PLANS - 1
@@ -286,17 +297,15 @@ class NewShapes:
             f"; inputs grew so often that {MOST_PLANS} plans were made: this one, for the least memory, is "
             "for larger ones too. Plan for the largest inputs at first"
         )
-        kind = "larger" if self._planned.keys() <= shapes.keys() else "other"
         tell(
-            f"{type(self._model).__name__} planned again for {kind} inputs ({self._differences(shapes)}): "
+            f"{type(self._model).__name__} planned again for {what}: "
             f"{format_bytes(_total(made))}, {100 * made.overhead:+.0f} % time{end if last else ''}"
         )
         return made
 
     def _unknown_optimizer_bytes(self) -> int:
         """Optimizer state that the plan counts, where the optimizer itself is not known any more."""
-        resident = self._programs[0].plan.resident
-        return resident.optimizer_bytes if self._options.optimizer is None else 0
+        return self._optimizer_bytes if self._options.optimizer is None else 0
 
     def _named(self, shapes: Any) -> Iterator[tuple[str, Any]]:
         """Paths by the names of parameters, whether these were given by position or by name."""
@@ -318,6 +327,10 @@ class NewShapes:
         return "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
+def _captured(prepared: Prepared) -> set[str]:
+    return {graph.structure for graph in prepared.captured.graphs}
+
+
 def _total(plan: PlanRecord) -> int:
     return plan.predicted.peak_bytes if plan.whole_step is None else plan.whole_step.total_bytes
 
@@ -333,13 +346,6 @@ def _taken(plan: PlanRecord, prepared: Prepared) -> tuple[int, WholeStep]:
     sequences = problem.backward_sequences(prepared.captured, schedule)
     peak_bytes = emitted_model(prepared, plan.fusion).step(sequences).peak_bytes
     return peak_bytes, prepared.footprint.whole_step(peak_bytes, problem.final_bytes)
-
-
-def _covers(known: Mapping[str, tuple[int, ...]], shapes: Shapes) -> bool:
-    return known.keys() >= shapes.keys() and all(
-        len(shape) == len(known[name]) and all(a <= b for a, b in zip(shape, known[name], strict=True))
-        for name, shape in shapes.items()
-    )
 
 
 def _text(shape: tuple[int, ...]) -> str:
