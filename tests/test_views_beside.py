@@ -61,3 +61,43 @@ def test_the_step_follows_its_plan(build: type[Layers]) -> None:
             twin.zero_grad()
         peak = measure_peak(lambda: model(x).backward(), "cpu").peak_bytes
     assert peak == plan.predicted.dynamic_peak_bytes
+
+
+class _Adapted(torch.nn.Module):
+    """What a frozen layer computes is differentiated where its input is: not in the first of several. Beside
+    it a view is handed on, whose gradient goes to an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Linear(32, 32).requires_grad_(False)
+        self.adapter = torch.nn.Parameter(torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x * self.adapter
+        torch._dynamo.graph_break()
+        k, heads = self.frozen(x), q.view(-1, 8, 4)
+        torch._dynamo.graph_break()
+        return (heads.sin().flatten(1) * k.tanh()).relu()
+
+
+class _ThreeAdapted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = _Adapted(), _Adapted(), _Adapted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = self.second(x)
+        x = self.third(x)
+        return x.square().mean()
+
+
+def test_a_graph_that_computes_in_other_layers_hands_on_views_alone_in_the_first() -> None:
+    model, x = _ThreeAdapted(), torch.randn(64, 32)
+    with no_plan_warnings():
+        plan = exact_plan_of(model, (x,), outputs="dropped")
+        assert plan.views
+        plan.apply(model)
+        for _ in range(3):
+            model.zero_grad()
+            model(x).backward()

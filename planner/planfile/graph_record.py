@@ -134,7 +134,7 @@ class ViewsRecord(Record):
     occurrence: Index = Field(description="how many graphs of that structure come before it")
     occurrences: Index = Field(description="how many graphs of that structure the step has")
     unused_outputs: list[Index] = Field(
-        min_length=1, max_length=MOST_OPS, description="outputs that get no gradient, which it computes"
+        max_length=MOST_OPS, description="outputs that get no gradient, which it computes"
     )
 
 

@@ -99,7 +99,7 @@ class PlanRecord(Record):
         default=[],
         max_length=10_000,
         description="graphs of which the step differentiates views of their inputs alone, and which compute "
-        "something else too: there is no schedule for them",
+        "something else too, or are alike one with a schedule: there is none for them",
     )
     untraced: list[Name] = Field(
         default=[],

@@ -329,7 +329,8 @@ def _forward_only(captured: CapturedStep) -> list[str]:
 
 def _views(captured: CapturedStep) -> list[ViewsRecord]:
     """The graphs at whose outputs gradients arrive that go on to their inputs as they are, and that have
-    others."""
+    others, or have the structure of graphs with a schedule."""
+    scheduled = {graph.structure for graph in captured.graphs if graph.joint is not None}
     return [
         ViewsRecord(
             structure=graph.structure,
@@ -338,7 +339,8 @@ def _views(captured: CapturedStep) -> list[ViewsRecord]:
             unused_outputs=list(graph.spec.unused_outputs),
         )
         for graph in captured.graphs
-        if graph.joint is None and graph.passes_gradients and graph.occurrences and graph.spec.unused_outputs
+        if graph.joint is None and graph.passes_gradients and graph.occurrences
+        if graph.spec.unused_outputs or graph.structure in scheduled
     ]
 
 

@@ -46,6 +46,7 @@ from planner.runtime.remap import (
     among_sizes,
     fits_whole,
     grown,
+    left_out,
     matches,
     planned_bytes,
     remap_schedule,
@@ -125,7 +126,9 @@ class PlanBackend:
         if record is None and not spec.unused_outputs:
             if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
                 return as_written(graph).forward
-            if structure in self._plan.forward_only or self._left_out(structure, example_inputs):
+            if structure in self._plan.forward_only or left_out(
+                self._plan, structure, number, example_inputs
+            ):
                 return warns_if_differentiated(as_written(graph).forward, warn)
         absent = [i for i in spec.unused_outputs if not is_tensor_output(graph, i)]
         if absent:
@@ -150,8 +153,7 @@ class PlanBackend:
                 unplanned("a part of the forward", error)
             return as_written(graph).forward
         try:
-            # At symbolic sizes gradients are copied to lie as the outputs do.
-            symbolic = replace(spec, tangent_layouts={})
+            symbolic = replace(spec, tangent_layouts={})  # gradients are copied to lie as the outputs do
             otherwise = self._compile(graph, example_inputs, record, symbolic, exactly=record is not None)
             if not any(g.gradient_layouts for g in self._plan.graphs if g.structure == structure):
                 return otherwise
@@ -293,8 +295,8 @@ class PlanBackend:
 
         backward = UndefinedGradients(lambda module: lower(module, "backward"))
         again = ReadAgain(self._plan, graph, example_inputs)
-        unused, autocast = spec.unused_outputs, self._autocast
-        context = HookContext(graph, self._plan, unused, autocast, self._calls, warn)
+        unused = spec.unused_outputs
+        context = HookContext(graph, self._plan, unused, self._autocast, self._calls, warn)
         # Outputs are replaced before other hooks look at them.
         hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), again]
         compiled = trace_joint(
@@ -332,11 +334,6 @@ class PlanBackend:
                 "PyTorch, or other settings of Inductor?): the step may take more than predicted. Plan it "
                 "again"
             )
-
-    def _left_out(self, structure: str, example_inputs: Sequence[Any]) -> bool:
-        """Whether the last graph of a structure is one of which the planned step differentiates nothing."""
-        occurrences = max((g.occurrences for g in self._plan.graphs if g.structure == structure), default=0)
-        return self._captured[structure] <= occurrences and not any(map(fake.is_size, example_inputs))
 
     def _record_of(self, structure: str) -> GraphRecord | None:
         """The plan's graph of a structure; of several the next, as layers of the same code come in order,

@@ -21,6 +21,7 @@ from planner.graph.replay.packed import is_mask
 from planner.graph.signs import relu_before
 from planner.graph.spec import GraphSpec
 from planner.planfile.fingerprint import state_digest
+from planner.planfile.graph_record import ViewsRecord
 from planner.planfile.plan import GraphRecord, PlanRecord
 
 _LONGEST_COMPARISON = 20_000
@@ -177,6 +178,19 @@ def _matched(known: Sequence[Hashable], found: Sequence[Hashable]) -> dict[int, 
     return pairs
 
 
+def views_of(plan: PlanRecord, structure: str, number: int) -> ViewsRecord | None:
+    """The graph of a structure that only hands on views, after a number of others of that structure."""
+    alike = (views for views in plan.views if views.structure == structure)
+    return next((v for v in alike if v.occurrence == number % max(v.occurrences, 1)), None)
+
+
+def left_out(plan: PlanRecord, structure: str, number: int, inputs: Sequence[Any]) -> bool:
+    """Whether the step differentiates nothing of a graph, of whose structure it has others that it does."""
+    occurrences = max((graph.occurrences for graph in plan.graphs if graph.structure == structure), default=0)
+    among = number < occurrences and views_of(plan, structure, number) is None
+    return among and not any(map(fake.is_size, inputs))
+
+
 def spec_of(
     plan: PlanRecord,
     record: GraphRecord | None,
@@ -197,9 +211,8 @@ def spec_of(
     """
     if record is not None:
         return among_sizes(GraphSpec.of(record), graph, inputs)
-    for views in plan.views:
-        if views.structure == structure and views.occurrence == number % max(views.occurrences, 1):
-            return among_sizes(GraphSpec(tuple(views.unused_outputs)), graph, inputs)
+    if (views := views_of(plan, structure, number)) is not None:
+        return among_sizes(GraphSpec(tuple(views.unused_outputs)), graph, inputs)
     if plan.coverage != "one-graph" and any(g.per_use_inputs for g in plan.graphs):
         return GraphSpec.per_use(len(inputs))
     return GraphSpec()
