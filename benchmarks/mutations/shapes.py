@@ -150,8 +150,8 @@ SHAPES = [
         (
             Change(
                 "planner/runtime/remap.py",
-                "    for views in plan.views:\n",
-                "    for views in plan.views[:0]:\n",
+                "for views in plan.views if",
+                "for views in plan.views[:0] if",
             ),
         ),
         ("tests/test_views_beside.py::test_the_step_follows_its_plan",),
