@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner._torch.own_code import stand_in
 from tests.side_by_side import counting_runs, no_plan_warnings, plan_of
 
 
@@ -72,8 +73,24 @@ def _planned_in_the_end(model: Net, x: torch.Tensor) -> None:
         plan_of(model, (x,)).apply(model)
 
 
+def test_what_is_put_in_place_while_another_thread_plans_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (before, during, *_), x = _nets(), torch.randn(16, 32)
+    for model in (before, during):
+        plan_of(model, (x,)).apply(model)
+    original = torch.get_rng_state
+    with no_plan_warnings(), counting_runs() as runs:
+        _trained(before, x, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "get_rng_state", stand_in(lambda: original(), original))
+            _trained(before, x, 1)
+            _trained(during, x, 1)
+        _trained(during, x, 1)
+    assert runs.backward == 4
+
+
 @pytest.mark.heavy
-@pytest.mark.filterwarnings("ignore:.*was changed since the first planned step")
 def test_a_planned_model_trains_while_others_are_planned() -> None:
     models, x = _nets(), torch.randn(16, 32)
     model, twin = models[0], copy.deepcopy(models[0])

@@ -20,6 +20,7 @@ import torch
 from planner._torch import autograd, fake, operators
 from planner._torch.execution.linear_layers import Product
 from planner._torch.execution.saved_numbers import SavedNumbers
+from planner._torch.own_code import meant, stand_in
 from planner._torch.tensors import (
     SPARSE,
     call_tensors,
@@ -130,7 +131,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._product = Product()
         self._products = GradientsOfProducts(self._run_in_place_of_others, self.pause)
         self._born_under: list[tuple[str, int] | None] = []
-        self._generator_state = torch.get_rng_state
+        self._generator_state: Callable[[], torch.Tensor] = meant(torch.get_rng_state)
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
         # Held, so that their identities are not used again.
         self._resident: list[Any] = []
@@ -196,7 +197,7 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def __enter__(self) -> "StepRecorder":
         # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees.
-        torch.get_rng_state = not_compiled(self._save_generator_state)
+        torch.get_rng_state = stand_in(not_compiled(self._save_generator_state), self._generator_state)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import dict_version
 
+from planner._torch.own_code import meant
+
 _WITH_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, staticmethod, classmethod, property)
 _NOT_IN_A_FORWARD = frozenset({
     "__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__str__", "__dir__",
@@ -124,7 +126,7 @@ class _Owner:
 
 def _functions(names: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: value
+        name: meant(value)
         for name, value in names.items()
         if isinstance(value, _WITH_CODE) and name not in _NOT_IN_A_FORWARD
     }
