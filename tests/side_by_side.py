@@ -43,6 +43,17 @@ class Layers(nn.Module):
         return self.run(x).square().mean()
 
 
+class AfterALayer(nn.Module):
+    """Does something with what a layer returns."""
+
+    def __init__(self, do: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.do = nn.Linear(64, 64), do
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.do(self.layer(x)).sum()
+
+
 def layers(
     build: Callable[[], nn.Module] = Layers, seed: int = 0
 ) -> tuple[nn.Module, tuple[torch.Tensor], None]:

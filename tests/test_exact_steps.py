@@ -11,18 +11,7 @@ import torch.nn.functional as F
 import planner
 from planner.errors import PlanWarning
 from planner.verification.measure import measure_peak
-from tests.side_by_side import exact_plan_of
-
-
-class Step(nn.Module):
-    """Does something with what a layer returns."""
-
-    def __init__(self, do: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer, self.do = nn.Linear(64, 64), do
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.do(self.layer(x)).sum()
+from tests.side_by_side import AfterALayer, exact_plan_of
 
 
 def with_a_fork(y: torch.Tensor) -> torch.Tensor:
@@ -50,7 +39,7 @@ STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", list(STEPS))
 def test_a_step_takes_what_is_predicted(name: str) -> None:
     torch.manual_seed(0)
-    exact_plan_of(Step(STEPS[name]), (torch.randn(256, 64),), budget="150%")
+    exact_plan_of(AfterALayer(STEPS[name]), (torch.randn(256, 64),), budget="150%")
 
 
 class Reads(nn.Module):
@@ -138,7 +127,7 @@ PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", list(PRODUCTS))
 def test_a_product_without_zeros_takes_what_is_predicted(name: str) -> None:
     torch.manual_seed(0)
-    model, x = Step(lambda y: PRODUCTS[name](y * 0.01 + 1)), torch.randn(256, 64)
+    model, x = AfterALayer(lambda y: PRODUCTS[name](y * 0.01 + 1)), torch.randn(256, 64)
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(x)

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
 from planner.costs.workspace import WorkspaceMeter
 from planner.training_step.call import Call, sizes_by_data
 from planner.verification.measure import measure_peak
-from tests.side_by_side import exact_plan_of
+from tests.side_by_side import AfterALayer, exact_plan_of
 
 aten = torch.ops.aten
 X = torch.linspace(-3, 3, 4000).sin().view(500, 8)
@@ -64,17 +63,6 @@ def test_what_is_measured_is_what_the_call_takes(name: str) -> None:
     assert memory.workspace_bytes + sum(memory.output_bytes) == real
 
 
-class Finds(nn.Module):
-    """Takes most memory where something is found in what its layer returns."""
-
-    def __init__(self, find: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer, self.find = nn.Linear(64, 64), find
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.find(self.layer(x)).sum()
-
-
 FOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a few selected": lambda y: torch.masked_select(y, y > 1),
     "none selected": lambda y: torch.masked_select(y, y > 100),
@@ -93,5 +81,5 @@ FOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", list(FOUND))
 def test_steps_that_find_elements_take_what_is_predicted(name: str) -> None:
     torch.manual_seed(0)
-    model, x = Finds(FOUND[name]), torch.randn(256, 64)
+    model, x = AfterALayer(FOUND[name]), torch.randn(256, 64)
     exact_plan_of(model, (x,), budget="120%", solver="auto")

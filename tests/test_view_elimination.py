@@ -1,17 +1,14 @@
 """Views that change nothing are left out of emitted graphs."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import planner
 from planner._torch.execution import op_bindings
 from planner.lowering.codegen import compile_graph, generate
 from planner.lowering.view_elimination import simplify
-from tests.side_by_side import exact_plan_of
+from tests.side_by_side import exact_plan_of, no_plan_warnings
 
 aten = torch.ops.aten
 
@@ -84,8 +81,7 @@ def test_views_of_what_the_backward_needs_are_looked_through() -> None:
             seen = kept.view(4, 4, 6).view(1, 96)
             return kept.sin().sum() + self.mix(seen.view(4, 24)).sum() + seen.tanh().sum()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", planner.PlanWarning)
+    with no_plan_warnings():
         exact_plan_of(Saved(), (torch.randn(4, 24),), budget="100%", solver="auto")
 
 

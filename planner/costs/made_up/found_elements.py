@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from planner._torch.tensors import schema_of
-from planner.training_step.call import MASKS, Call, Sizes, sizes_of
+from planner.training_step.call import MASKS, WRITES_AT_MASKS, Call, Sizes, sizes_of
 
 aten = torch.ops.aten
 
@@ -170,9 +170,6 @@ def _scattered(named: Mapping[str, Any], selected: Sizes | None) -> None:
 
 
 _WRITTEN: dict[object, Callable[[Mapping[str, Any], Sizes | None], None]] = {
-    aten.index_put: _put,
-    aten.index_put_: _put,
-    aten._index_put_impl_: _put,
-    aten._unsafe_index_put: _put,
+    **dict.fromkeys(WRITES_AT_MASKS, _put),
     aten.masked_scatter_backward: _scattered,
 }

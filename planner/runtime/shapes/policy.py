@@ -6,6 +6,9 @@ plan's schedule simulated there. Then the user gets a warning with the peak, ano
 
 Inputs that grow step by step do not get a plan each: one that was made before runs them where it fits, and
 the last of a few plans is for the least memory.
+
+Data may lead a forward along a path that the plan has not seen, at any shape. With "replan" it is planned
+before the next step, where the plan there is does not fit.
 """
 
 import contextlib
@@ -169,8 +172,8 @@ class NewShapes:
         shapes = self._shapes_of(args, kwargs)
         most = max(program.covered, key=lambda known: sum(map(math.prod, known.values())))
         if most != shapes and covers(most, shapes):
-            larger = repeated(args, kwargs, map(most.get, shapes))
             with contextlib.suppress(Exception):  # what is repeated may be no input of the model
+                larger = repeated(args, kwargs, map(most.get, shapes))
                 prepared = self._prepare(*larger)
                 if not _captured(prepared) <= seen:
                     return prepared, self._shapes_of(*larger)
