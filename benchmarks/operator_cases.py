@@ -37,7 +37,9 @@ def databases() -> tuple[dict[str, Any], dict[str, Any]]:
     for module in list(sys.modules.values()):
         # It calls a random operator in `fork_rng` with a seed: a training step does not, and the state of
         # generators is compared here.
-        if module.__name__.startswith("torch.testing.") and hasattr(module, "wrapper_set_seed"):
+        if getattr(module, "__name__", "").startswith("torch.testing.") and hasattr(
+            module, "wrapper_set_seed"
+        ):
             module.wrapper_set_seed = _called  # type: ignore[attr-defined]
     modules = importlib.import_module("torch.testing._internal.common_modules").module_db
     known = {_name_of(op): op for op in operators if op.supports_autograd}
@@ -52,19 +54,19 @@ def _name_of(op: Any) -> str:
     return ".".join(part for part in (op.name, op.variant_test_name) if part)
 
 
-def names(form: str) -> list[str]:
-    """Every case of a form: `float32/in-place/addcmul`, say."""
+def names(form: str, device: str = "cpu") -> list[str]:
+    """Every case of a form that a device has: `float32/in-place/addcmul`, say."""
     operators, modules = databases()
     found = []
     dtype = dtype_of(form)
     for name, op in operators.items():
-        if dtype not in op.supported_backward_dtypes("cpu"):
+        if dtype not in op.supported_backward_dtypes(device):
             continue
         found.append(f"{form}/operator/{name}")
         if form != "autocast" and op.supports_inplace_autograd and op.inplace_variant is not None:
             found.append(f"{form}/in-place/{name}")
     for name, info in modules.items():
-        if dtype.is_complex and (isinstance(info, list) or dtype not in info.supported_dtypes("cpu")):
+        if dtype.is_complex and (isinstance(info, list) or dtype not in info.supported_dtypes(device)):
             continue
         found.append(f"{form}/train/{name}")
         if isinstance(info, list) or info.train_and_eval_differ:
@@ -88,8 +90,8 @@ class Sample:
     in_place: bool = False
 
 
-def samples(case: str, most: int) -> list[Sample]:
-    """Some of a case's samples, spread over all of them."""
+def samples(case: str, most: int, device: str = "cpu") -> list[Sample]:
+    """Some of a case's samples on a device, spread over all of them."""
     form, kind, name = case.split("/")
     torch.manual_seed(0)
     operators, modules = databases()
@@ -100,25 +102,28 @@ def samples(case: str, most: int) -> list[Sample]:
         call = op.inplace_variant if kind == "in-place" else op.op
         found += [
             Sample(call, (s.input, *s.args), dict(s.kwargs), kind == "in-place")
-            for s in op.sample_inputs("cpu", dtype, requires_grad=True)
+            for s in op.sample_inputs(device, dtype, requires_grad=True)
             if kind == "operator" or not s.broadcasts_input
         ]
     else:
-        for made, args, kwargs in _modules(modules[name], dtype, kind == "train"):
-            found.append(Sample(made.to(dtype).train(kind == "train"), args, kwargs))
+        for made, args, kwargs in _modules(modules[name], dtype, kind == "train", device):
+            found.append(Sample(made.to(device, dtype).train(kind == "train"), args, kwargs))
     if len(found) <= most:
         return found
     steps = max(most - 1, 1)
     return [found[round(i * (len(found) - 1) / steps)] for i in range(most)]
 
 
-def _modules(info: Any, dtype: torch.dtype, training: bool) -> Iterator[tuple[nn.Module, Any, Any]]:
+def _modules(
+    info: Any, dtype: torch.dtype, training: bool, device: str
+) -> Iterator[tuple[nn.Module, Any, Any]]:
     if isinstance(info, list):
         for module, args in info:
-            made = module()
-            yield made, tuple(given.to(dtype) if given.is_floating_point() else given for given in args()), {}
+            with torch.device(device):
+                made, found = module(), args()
+            yield made, tuple(given.to(dtype) if given.is_floating_point() else given for given in found), {}
         return
-    for s in info.module_inputs_func(info, "cpu", dtype, True, training):
+    for s in info.module_inputs_func(info, device, dtype, True, training):
         made = info.module_cls(*s.constructor_input.args, **s.constructor_input.kwargs)
         yield made, tuple(s.forward_input.args), dict(s.forward_input.kwargs)
 
@@ -147,7 +152,7 @@ class Calls(nn.Module):
             if in_place and not args[0].requires_grad:
                 args = (args[0].clone(), *args[1:])
             if self.form == "autocast":
-                with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast(self.scale.device.type, torch.bfloat16):
                     returned = call(*args, **kwargs)
             else:
                 returned = call(*args, **kwargs)
@@ -169,7 +174,7 @@ def step_of(chosen: Sequence[Sample], form: str) -> tuple[Calls, tuple[Any, ...]
     inputs = [
         _mapped(lambda t: t.detach().requires_grad_(t.requires_grad), (s.args, s.kwargs)) for s in chosen
     ]
-    model = Calls(chosen, form)
+    model = Calls(chosen, form).to(next(_tensors([(s.args, s.kwargs) for s in chosen])).device)
     model.training = all(part.training for part in model.parts)
     return model, (inputs,)
 

@@ -2,7 +2,8 @@
 
     python benchmarks/operators.py [--forms float32,bfloat16] [--kinds train,eval] [--samples 2]
                                    [--cases float32/operator/addmm] [--together 12] [--again failed]
-                                   [--results out/operators.jsonl] [--out docs/results/operators.md]
+                                   [--device cuda] [--jobs 8] [--results out/operators.jsonl]
+                                   [--out docs/results/operators.md]
 
 Samples are PyTorch's own, from the database of its tests: of operators out of place and in place, of
 modules in train mode and, where that differs, in evaluation mode. Some cases together are one step; where
@@ -35,7 +36,7 @@ from planner.errors import PlanWarning
 VERDICTS = ("ok", "measured less", "OVER", "DIFFERENT", "told", "refused", "FAILED", "unable")
 
 
-def measure(cases: Sequence[str], most: int) -> list[dict[str, Any]]:
+def measure(cases: Sequence[str], most: int, device: str) -> list[dict[str, Any]]:
     """Some cases of a form in one step; where that is not well, each by itself, and each of its samples."""
     started = time.process_time()
     rows: list[dict[str, Any]] = [{"model": case} for case in cases]
@@ -43,7 +44,7 @@ def measure(cases: Sequence[str], most: int) -> list[dict[str, Any]]:
     chosen: list[list[Sample]] = []
     for row in rows:
         try:
-            found = samples(row["model"], most)
+            found = samples(row["model"], most, device)
             reasons = [runs(sample, form) for sample in found]
         except Exception as error:  # of PyTorch's own tests
             row["samples"], row["without"] = 0, [f"{type(error).__name__}: {error}"[:300]]
@@ -59,7 +60,7 @@ def measure(cases: Sequence[str], most: int) -> list[dict[str, Any]]:
         elif verdict_of(result) == "ok" or len(every) == 1:
             row["results"], row["with"] = [result], list(cases)
         elif len(cases) > 1:
-            row.update(measure([row["model"]], most)[0])
+            row.update(measure([row["model"]], most, device)[0])
         else:
             row["together"], row["results"] = result, [attempt([sample], form) for sample in some]
     for row in rows:
@@ -217,6 +218,8 @@ def main() -> None:
     parser.add_argument("--cases", help="names, as float32/operator/addmm; all if not given")
     parser.add_argument("--samples", type=int, default=2, help="of a case, at most")
     parser.add_argument("--together", type=int, default=12, help="cases in one step, where that is well")
+    parser.add_argument("--device", default="cpu", help="where they run: cpu, cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes side by side")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "operators.jsonl")
     parser.add_argument(
         "--again", choices=("none", "failed", "all"), default="none", help="run again what is there"
@@ -227,10 +230,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         asked = options.worker.split(",")
-        made = (row for some in groups(asked, options.together) for row in measure(some, options.samples))
+        made = (
+            row
+            for some in groups(asked, options.together)
+            for row in measure(some, options.samples, options.device)
+        )
         work(options.worker, lambda _: next(made))
         return
-    every = {form: names(form) for form in FORMS}
+    every = {form: names(form, options.device) for form in FORMS}
     known = load(options.results)
     asked = set(options.cases.split(",")) if options.cases else None
     if asked is not None and (unknown := asked - {name for some in every.values() for name in some}):
@@ -245,7 +252,8 @@ def main() -> None:
             chosen = [n for n in chosen if n not in fine]
         chosen = [n for some in groups(chosen, 1) for n in some]
         given = ["--samples", str(options.samples), "--together", str(options.together)]
-        run_each(__file__, given, chosen, options.results, options.timeout, _failed, _said)
+        given += ["--device", options.device]
+        run_each(__file__, given, chosen, options.results, options.timeout, _failed, _said, options.jobs)
     if options.out is not None:
         rows = load(options.results)
         kept = {name: rows[name] for some in every.values() for name in some if name in rows}

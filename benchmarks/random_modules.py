@@ -1,6 +1,6 @@
 """Plans modules of random operations, and compares what they leave and take with the unplanned step.
 
-    python benchmarks/random_modules.py [--kind sequences] [--first 0] [--count 100] [--json]
+    python benchmarks/random_modules.py [--kind sequences] [--first 0] [--count 100] [--device cuda] [--json]
 
 Each module follows from its seed (see ``tests/random_modules.py``). It is planned for a budget that is random
 as well. Its step is verified bit for bit, two more are compared, and the peaks of the planned and of the
@@ -100,9 +100,11 @@ def main() -> None:
     parser.add_argument("--kind", choices=[*SHAPES], default="sequences")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=100, help="how many modules")
+    parser.add_argument("--device", default="cpu", help="where they run: cpu, cuda")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_default_device(options.device)
     console, ran, wrong = Console(stderr=True), 0, 0
     seeds = range(options.first, options.first + options.count)
     for seed in track(seeds, "planning modules", console=console):

@@ -116,6 +116,17 @@ def test_what_each_kernel_takes(
     assert choose_attention(AttentionCall(capability, q, q, q, mask)) == kernel
 
 
+def test_another_gpu_than_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where cuDNN's kernel is preferred, PyTorch puts it first for good when it first chooses one."""
+    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: [3, 1, 2, 0, 4])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: H100)
+    assert choose_attention(attention_call(A100)) == "flash"
+    assert choose_attention(attention_call(H100)) == "cudnn"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: A100)
+    assert choose_attention(attention_call(A100)) == "cudnn"  # someone asked for that order
+
+
 def attention_call(capability: tuple[int, int] = H100, /, **options: Any) -> AttentionCall:
     """A call in bfloat16; `heads`, `keys` and `width` are those of keys and values."""
     heads, keys, width = (options.pop(n, usual) for n, usual in (("heads", 4), ("keys", 16), ("width", 64)))

@@ -267,3 +267,27 @@ def _differences(operator: Any, arguments: list[Any], made: Any) -> list[str]:
         for one, like in pairs
         if like is not None and like.numel() and one.stride() != like.stride()
     ]
+
+
+def _selected(x: torch.Tensor) -> torch.Tensor:
+    return torch.masked_select(x, x > 0.5).square().sum()
+
+
+def _scattered(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).masked_scatter(x > 0.5, x.flatten()[: int(x.numel() * 0.9)]).square().mean()
+
+
+@pytest.mark.parametrize("function", [_selected, _scattered])
+def test_made_up_data_stop_no_kernel(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(self.layer(x).tanh())
+
+    with GPU:
+        model, x = Chosen(), torch.randn(32, 64)
+    report = planner.verify(model, args=(x,), plan=planner.plan(model, args=(x,), budget="min"), repeats=0)
+    assert report.ok, report.problems

@@ -308,8 +308,21 @@ def test_masks_select_as_many_elements_as_are_written(at: int, inner: tuple[int,
 def test_masks_are_tried_both_ways() -> None:
     x, mask = meta(10), meta(10, dtype=torch.bool)
     assert measured(aten.masked_select.default, x, mask).output_bytes == (40,)
-    # Ten elements are needed where all are true; there are two, and none are needed where all are false.
-    assert measured(aten.masked_scatter.default, x, mask, meta(2)).output_bytes == (40,)
+    # Ten elements and two do not go together; none and none do, where all are false.
+    two_masks = [mask, meta(2, dtype=torch.bool)]
+    assert measured(aten.index.Tensor, meta(10, 2), two_masks).output_bytes == (0,)
+
+
+def test_made_up_data_stop_no_kernel() -> None:
+    """A GPU cannot be used any more after a kernel that found data to be wrong."""
+    made = WorkspaceMeter("cpu", None)._real_arguments
+    for mask in (meta(10, dtype=torch.bool), meta(10, 1, dtype=torch.bool), meta(1, dtype=torch.bool)):
+        for operator in (aten.masked_scatter.default, aten.masked_scatter_.default):
+            (x, chosen, source), _, _ = made(Call(operator, (meta(10, 10), mask, meta(2))), masks=True)
+            assert chosen.expand_as(x).sum() <= len(source)
+    for condition in (meta(1, dtype=torch.bool), meta(1, dtype=torch.int64), meta(1)):
+        (value,), _, _ = made(Call(aten._assert_async.default, (condition,)), masks=False)
+        assert value.item()
 
 
 # ---- cache --------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def uses_generator(operator: Any) -> bool:
     )
 
 
-_KNOWN = frozenset({"aten", "prims", "mkldnn", "torchvision", "planner"})
+_KNOWN = frozenset({"aten", "prims", "mkldnn", "torch_nn", "torchvision", "planner"})
 
 
 def is_foreign(operator: Any) -> bool:

@@ -79,9 +79,16 @@ def choose_attention(call: AttentionCall) -> Attention:
 def _order(call: AttentionCall) -> tuple[Attention, ...]:
     numbers = torch._C._get_sdp_priority_order()
     order = tuple(_NUMBERS[number] for number in numbers if number in _NUMBERS)
-    if order == _USUAL_ORDER and prefers_cudnn(call.capability) and call.cudnn:
+    preferred = prefers_cudnn(call.capability) and call.cudnn
+    if order == _USUAL_ORDER and preferred:
         return ATTENTION
+    if order == ATTENTION and not preferred and _here_prefers_cudnn():
+        return _USUAL_ORDER  # the device that is here made that its order when it first chose a kernel
     return order
+
+
+def _here_prefers_cudnn() -> bool:
+    return torch.cuda.is_available() and prefers_cudnn(torch.cuda.get_device_capability())
 
 
 def prefers_cudnn(capability: tuple[int, int]) -> bool:

@@ -169,7 +169,15 @@ def _scattered(named: Mapping[str, Any], selected: Sizes | None) -> None:
         _first(mask, math.prod(named["sizes"]), named["grad_output"].numel())
 
 
+def _taken(named: Mapping[str, Any], _: Sizes | None) -> None:
+    """No more than the source has: where there are too few, the kernel on a GPU stops the whole process."""
+    both = torch.broadcast_shapes(named["self"].shape, named["mask"].shape)
+    _first(named["mask"], named["source"].numel(), math.prod(both))
+
+
 _WRITTEN: dict[object, Callable[[Mapping[str, Any], Sizes | None], None]] = {
     **dict.fromkeys(WRITES_AT_MASKS, _put),
     aten.masked_scatter_backward: _scattered,
+    aten.masked_scatter: _taken,
+    aten.masked_scatter_: _taken,
 }
