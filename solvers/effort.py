@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from solvers.model.graph import GLUE_REGION, Graph
 from solvers.programs import ilp
 
 Effort = Literal["fast", "best"]
@@ -36,6 +37,10 @@ class PortfolioSettings:
             should be of use.
         small_program_seconds: The process seconds that each kind of program gets on small graphs.
         walled_programs: Programs with walls get this many times as long: they are solved at several sizes.
+        layers_beyond, parts_beyond_of_one: Graphs that are nearer to the bound than this are done without a
+            search part by part (:mod:`solvers.programs.neighbourhood`): those of several captured graphs, as
+            layers of a model are, and those of one.
+        parts_seconds, part_seconds: The process seconds that this search gets, and each part in it.
         usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
         least_share: The share of a time limit that the forms of least peak get.
         below_least: Whether budgets just below the least peak that was found are tried as well.
@@ -64,6 +69,10 @@ class PortfolioSettings:
     program_least_share: float = 1 / 120
     small_program_seconds: float = 6.0
     walled_programs: float = 3.0
+    layers_beyond: float = 0.0
+    parts_beyond_of_one: float = 0.0
+    parts_seconds: float = 20.0
+    part_seconds: float = 5.0
     usual_length: int = 4_000
     least_share: float = 0.5
     below_least: bool = True
@@ -72,6 +81,13 @@ class PortfolioSettings:
     small_trading_share: float = 1 / 100
     large_trading_share: float = 1 / 200
     polishing_rounds: int = 3
+
+    def parts_beyond(self, graph: Graph) -> float:
+        """How near to the bound an answer is not improved part by part; micro-batches in flight never are."""
+        if graph.in_flight is not None:
+            return float("inf")
+        several = len({op.region for op in graph.ops} - {GLUE_REGION}) > 1
+        return self.layers_beyond if several else self.parts_beyond_of_one
 
     def patience(self, forward_length: int, time_limit: float) -> float:
         """The process seconds that each kind of program gets."""
@@ -92,6 +108,10 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
         met=5e-4,
         small_twice_beyond=2e-3,
         small_programs_beyond=5e-3,
+        layers_beyond=5e-3,
+        parts_beyond_of_one=float("inf"),
+        parts_seconds=3.0,
+        part_seconds=1.0,
     ),
 }
 """What either costs and brings is measured by ``benchmarks/effort.py``."""

@@ -3,8 +3,9 @@
 In this order, each offering its schedules to one search: recompute nothing; a lower bound that
 holds for every schedule (see ``bound``), which ends the search as soon as it is met; sqrt(n); the
 single-recompute program from coarse to fine, with the recursive and chain forms, which recompute
-more than once, in between; the exact program where the graph is small; local polish by simulation
-and exchanges. At the time limit the best so far is returned.
+more than once, in between; the exact program where the graph is small, and of one part after the
+other where it is not; local polish by simulation and exchanges. At the time limit the best so far is
+returned.
 
 :func:`sweep` answers many budgets and is monotone by construction: from the smallest budget to the
 largest, every schedule found for one is a candidate for all that follow.
@@ -29,7 +30,7 @@ from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
 from solvers.model.solution import Progress, Solution, Status
-from solvers.programs import exact_ilp, ilp, row_generation
+from solvers.programs import exact_ilp, ilp, neighbourhood, row_generation
 from solvers.programs.lower_bound import (
     CAPTURED_ORDER,
     INTEGER_SECONDS,
@@ -325,6 +326,10 @@ def _attempt(
         seconds = search.wall(settings.exact_seconds)
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget, seconds=seconds)
     _improve_locally(search, bound, settings, trading=far or not large)
+    if not _done(search, bound, settings) and _distance(search, bound) > settings.parts_beyond(graph):
+        search.begin_stage((0.95, 1.0))
+        seconds, each = search.wall(settings.parts_seconds), search.wall(settings.part_seconds)
+        neighbourhood.improve(search, seconds=seconds, part_seconds=each)
     search.begin_stage((0.0, 1.0))
     if _distance(search, bound) > settings.met:
         bound = at_more_moments(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))

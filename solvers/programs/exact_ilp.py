@@ -23,24 +23,20 @@ captured order. The program has (forward x backward) binaries and their product 
 rows: for graphs of up to about two dozen forward operations, as the oracle of the tests.
 """
 
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from solvers.least import floor_bytes
 from solvers.local.polish import prune
-from solvers.milp import Outcome, Program
-from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
-from solvers.model.indices import BaseOp, Per, RowId, SlotId, ValueId, Variable, indices, numbered
+from solvers.model.indices import BaseOp
 from solvers.model.solution import Solution, Status
 from solvers.model.solver import solver
+from solvers.programs.slots import Slot, best_runs, slot_of
 
 NAME = "exact"
 MOST_BINARIES = 4_000
 """Larger programs are not written: the answer is that of the portfolio's quick solvers then."""
-SECONDS = 1000.0
 
 
 @solver(NAME, seconds=60.0)
@@ -84,21 +80,14 @@ def least_peak(search: Search, slots: "list[Slot]", high: int, *, seconds: float
     return search.solution()
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A place in time: row ``row`` of the graph may run (``optional``) or does."""
-
-    row: RowId
-    optional: bool
-
-
 def find_slots(graph: Graph) -> list[Slot]:
     """All slots: forward, then before each backward operation the re-runs of its region."""
-    slots = [Slot(i, False) for i in graph.forward_ops]
+    slots = [slot_of(graph, i) for i in graph.forward_ops]
     again = _again(graph)
     for t in graph.backward_ops:
-        slots += [Slot(graph.rerun(i), True) for i in again if graph.ops[i].region == graph.ops[t].region]
-        slots.append(Slot(t, False))
+        here = [i for i in again if graph.ops[i].region == graph.ops[t].region]
+        slots += [slot_of(graph, graph.rerun(i), optional=True) for i in here]
+        slots.append(slot_of(graph, t))
     return slots
 
 
@@ -116,91 +105,9 @@ def answer(search: Search, slots: list[Slot], budget: int, *, seconds: float = f
     """Solve the program for one budget, for so many wall seconds at most, and offer its schedule; the proven
     bound in seconds."""
     graph = search.graph
-    program = Program()
-    scale = SECONDS / max(graph.base_seconds, 1e-30)
-    unit = max(1.0, budget / 1e3)
-    run = [
-        program.variable(
-            float(graph.seconds[s.row]) * scale + 1e-6 if s.optional else 0.0,
-            low=0.0 if s.optional else 1.0,
-            integer=s.optional,
-        )
-        for s in slots
-    ]
-    memory: list[dict[Variable, float]] = [{} for _ in slots]
-    for j, s in enumerate(slots):
-        if graph.workspace_bytes[s.row]:
-            memory[j][run[j]] = float(graph.workspace_bytes[s.row]) / unit
-    last_base = {s.row: j for j, s in numbered(SlotId, slots) if not s.optional}
-    for v, value in numbered(ValueId, graph.values):
-        if graph.producer[v] >= 0:
-            _write_value(
-                graph,
-                search.constraints,
-                program,
-                slots,
-                run,
-                memory,
-                v,
-                value.bytes / unit,
-                last_base,
-            )
-    for terms in memory:
-        program.row(terms, high=budget / unit)
     left = seconds if search.time_limit is None else min(seconds, search.time_limit - search.elapsed)
-    result = program.solve(time_limit=None if np.isinf(left) else max(0.1, left), gap=1e-6)
-    if result.values is None:
+    found = best_runs(graph, slots, budget, search.constraints, seconds=left)
+    if found.schedule is None:
         return None
-    schedule = [s.row for j, s in enumerate(slots) if result.values[run[j]] > 0.5]
-    search.try_schedule(prune(graph, np.array(schedule, dtype=np.int64)))
-    if result.outcome is Outcome.UNKNOWN or not np.isfinite(result.bound):
-        return None
-    return graph.base_seconds + (result.bound - 1e-6 * len(slots)) / scale
-
-
-def _write_value(
-    graph: Graph,
-    constraints: Constraints,
-    program: Program,
-    slots: Per[SlotId, Slot],
-    run: Per[SlotId, Variable],
-    memory: Per[SlotId, dict[Variable, float]],
-    v: ValueId,
-    size: float,
-    last_base: dict[RowId, SlotId],
-) -> None:
-    """The life of one value: its A variables, their rows, their place in the memory rows."""
-    inputs, outputs = graph.walk_table.inputs, graph.walk_table.outputs
-    begin = last_base[RowId(int(graph.producer[v]))]
-    later = indices(SlotId, len(slots), begin)
-    touching = [j for j in later if v in inputs[slots[j].row] or v in outputs[slots[j].row]]
-    end = touching[-1]
-    until = graph.values[v].held_until
-    held = begin if until is None else max(begin, last_base[until])
-    end = max(end, held)
-    on_demand = graph.values[v].on_demand
-    first_read = next((j for j in touching if j >= graph.forward_length and not slots[j].optional), end)
-    keep = constraints.keep is not None and bool(constraints.keep[v])
-    banned_from: SlotId | None = None
-    if constraints.recompute is not None and constraints.recompute[v] and graph.recompute_row[v] >= 0:
-        own = graph.walk_table.recompute_region[v]
-        banned_from = next(
-            (j for j, s in numbered(SlotId, slots) if s.optional and graph.ops[s.row].region == own), None
-        )
-    previous: Variable | None = None
-    for j in indices(SlotId, end + 1, begin):
-        forced = not on_demand and (j == begin or j <= held or (keep and j <= first_read))
-        alive = program.variable(low=float(forced))
-        memory[j][alive] = memory[j].get(alive, 0.0) + size
-        row = slots[j].row
-        writes, reads = v in outputs[row], v in inputs[row]
-        if previous is not None:
-            terms = {alive: 1.0, previous: -1.0}
-            if j == banned_from:
-                terms = {alive: 1.0}
-            if writes:
-                terms[run[j]] = -1.0
-            program.row(terms, high=0.0)
-        if reads or (writes and not (on_demand and j == begin)):
-            program.row({alive: 1.0, run[j]: -1.0}, low=0.0)
-        previous = alive
+    search.try_schedule(prune(graph, found.schedule))
+    return None if found.bound is None else graph.base_seconds + found.bound

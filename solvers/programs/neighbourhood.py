@@ -1,0 +1,270 @@
+"""Large neighbourhood search: the re-runs of a part of the forward are found anew, all others stay.
+
+Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998
+(doi 10.1007/3-540-49481-2_30); the program of a part is that of :mod:`solvers.programs.exact_ilp`.
+
+A *part* is a stretch of the forward operations of one captured graph: all of them if they are few, as in one
+layer of a model. Its re-runs may move, come and go, and be made several times, where anything of its results
+is read; what the rest of the step holds meanwhile is given, and steps that neither read nor write a value of
+the part are one slot. Parts are gone through from the last to the first until none gets better; what is found
+for a layer is tried for all layers like it.
+
+Not optimal: bytes that one part could save for another are of no use to it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from solvers.local.polish import is_rerun, prune
+from solvers.model.arrays import PerStep, Schedule, StepMask
+from solvers.model.graph import Graph
+from solvers.model.incumbent import Search
+from solvers.model.indices import BaseOp, Per, Region, RowId, SlotId, Step, ValueId, listed
+from solvers.model.schedule import lifetimes
+from solvers.programs.slots import Slot, best_runs, slot_of
+
+LONGEST_PART = 60
+"""Forward operations of a part at most: its program has a variable for each, at every place in the backward
+where one of its results is read."""
+GAP = 1e-4
+"""Relative gap of a part's re-runs at which its program counts as solved."""
+
+
+def improve(search: Search, *, seconds: float, part_seconds: float) -> None:
+    """Improve the fastest schedule that fits.
+
+    Args:
+        search: Has the schedule, and gets better ones.
+        seconds: Wall seconds at most.
+        part_seconds: For one part.
+    """
+    end = search.elapsed + min(seconds, search.seconds_left)
+    parts = find_parts(search.graph)
+    settled: set[int] = set()
+    while search.fastest is not None and len(settled) < len(parts):
+        for n, part in reversed(list(enumerate(parts))):
+            left = min(part_seconds, end - search.elapsed)
+            if n in settled or search.out_of_time() or left <= 0:
+                return
+            before = search.fastest.seconds
+            improve_part(search, part, seconds=left)
+            if search.fastest.seconds < before:
+                settled.clear()
+                _copy(search, part, parts)
+            settled.add(n)
+
+
+def find_parts(graph: Graph) -> list[list[BaseOp]]:
+    """The forward operations that may run again, in parts."""
+    by_region: dict[Region, list[BaseOp]] = {}
+    for i in _recomputable(graph):
+        by_region.setdefault(graph.ops[i].region, []).append(i)
+    parts = []
+    for ops in by_region.values():
+        count = -(-len(ops) // LONGEST_PART)
+        cuts = [round(n * len(ops) / count) for n in range(count + 1)]
+        parts += [ops[a:b] for a, b in pairwise(cuts)]
+    return parts
+
+
+def _recomputable(graph: Graph) -> list[BaseOp]:
+    return [i for i in graph.forward_ops if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)]
+
+
+def improve_part(search: Search, part: Sequence[BaseOp], *, seconds: float) -> None:
+    """Find the re-runs of a part of the fastest schedule anew."""
+    assert search.fastest is not None
+    assert search.budget is not None
+    graph = search.graph
+    slots, start = find_slots(graph, search.fastest.schedule, part)
+    if not any(slot.optional for slot in slots):
+        return
+    values = sorted(_values_of(graph, part))
+    found = best_runs(
+        graph, slots, search.budget, search.constraints, values=values, seconds=seconds, gap=GAP, start=start
+    )
+    if found.schedule is not None:
+        search.try_schedule(prune(graph, found.schedule))
+
+
+def _copy(search: Search, part: Sequence[BaseOp], parts: Sequence[Sequence[BaseOp]]) -> None:
+    """Run again in the other layers that are like this one what is run again in it, where that is faster."""
+    assert search.fastest is not None
+    graph, like = search.graph, _signature(search.graph, part)
+    if like is None:
+        return
+    own, place = {i: n for n, i in enumerate(part)}, {t: n for n, t in enumerate(_backward_of(graph, part))}
+    steps = _Steps(graph, search.fastest.schedule, part)
+    runs = [
+        (place[BaseOp(RowId(int(steps.schedule[at])))], own[steps.base[n]])
+        for before, at in _between_base_ops(steps.again)
+        for n in before
+        if steps.base[n] in own
+    ]
+    for other in parts:
+        if other is not part and _signature(graph, other) == like:
+            backward = _backward_of(graph, other)
+            before: dict[BaseOp, list[RowId]] = {}
+            for at, n in runs:
+                before.setdefault(backward[at], []).append(graph.rerun(other[n]))
+            steps = _Steps(graph, search.fastest.schedule, other)
+            search.try_schedule(prune(graph, steps.with_runs(before)))
+
+
+def _backward_of(graph: Graph, part: Sequence[BaseOp]) -> list[BaseOp]:
+    return [t for t in graph.backward_ops if graph.ops[t].region == graph.ops[part[0]].region]
+
+
+def _signature(graph: Graph, part: Sequence[BaseOp]) -> object | None:
+    """What layers that can be run alike have in common; None for what is not all of a layer."""
+    region = graph.ops[part[0]].region
+    if sum(graph.ops[i].region == region for i in _recomputable(graph)) != len(part):
+        return None
+
+    def told(i: BaseOp) -> tuple[float, int, tuple[int, ...]]:
+        return (
+            graph.ops[i].seconds,
+            len(graph.ops[i].inputs),
+            tuple(graph.values[v].bytes for v in graph.ops[i].outputs),
+        )
+
+    return [told(i) for i in part], [told(t) for t in _backward_of(graph, part)]
+
+
+def find_slots(
+    graph: Graph, schedule: Schedule, part: Sequence[BaseOp]
+) -> tuple[Per[SlotId, Slot], Sequence[bool]]:
+    """The slots of a part of the forward, with those of its re-runs optional, and all other steps.
+
+    Returns:
+        The slots in order, and for each whether the schedule uses it.
+    """
+    steps = _Steps(graph, schedule, part)
+    for before, at in _between_base_ops(steps.again):
+        row = RowId(int(schedule[at]))
+        others = [n for n in before if steps.base[n] not in steps.part]
+        used = {steps.base[n] for n in before} & steps.part
+        if row >= graph.forward_length and steps.is_place(BaseOp(row), [*others, at], bool(used)):
+            waiting = [i for i in part if graph.ops[i].region == graph.ops[row].region]
+            for n in [*others, at]:
+                sooner = [i for i in waiting if n == at or i < steps.base[n]]
+                steps.may_run(sooner, used, n)
+                waiting = waiting[len(sooner) :]
+                steps.runs(n)
+        else:
+            for n in [*others, at]:
+                steps.runs(n)
+    steps.close()
+    return steps.slots, steps.start
+
+
+def _values_of(graph: Graph, part: Sequence[BaseOp]) -> set[ValueId]:
+    table = graph.walk_table
+    rows = [graph.rerun(i) for i in part]
+    return {v for r in rows for v in (*table.inputs[r], *table.outputs[r]) if graph.producer[v] >= 0}
+
+
+def _between_base_ops(again: StepMask) -> Iterator[tuple[list[Step], Step]]:
+    """Each base operation's step, and the re-runs between it and the one before."""
+    waiting: list[Step] = []
+    for n in listed(Step, np.arange(len(again))):
+        if again[n]:
+            waiting.append(n)
+        else:
+            yield waiting, n
+            waiting = []
+
+
+@dataclass
+class _Steps:
+    """The steps of a schedule, as they become slots."""
+
+    graph: Graph
+    schedule: Schedule
+    ops: Sequence[BaseOp]
+    slots: list[Slot] = field(default_factory=list)
+    start: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        graph, schedule = self.graph, self.schedule
+        self.part = set(self.ops)
+        self.again = is_rerun(graph, schedule)
+        self.base = listed(BaseOp, graph.base_of[schedule])
+        self.values = _values_of(graph, self.ops)
+        self.results = {v for i in self.ops for v in graph.ops[graph.rerun(i)].outputs}
+        self.held = {until for v in self.values if (until := graph.values[v].held_until) is not None}
+        self.during, self.between = self._beside()
+        self._merged: list[Step] = []
+        self._seen: set[Region] = set()
+
+    def _beside(self) -> tuple[PerStep, PerStep]:
+        """Bytes that other values hold during each step, and right before it."""
+        graph, length = self.graph, len(self.schedule)
+        lives = lifetimes(graph, self.schedule)
+        others = ~np.isin(lives.value, np.fromiter(self.values, dtype=np.int64, count=len(self.values)))
+        others &= ~graph.on_demand[lives.value] | lives.used
+        size, first, last = graph.bytes[lives.value[others]], lives.start[others], lives.end[others] + 1
+        changes = []
+        for begin in (first, np.minimum(first + 1, last)):
+            change = np.zeros(length + 1, dtype=np.int64)
+            np.add.at(change, begin, size)
+            np.subtract.at(change, last, size)
+            changes.append(np.cumsum(change)[:length])
+        return changes[0], changes[1]
+
+    def is_place(self, op: BaseOp, steps: Sequence[Step], used: bool) -> bool:
+        """Whether re-runs before a base operation are looked for: at the first of the region, where results
+        are read, and where the schedule has some."""
+        region = self.graph.ops[op].region
+        first = region not in self._seen
+        self._seen.add(region)
+        inputs = self.graph.walk_table.inputs
+        return (
+            used
+            or first
+            or any(v in self.results for n in steps for v in inputs[RowId(int(self.schedule[n]))])
+        )
+
+    def may_run(self, ops: Sequence[BaseOp], used: set[BaseOp], n: Step) -> None:
+        """Operations of the part may run again before a step."""
+        if ops:
+            self.close()
+        for i in ops:
+            again = self.graph.rerun(i)
+            self.slots.append(slot_of(self.graph, again, optional=True, beside=int(self.between[n])))
+            self.start.append(i in used)
+
+    def runs(self, n: Step) -> None:
+        """A step that is no question."""
+        row = RowId(int(self.schedule[n]))
+        slot = slot_of(self.graph, row, beside=int(self.during[n]))
+        touches = not self.values.isdisjoint(slot.reads) or not self.values.isdisjoint(slot.writes)
+        if touches or (not self.again[n] and row in self.held):
+            self.close()
+            self.slots.append(slot)
+            self.start.append(True)
+        else:
+            self._merged.append(n)
+
+    def with_runs(self, before: Mapping[BaseOp, Sequence[RowId]]) -> Schedule:
+        """The schedule with other re-runs of the part, before base operations."""
+        rows: list[RowId] = []
+        for again, at in _between_base_ops(self.again):
+            rows += [RowId(int(self.schedule[n])) for n in again if self.base[n] not in self.part]
+            row = RowId(int(self.schedule[at]))
+            rows += before.get(BaseOp(row), ())
+            rows.append(row)
+        return np.array(rows, dtype=np.int64)
+
+    def close(self) -> None:
+        """Make one slot of the steps that touch no value of the part."""
+        if self._merged:
+            rows = tuple(RowId(int(self.schedule[n])) for n in self._merged)
+            workspace = self.graph.workspace_bytes
+            beside = max(int(self.during[n] + workspace[r]) for n, r in zip(self._merged, rows, strict=True))
+            self.slots.append(Slot(rows[-1], False, (), (), beside, rows))
+            self.start.append(True)
+            self._merged = []

@@ -1,0 +1,130 @@
+"""Large neighbourhood search: parts of a schedule found anew."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from solvers import SOLVERS, Graph, check, simulate
+from solvers.effort import EFFORTS
+from solvers.model.constraints import NO_CONSTRAINTS, Constraints
+from solvers.model.graph import GLUE_REGION
+from solvers.model.in_flight import InFlight
+from solvers.model.incumbent import Search
+from solvers.programs import exact_ilp, neighbourhood
+from solvers.programs.slots import best_runs
+from tests.graphs import chain, graphs, random_dag
+
+
+def searching(graph: Graph, budget: int, solver: str, constraints: Constraints = NO_CONSTRAINTS) -> Search:
+    """A search that has a solver's schedule."""
+    search = Search("parts", graph, budget, None, None, constraints)
+    search.try_schedule(SOLVERS[solver](graph, budget, constraints=constraints).schedule)
+    return search
+
+
+def budget_of(graph: Graph, share: float) -> int:
+    return int(share * simulate(graph, graph.base_schedule).peak_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(most=16, regions=3), st.sampled_from([0.4, 0.6, 0.8]), st.sampled_from(["sqrt_n", "min"]))
+def test_no_slot_holds_less_than_the_step_does(graph: Graph, share: float, start: str) -> None:
+    """What the program takes for possible is within the budget, and what is within it is possible."""
+    budget = budget_of(graph, share)
+    schedule = SOLVERS["sqrt_n"](graph, None if start == "min" else budget).schedule
+    for part in neighbourhood.find_parts(graph):
+        slots, used = neighbourhood.find_slots(graph, schedule, part)
+        rows = [r for slot, there in zip(slots, used, strict=True) if there for r in slot.rows or (slot.row,)]
+        peak = simulate(graph, np.array(rows)).peak_bytes
+        values = sorted(neighbourhood._values_of(graph, part))
+        for allowed in {peak, max(budget, peak - 1)}:
+            found = best_runs(graph, slots, allowed, NO_CONSTRAINTS, values=values)
+            if allowed >= peak:
+                assert found.schedule is not None
+            if found.schedule is not None:
+                check(graph, found.schedule)
+                assert simulate(graph, found.schedule).peak_bytes <= allowed
+                if allowed >= peak:
+                    assert (
+                        simulate(graph, found.schedule).seconds
+                        <= simulate(graph, np.array(rows)).seconds + 1e-9
+                    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_whole_graph_in_one_part_is_solved_exactly(seed: int) -> None:
+    graph = chain(4, 10 + seed) if seed < 2 else random_dag(seed, 4, plain=True)
+    for share in (0.7, 0.9):
+        budget = budget_of(graph, share)
+        exact = exact_ilp.solve(graph, budget)
+        search = searching(graph, budget, "sqrt_n")
+        if search.fastest is None:
+            continue
+        neighbourhood.improve(search, seconds=20.0, part_seconds=10.0)
+        assert search.fastest.seconds == pytest.approx(exact.seconds, rel=2 * neighbourhood.GAP)
+
+
+def layers(count: int) -> Graph:
+    """A chain whose operations are in captured graphs of eight each."""
+    graph = chain(8 * count, 100)
+
+    def region(i: int) -> int:
+        at = i if i < graph.forward_length else graph.base_length - 1 - i
+        return min(max(at, 0) // 8, count - 1)
+
+    ops = [replace(op, region=region(i)) for i, op in enumerate(graph.ops)]
+    return Graph(ops, graph.values)
+
+
+def test_what_is_found_for_a_layer_is_tried_for_those_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = layers(4)
+    budget = budget_of(graph, 0.5)
+    search = searching(graph, budget, "sqrt_n")
+    assert search.fastest is not None
+    before = search.fastest.seconds
+    parts = neighbourhood.find_parts(graph)
+    assert len({str(neighbourhood._signature(graph, part)) for part in parts}) < len(parts)
+    improved: list[int] = []
+    improve_part = neighbourhood.improve_part
+
+    def counted(search: Search, part: list[int], *, seconds: float) -> None:
+        improved.append(part[0])
+        improve_part(search, part, seconds=seconds)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(neighbourhood, "improve_part", counted)
+    neighbourhood.improve(search, seconds=20.0, part_seconds=10.0)
+    assert search.fastest.seconds < before
+    assert search.fastest.peak_bytes <= budget
+    assert improved[:2] == [parts[-1][0], parts[-2][0]]
+
+
+@pytest.mark.parametrize(("op", "kept"), [(12, True), (13, False)])
+def test_what_was_asked_for_is_kept_or_not(op: int, kept: bool) -> None:
+    graph = layers(3)
+    chosen = np.zeros(len(graph.values), dtype=bool)
+    chosen[list(graph.ops[op].outputs)] = True
+    asked = Constraints(keep=chosen) if kept else Constraints(recompute=chosen)
+    for constraints, again in ((NO_CONSTRAINTS, kept), (asked, not kept)):
+        search = searching(graph, budget_of(graph, 0.6), "sqrt_n", constraints)
+        neighbourhood.improve(search, seconds=20.0, part_seconds=10.0)
+        assert search.fastest is not None
+        assert (op in search.fastest.schedule[graph.forward_length :]) is again
+
+
+def test_no_time_no_search() -> None:
+    graph = layers(3)
+    search = searching(graph, budget_of(graph, 0.6), "sqrt_n")
+    before = search.fastest
+    neighbourhood.improve(search, seconds=0.0, part_seconds=10.0)
+    assert search.fastest is before
+
+
+def test_layers_are_improved_sooner_where_answers_are_to_be_fast() -> None:
+    several, one = layers(3), chain(24, 100)
+    assert {op.region for op in several.ops} - {GLUE_REGION} == {0, 1, 2}
+    fast = EFFORTS["fast"]
+    assert EFFORTS["best"].parts_beyond(one) == 0 < fast.parts_beyond(several) < fast.parts_beyond(one)
+    assert fast.parts_beyond(replace(one, in_flight=InFlight(2))) == float("inf")
