@@ -3,7 +3,7 @@
 PyTorch looks for zeros among the data, and where there are none it divides the product by each factor. For
 tensors without data, and under dispatch modes, it takes the form that is right for zeros too, which takes
 more memory. Here its operators run, since C++ code calls them, and those of the other form are recorded.
-Tested with torch 2.13.
+Tested with torch 2.13 and 2.15.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 _BEGINS = {
     "ProdBackward0": (aten.clone.default, aten.ones.default),
     "ProdBackward1": (aten.ones.default,),
-    "CumprodBackward0": (aten.zeros.default,),
+    "CumprodBackward0": (aten.zeros.default, aten.new_zeros.default),  # the second from 2.15 on
 }
 """With which operators the form for zeros may begin, by the node that runs it."""
 PRODUCTS = frozenset(_BEGINS)
