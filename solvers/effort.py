@@ -37,9 +37,10 @@ class PortfolioSettings:
             should be of use.
         small_program_seconds: The process seconds that each kind of program gets on small graphs.
         walled_programs: Programs with walls get this many times as long: they are solved at several sizes.
-        layers_beyond, parts_beyond_of_one: Graphs that are nearer to the bound than this are done without a
+        layers_beyond, stretches_beyond: Graphs that are nearer to the bound than this are done without a
             search part by part (:mod:`solvers.programs.neighbourhood`): those of several captured graphs, as
             layers of a model are, and those of one.
+        longest_in_stretches: So are graphs of one captured graph with more forward operations.
         parts_seconds, part_seconds: The process seconds that this search gets, and each part in it.
         usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
         least_share: The share of a time limit that the forms of least peak get.
@@ -70,7 +71,8 @@ class PortfolioSettings:
     small_program_seconds: float = 6.0
     walled_programs: float = 3.0
     layers_beyond: float = 0.0
-    parts_beyond_of_one: float = 0.0
+    stretches_beyond: float = 0.0
+    longest_in_stretches: float = float("inf")
     parts_seconds: float = 20.0
     part_seconds: float = 5.0
     usual_length: int = 4_000
@@ -84,10 +86,13 @@ class PortfolioSettings:
 
     def parts_beyond(self, graph: Graph) -> float:
         """How near to the bound an answer is not improved part by part; micro-batches in flight never are."""
-        if graph.in_flight is not None:
-            return float("inf")
-        several = len({op.region for op in graph.ops} - {GLUE_REGION}) > 1
-        return self.layers_beyond if several else self.parts_beyond_of_one
+        if len({op.region for op in graph.ops} - {GLUE_REGION}) > 1:
+            beyond = self.layers_beyond
+        else:
+            beyond = self.stretches_beyond
+            if graph.forward_length > self.longest_in_stretches:
+                return float("inf")
+        return beyond if graph.in_flight is None else float("inf")
 
     def patience(self, forward_length: int, time_limit: float) -> float:
         """The process seconds that each kind of program gets."""
@@ -109,7 +114,8 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
         small_twice_beyond=2e-3,
         small_programs_beyond=5e-3,
         layers_beyond=5e-3,
-        parts_beyond_of_one=float("inf"),
+        stretches_beyond=2e-2,
+        longest_in_stretches=1000,
         parts_seconds=3.0,
         part_seconds=1.0,
     ),

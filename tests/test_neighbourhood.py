@@ -127,4 +127,5 @@ def test_layers_are_improved_sooner_where_answers_are_to_be_fast() -> None:
     assert {op.region for op in several.ops} - {GLUE_REGION} == {0, 1, 2}
     fast = EFFORTS["fast"]
     assert EFFORTS["best"].parts_beyond(one) == 0 < fast.parts_beyond(several) < fast.parts_beyond(one)
+    assert replace(fast, longest_in_stretches=20).parts_beyond(one) == float("inf")
     assert fast.parts_beyond(replace(one, in_flight=InFlight(2))) == float("inf")

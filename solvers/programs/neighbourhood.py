@@ -3,11 +3,11 @@
 Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998
 (doi 10.1007/3-540-49481-2_30); the program of a part is that of :mod:`solvers.programs.exact_ilp`.
 
-A *part* is a stretch of the forward operations of one captured graph: all of them if they are few, as in one
-layer of a model. Its re-runs may move, come and go, and be made several times, where anything of its results
-is read; what the rest of the step holds meanwhile is given, and steps that neither read nor write a value of
-the part are one slot. Parts are gone through from the last to the first until none gets better; what is found
-for a layer is tried for all layers like it.
+A *part* is a stretch of the forward operations of one captured graph: where there are several graphs, as for
+the layers of a model, all of them if they are few. Its re-runs may move, come and go, and be made several
+times, where anything of its results is read; what the rest of the step holds meanwhile is given, and steps
+that neither read nor write a value of the part are one slot. Parts are gone through from the last to the
+first until none gets better; what is found for a layer is tried for all layers like it.
 
 Not optimal: bytes that one part could save for another are of no use to it.
 """
@@ -26,9 +26,11 @@ from solvers.model.indices import BaseOp, Per, Region, RowId, SlotId, Step, Valu
 from solvers.model.schedule import lifetimes
 from solvers.programs.slots import Slot, best_runs, slot_of
 
-LONGEST_PART = 60
-"""Forward operations of a part at most: its program has a variable for each, at every place in the backward
-where one of its results is read."""
+LAYER = 60
+"""Forward operations of a part at most where parts are layers: its program has a variable for each, at every
+place in the backward where one of its results is read."""
+STRETCHES = (15, 30)
+"""Of a part of one graph, where results are read in more places; first the small parts, then larger ones."""
 GAP = 1e-4
 """Relative gap of a part's re-runs at which its program counts as solved."""
 
@@ -42,7 +44,14 @@ def improve(search: Search, *, seconds: float, part_seconds: float) -> None:
         part_seconds: For one part.
     """
     end = search.elapsed + min(seconds, search.seconds_left)
-    parts = find_parts(search.graph)
+    regions = {search.graph.ops[i].region for i in _recomputable(search.graph)}
+    for most in (LAYER,) if len(regions) > 1 else STRETCHES:
+        _improve_parts(search, find_parts(search.graph, most), end, part_seconds)
+
+
+def _improve_parts(
+    search: Search, parts: Sequence[Sequence[BaseOp]], end: float, part_seconds: float
+) -> None:
     settled: set[int] = set()
     while search.fastest is not None and len(settled) < len(parts):
         for n, part in reversed(list(enumerate(parts))):
@@ -57,14 +66,14 @@ def improve(search: Search, *, seconds: float, part_seconds: float) -> None:
             settled.add(n)
 
 
-def find_parts(graph: Graph) -> list[list[BaseOp]]:
-    """The forward operations that may run again, in parts."""
+def find_parts(graph: Graph, most: int = LAYER) -> list[list[BaseOp]]:
+    """The forward operations that may run again, in parts of so many at most."""
     by_region: dict[Region, list[BaseOp]] = {}
     for i in _recomputable(graph):
         by_region.setdefault(graph.ops[i].region, []).append(i)
     parts = []
     for ops in by_region.values():
-        count = -(-len(ops) // LONGEST_PART)
+        count = -(-len(ops) // most)
         cuts = [round(n * len(ops) / count) for n in range(count + 1)]
         parts += [ops[a:b] for a, b in pairwise(cuts)]
     return parts
