@@ -41,7 +41,8 @@ class PortfolioSettings:
             search part by part (:mod:`solvers.programs.neighbourhood`): those of several captured graphs, as
             layers of a model are, and those of one.
         longest_in_stretches: So are graphs of one captured graph with more forward operations.
-        parts_seconds, part_seconds: The process seconds that this search gets, and each part in it.
+        parts_slots, parts_nodes: The optional slots that the programs of this search have together, and the
+            nodes of the tree of each; 1,000 slots take two to six seconds.
         usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
         least_share: The share of a time limit that the forms of least peak get.
         below_least: Whether budgets just below the least peak that was found are tried as well.
@@ -73,8 +74,8 @@ class PortfolioSettings:
     layers_beyond: float = 0.0
     stretches_beyond: float = 0.0
     longest_in_stretches: float = float("inf")
-    parts_seconds: float = 20.0
-    part_seconds: float = 5.0
+    parts_slots: int = 20_000
+    parts_nodes: int = 20
     usual_length: int = 4_000
     least_share: float = 0.5
     below_least: bool = True
@@ -116,8 +117,8 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
         layers_beyond=5e-3,
         stretches_beyond=2e-2,
         longest_in_stretches=1000,
-        parts_seconds=3.0,
-        part_seconds=1.0,
+        parts_slots=1_000,
+        parts_nodes=1,
     ),
 }
 """What either costs and brings is measured by ``benchmarks/effort.py``."""

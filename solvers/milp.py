@@ -95,16 +95,18 @@ class Program:
         start: PerVariable | None = None,
         relax: bool = False,
         presolve: bool = True,
+        nodes: int | None = None,
     ) -> Answer:
         """Solve within ``time_limit`` wall seconds to the relative ``gap`` or to ``absolute_gap``,
         from the point ``start`` (NaN where unknown). ``relax`` drops integrality. Presolving takes
         several times as long as a relaxed program itself, and is done for integer ones only; where a
-        loose gap is enough, they too are faster without ``presolve``."""
+        loose gap is enough, they too are faster without ``presolve``. No more than ``nodes`` of the tree are
+        looked at: unlike seconds, these are the same on every machine."""
         if not self.cost:
             return Answer(Outcome.OPTIMAL, np.zeros(0), 0.0, 0.0)
         if importlib.util.find_spec("highspy") is not None:
-            return _highs(self, time_limit, gap, absolute_gap, start, relax, presolve and not relax)
-        return _cbc(self, time_limit, gap, relax)
+            return _highs(self, time_limit, gap, absolute_gap, start, relax, presolve and not relax, nodes)
+        return _cbc(self, time_limit, gap, relax, nodes)
 
 
 @functools.cache
@@ -128,6 +130,7 @@ def _highs(
     start: PerVariable | None,
     relax: bool,
     presolve: bool,
+    nodes: int | None,
 ) -> Answer:
     import highspy
 
@@ -138,6 +141,8 @@ def _highs(
     solver.setOptionValue("mip_abs_gap", max(1e-6, absolute_gap))
     if not presolve:
         solver.setOptionValue("presolve", "off")
+    if nodes is not None:
+        solver.setOptionValue("mip_max_nodes", nodes)
     if time_limit is not None:
         solver.setOptionValue("time_limit", max(0.01, time_limit))
     model: Any = highspy.HighsLp()
@@ -191,7 +196,7 @@ def _warn_of_no_solver(reason: str) -> None:
     )
 
 
-def _cbc(program: Program, time_limit: float | None, gap: float, relax: bool) -> Answer:
+def _cbc(program: Program, time_limit: float | None, gap: float, relax: bool, nodes: int | None) -> Answer:
     import pulp
 
     problem = pulp.LpProblem("program", pulp.LpMinimize)
@@ -212,7 +217,7 @@ def _cbc(program: Program, time_limit: float | None, gap: float, relax: bool) ->
             problem += left >= low
         if not np.isinf(high):
             problem += left <= high
-    solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=gap or None, threads=1)
+    solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=gap or None, threads=1, maxNodes=nodes)
     try:
         problem.solve(solver)
     except pulp.PulpSolverError as error:

@@ -328,8 +328,7 @@ def _attempt(
     _improve_locally(search, bound, settings, trading=far or not large)
     if not _done(search, bound, settings) and _distance(search, bound) > settings.parts_beyond(graph):
         search.begin_stage((0.95, 1.0))
-        seconds, each = search.wall(settings.parts_seconds), search.wall(settings.part_seconds)
-        neighbourhood.improve(search, seconds=seconds, part_seconds=each)
+        neighbourhood.improve(search, slots=settings.parts_slots, nodes=settings.parts_nodes)
     search.begin_stage((0.0, 1.0))
     if _distance(search, bound) > settings.met:
         bound = at_more_moments(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))

@@ -13,6 +13,7 @@ from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import GLUE_REGION
 from solvers.model.in_flight import InFlight
 from solvers.model.incumbent import Search
+from solvers.model.indices import BaseOp
 from solvers.programs import exact_ilp, neighbourhood
 from solvers.programs.slots import best_runs
 from tests.graphs import chain, graphs, random_dag
@@ -63,7 +64,7 @@ def test_a_whole_graph_in_one_part_is_solved_exactly(seed: int) -> None:
         search = searching(graph, budget, "sqrt_n")
         if search.fastest is None:
             continue
-        neighbourhood.improve(search, seconds=20.0, part_seconds=10.0)
+        neighbourhood.improve(search, slots=20_000, nodes=1_000)
         assert search.fastest.seconds == pytest.approx(exact.seconds, rel=2 * neighbourhood.GAP)
 
 
@@ -90,12 +91,12 @@ def test_what_is_found_for_a_layer_is_tried_for_those_like_it(monkeypatch: pytes
     improved: list[int] = []
     improve_part = neighbourhood.improve_part
 
-    def counted(search: Search, part: list[int], *, seconds: float) -> None:
+    def counted(search: Search, part: list[BaseOp], *, nodes: int) -> int:
         improved.append(part[0])
-        improve_part(search, part, seconds=seconds)  # type: ignore[arg-type]
+        return improve_part(search, part, nodes=nodes)
 
     monkeypatch.setattr(neighbourhood, "improve_part", counted)
-    neighbourhood.improve(search, seconds=20.0, part_seconds=10.0)
+    neighbourhood.improve(search, slots=20_000, nodes=1_000)
     assert search.fastest.seconds < before
     assert search.fastest.peak_bytes <= budget
     assert improved[:2] == [parts[-1][0], parts[-2][0]]
@@ -109,16 +110,16 @@ def test_what_was_asked_for_is_kept_or_not(op: int, kept: bool) -> None:
     asked = Constraints(keep=chosen) if kept else Constraints(recompute=chosen)
     for constraints, again in ((NO_CONSTRAINTS, kept), (asked, not kept)):
         search = searching(graph, budget_of(graph, 0.6), "sqrt_n", constraints)
-        neighbourhood.improve(search, seconds=20.0, part_seconds=10.0)
+        neighbourhood.improve(search, slots=20_000, nodes=1_000)
         assert search.fastest is not None
         assert (op in search.fastest.schedule[graph.forward_length :]) is again
 
 
-def test_no_time_no_search() -> None:
+def test_no_slots_no_search() -> None:
     graph = layers(3)
     search = searching(graph, budget_of(graph, 0.6), "sqrt_n")
     before = search.fastest
-    neighbourhood.improve(search, seconds=0.0, part_seconds=10.0)
+    neighbourhood.improve(search, slots=0, nodes=1_000)
     assert search.fastest is before
 
 

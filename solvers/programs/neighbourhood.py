@@ -35,35 +35,36 @@ GAP = 1e-4
 """Relative gap of a part's re-runs at which its program counts as solved."""
 
 
-def improve(search: Search, *, seconds: float, part_seconds: float) -> None:
+def improve(search: Search, *, slots: int, nodes: int) -> None:
     """Improve the fastest schedule that fits.
+
+    Unless the time limit comes in between, the answer depends on no clock: ranks of a cluster that plan each
+    by itself must come to the same.
 
     Args:
         search: Has the schedule, and gets better ones.
-        seconds: Wall seconds at most.
-        part_seconds: For one part.
+        slots: How many optional slots the programs of all parts may have together.
+        nodes: Of the tree of each program, at most.
     """
-    end = search.elapsed + min(seconds, search.seconds_left)
     regions = {search.graph.ops[i].region for i in _recomputable(search.graph)}
     for most in (LAYER,) if len(regions) > 1 else STRETCHES:
-        _improve_parts(search, find_parts(search.graph, most), end, part_seconds)
+        slots -= _improve_parts(search, find_parts(search.graph, most), slots, nodes)
 
 
-def _improve_parts(
-    search: Search, parts: Sequence[Sequence[BaseOp]], end: float, part_seconds: float
-) -> None:
-    settled: set[int] = set()
+def _improve_parts(search: Search, parts: Sequence[Sequence[BaseOp]], slots: int, nodes: int) -> int:
+    """Returns how many slots there were."""
+    used, settled = 0, set[int]()
     while search.fastest is not None and len(settled) < len(parts):
         for n, part in reversed(list(enumerate(parts))):
-            left = min(part_seconds, end - search.elapsed)
-            if n in settled or search.out_of_time() or left <= 0:
-                return
+            if n in settled or used >= slots or search.out_of_time():
+                return used
             before = search.fastest.seconds
-            improve_part(search, part, seconds=left)
+            used += improve_part(search, part, nodes=nodes)
             if search.fastest.seconds < before:
                 settled.clear()
                 _copy(search, part, parts)
             settled.add(n)
+    return used
 
 
 def find_parts(graph: Graph, most: int = LAYER) -> list[list[BaseOp]]:
@@ -83,20 +84,28 @@ def _recomputable(graph: Graph) -> list[BaseOp]:
     return [i for i in graph.forward_ops if any(graph.recompute_row[v] >= 0 for v in graph.ops[i].outputs)]
 
 
-def improve_part(search: Search, part: Sequence[BaseOp], *, seconds: float) -> None:
-    """Find the re-runs of a part of the fastest schedule anew."""
+def improve_part(search: Search, part: Sequence[BaseOp], *, nodes: int) -> int:
+    """Find the re-runs of a part of the fastest schedule anew; returns how many optional slots there were."""
     assert search.fastest is not None
     assert search.budget is not None
     graph = search.graph
     slots, start = find_slots(graph, search.fastest.schedule, part)
-    if not any(slot.optional for slot in slots):
-        return
-    values = sorted(_values_of(graph, part))
-    found = best_runs(
-        graph, slots, search.budget, search.constraints, values=values, seconds=seconds, gap=GAP, start=start
-    )
-    if found.schedule is not None:
-        search.try_schedule(prune(graph, found.schedule))
+    optional = sum(slot.optional for slot in slots)
+    if optional:
+        found = best_runs(
+            graph,
+            slots,
+            search.budget,
+            search.constraints,
+            values=sorted(_values_of(graph, part)),
+            seconds=search.seconds_left,
+            nodes=nodes,
+            gap=GAP,
+            start=start,
+        )
+        if found.schedule is not None:
+            search.try_schedule(prune(graph, found.schedule))
+    return optional
 
 
 def _copy(search: Search, part: Sequence[BaseOp], parts: Sequence[Sequence[BaseOp]]) -> None:

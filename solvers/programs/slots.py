@@ -68,6 +68,7 @@ def best_runs(
     *,
     values: Sequence[ValueId] | None = None,
     seconds: float = float("inf"),
+    nodes: int | None = None,
     gap: float = GAP,
     start: Sequence[bool] | None = None,
 ) -> Runs:
@@ -80,6 +81,7 @@ def best_runs(
         constraints: Values that are always kept or always recomputed.
         values: Those that have an unknown life; all of the graph where they are not given.
         seconds: Wall seconds.
+        nodes: Of the tree of the program, at most.
         gap: The relative gap of all that optional slots take at which the program counts as solved.
         start: For each slot whether it is used in a schedule that is known.
     """
@@ -111,7 +113,8 @@ def best_runs(
     if start is not None:
         known = np.full(len(program.cost), np.nan)
         known[run] = np.asarray(start, dtype=np.float64)
-    result = program.solve(time_limit=None if np.isinf(seconds) else max(0.1, seconds), gap=gap, start=known)
+    limit = None if np.isinf(seconds) else max(0.1, seconds)
+    result = program.solve(time_limit=limit, gap=gap, start=known, nodes=nodes)
     if result.values is None:
         return Runs(None, None)
     used = [row for j, s in enumerate(slots) if result.values[run[j]] > 0.5 for row in (s.rows or (s.row,))]
