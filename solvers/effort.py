@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from solvers.model.graph import GLUE_REGION, Graph
+from solvers.model.graph import Graph
 from solvers.programs import ilp
+from solvers.programs.neighbourhood import has_layers
 
 Effort = Literal["fast", "best"]
 """Answers in seconds, or as good as they get: see ``EFFORTS``."""
@@ -38,9 +39,9 @@ class PortfolioSettings:
         small_program_seconds: The process seconds that each kind of program gets on small graphs.
         walled_programs: Programs with walls get this many times as long: they are solved at several sizes.
         layers_beyond, stretches_beyond: Graphs that are nearer to the bound than this are done without a
-            search part by part (:mod:`solvers.programs.neighbourhood`): those of several captured graphs, as
-            layers of a model are, and those of one.
-        longest_in_stretches: So are graphs of one captured graph with more forward operations.
+            search part by part (:mod:`solvers.programs.neighbourhood`): those of layers, each
+            a captured graph, and others.
+        longest_in_stretches: So are others with more forward operations.
         parts_slots, parts_nodes: The optional slots that the programs of this search have together, and the
             nodes of the tree of each; 1,000 slots take two to six seconds.
         usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
@@ -87,13 +88,11 @@ class PortfolioSettings:
 
     def parts_beyond(self, graph: Graph) -> float:
         """How near to the bound an answer is not improved part by part; micro-batches in flight never are."""
-        if len({op.region for op in graph.ops} - {GLUE_REGION}) > 1:
-            beyond = self.layers_beyond
-        else:
-            beyond = self.stretches_beyond
-            if graph.forward_length > self.longest_in_stretches:
-                return float("inf")
-        return beyond if graph.in_flight is None else float("inf")
+        if graph.in_flight is not None:
+            return float("inf")
+        if has_layers(graph):
+            return self.layers_beyond
+        return float("inf") if graph.forward_length > self.longest_in_stretches else self.stretches_beyond
 
     def patience(self, forward_length: int, time_limit: float) -> float:
         """The process seconds that each kind of program gets."""

@@ -12,6 +12,7 @@ first until none gets better; what is found for a layer is tried for all layers 
 Not optimal: bytes that one part could save for another are of no use to it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -46,9 +47,14 @@ def improve(search: Search, *, slots: int, nodes: int) -> None:
         slots: How many optional slots the programs of all parts may have together.
         nodes: Of the tree of each program, at most.
     """
-    regions = {search.graph.ops[i].region for i in _recomputable(search.graph)}
-    for most in (LAYER,) if len(regions) > 1 else STRETCHES:
+    for most in (LAYER,) if has_layers(search.graph) else STRETCHES:
         slots -= _improve_parts(search, find_parts(search.graph, most), slots, nodes)
+
+
+def has_layers(graph: Graph) -> bool:
+    """Whether a graph is made of several captured graphs, none of which is longer than a layer."""
+    lengths = Counter(graph.ops[i].region for i in _recomputable(graph))
+    return len(lengths) > 1 and max(lengths.values()) <= LAYER
 
 
 def _improve_parts(search: Search, parts: Sequence[Sequence[BaseOp]], slots: int, nodes: int) -> int:
