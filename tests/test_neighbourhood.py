@@ -87,7 +87,7 @@ def test_what_is_found_for_a_layer_is_tried_for_those_like_it(monkeypatch: pytes
     assert search.fastest is not None
     before = search.fastest.seconds
     parts = neighbourhood.find_parts(graph)
-    assert len({str(neighbourhood._signature(graph, part)) for part in parts}) < len(parts)
+    assert len({str(neighbourhood._signature(search, part)) for part in parts}) < len(parts)
     improved: list[int] = []
     improve_part = neighbourhood.improve_part
 
@@ -113,6 +113,19 @@ def test_what_was_asked_for_is_kept_or_not(op: int, kept: bool) -> None:
         neighbourhood.improve(search, slots=20_000, nodes=1_000)
         assert search.fastest is not None
         assert (op in search.fastest.schedule[graph.forward_length :]) is again
+
+
+def test_a_layer_that_is_not_free_is_not_like_others() -> None:
+    """What is overwritten before the backward must be computed again, whatever the others do."""
+    graph = layers(4)
+    again = np.zeros(len(graph.values), dtype=bool)
+    again[list(graph.ops[13].outputs)] = True
+    search = searching(graph, budget_of(graph, 0.5), "sqrt_n", Constraints(recompute=again))
+    parts = neighbourhood.find_parts(graph)
+    assert [neighbourhood._signature(search, part) is None for part in parts] == [False, True, False, False]
+    neighbourhood.improve(search, slots=20_000, nodes=1_000)
+    assert search.fastest is not None
+    assert 13 in search.fastest.schedule[graph.forward_length :]
 
 
 def test_no_slots_no_search() -> None:

@@ -117,7 +117,7 @@ def improve_part(search: Search, part: Sequence[BaseOp], *, nodes: int) -> int:
 def _copy(search: Search, part: Sequence[BaseOp], parts: Sequence[Sequence[BaseOp]]) -> None:
     """Run again in the other layers that are like this one what is run again in it, where that is faster."""
     assert search.fastest is not None
-    graph, like = search.graph, _signature(search.graph, part)
+    graph, like = search.graph, _signature(search, part)
     if like is None:
         return
     own, place = {i: n for n, i in enumerate(part)}, {t: n for n, t in enumerate(_backward_of(graph, part))}
@@ -129,7 +129,7 @@ def _copy(search: Search, part: Sequence[BaseOp], parts: Sequence[Sequence[BaseO
         if steps.base[n] in own
     ]
     for other in parts:
-        if other is not part and _signature(graph, other) == like:
+        if other is not part and _signature(search, other) == like:
             backward = _backward_of(graph, other)
             before: dict[BaseOp, list[RowId]] = {}
             for at, n in runs:
@@ -142,9 +142,13 @@ def _backward_of(graph: Graph, part: Sequence[BaseOp]) -> list[BaseOp]:
     return [t for t in graph.backward_ops if graph.ops[t].region == graph.ops[part[0]].region]
 
 
-def _signature(graph: Graph, part: Sequence[BaseOp]) -> object | None:
-    """What layers that can be run alike have in common; None for what is not all of a layer."""
-    region = graph.ops[part[0]].region
+def _signature(search: Search, part: Sequence[BaseOp]) -> object | None:
+    """What layers that can be run alike have in common; None for what is not all of a layer, and for layers of
+    which something is to be kept, or to be run again, in any case."""
+    graph, region = search.graph, search.graph.ops[part[0]].region
+    values = [v for i in part for v in graph.ops[i].outputs if graph.recompute_row[v] >= 0]
+    if not search.constraints.free(graph)[values].all():
+        return None
     if sum(graph.ops[i].region == region for i in _recomputable(graph)) != len(part):
         return None
 
