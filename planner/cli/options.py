@@ -131,7 +131,7 @@ InputsName = Annotated[
 EffortName = Annotated[
     Effort,
     typer.Option(
-        "--effort", help="How long solver auto searches: fast, or best for about three times as long."
+        "--effort", help="How long solver auto searches: fast, or best for up to a minute."
     ),
 ]
 EncodingsName = Annotated[

@@ -143,8 +143,8 @@ def _backward_of(graph: Graph, part: Sequence[BaseOp]) -> list[BaseOp]:
 
 
 def _signature(search: Search, part: Sequence[BaseOp]) -> object | None:
-    """What layers that can be run alike have in common; None for what is not all of a layer, and for layers of
-    which something is to be kept, or to be run again, in any case."""
+    """What layers that can be run alike have in common; None for what is not all of a layer, and for layers
+    of which something is to be kept, or to be run again, in any case."""
     graph, region = search.graph, search.graph.ops[part[0]].region
     values = [v for i in part for v in graph.ops[i].outputs if graph.recompute_row[v] >= 0]
     if not search.constraints.free(graph)[values].all():
