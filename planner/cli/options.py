@@ -130,9 +130,7 @@ InputsName = Annotated[
 ]
 EffortName = Annotated[
     Effort,
-    typer.Option(
-        "--effort", help="How long solver auto searches: fast, or best for up to a minute."
-    ),
+    typer.Option("--effort", help="How long solver auto searches: fast, or best for up to a minute."),
 ]
 EncodingsName = Annotated[
     Encodings,

@@ -126,8 +126,8 @@ class PlanOptions:
         inputs: What happens to inputs, buffers and biases between forward and backward: "unchanged", then
             the backward may read them again, or "overwritten", then it reads copies, whose bytes count.
         effort: How long solver "auto" searches: "fast" answers in seconds, "best" goes on for up to a
-            minute, for extra time that is lower by some tenths of a percent of the step, and by several percent
-            near the least peak.
+            minute, for extra time that is lower by some tenths of a percent of the step, and by several near
+            the least peak.
         encodings: "auto" keeps masks (of dropout, say) as bits, eight to a byte, where that is better than to
             keep them as they are or to draw them again, and of a result of ReLU one bit for each element,
             where only its backward needs it; "none" does not. On the CPU only; searches for the largest
