@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import SOLVERS, Graph, check, simulate
-from solvers.effort import EFFORTS
+from solvers import SOLVERS, Graph, check, portfolio, simulate
+from solvers.effort import EFFORTS, Effort
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import GLUE_REGION
 from solvers.model.in_flight import InFlight
@@ -134,6 +134,36 @@ def test_no_slots_no_search() -> None:
     before = search.fastest
     neighbourhood.improve(search, slots=0, nodes=1_000)
     assert search.fastest is before
+
+
+def test_one_layer_s_answer_makes_the_others_faster() -> None:
+    graph = layers(4)
+    search = Search("parts", graph, budget_of(graph, 1.0))
+    search.try_schedule(SOLVERS["sqrt_n"](graph, None).schedule)
+    assert search.fastest is not None
+    parts, seconds = neighbourhood.find_parts(graph), [search.fastest.seconds]
+    for part in parts:
+        neighbourhood.improve_part(search, part, nodes=1_000)
+        seconds.append(search.fastest.seconds)
+        if seconds[-1] < seconds[-2] and neighbourhood._signature(search, part) is not None:
+            neighbourhood._copy(search, part, parts)
+            seconds.append(search.fastest.seconds)
+            if seconds[-1] < seconds[-2]:
+                return
+    pytest.fail(f"nothing was copied: {seconds}")
+
+
+@pytest.mark.parametrize("effort", ["fast", "best"])
+def test_the_portfolio_asks_for_it(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        neighbourhood, "improve", lambda search, *, slots, nodes: asked.append((slots, nodes))
+    )
+    for seed in range(6):
+        graph = random_dag(seed, 40, regions=3)
+        portfolio.solve(graph, None, effort=effort, time_limit=5.0)
+    settings = EFFORTS[effort]
+    assert set(asked) == {(settings.parts_slots, settings.parts_nodes)}
 
 
 def test_layers_are_improved_sooner_where_answers_are_to_be_fast() -> None:
