@@ -213,11 +213,12 @@ def _least(
     for _ in range(settings.least_rounds):
         budget = best.peak_bytes - (best.peak_bytes > proven)
         left = max(0.0, time_limit - search.elapsed)
-        attempt, _ = _attempt(shared, budget, left / 2, None, [best.schedule])
+        attempt, bound = _attempt(shared, budget, left / 2, None, [best.schedule], parts=False)
         assert attempt.least is not None
         if attempt.least.peak_bytes < best.peak_bytes:
             best = attempt.least
         elif budget == best.peak_bytes:
+            _improve_part_by_part(attempt, bound, settings)
             best = attempt.fastest or best
             break
         else:
@@ -277,8 +278,11 @@ def _attempt(
     time_limit: float,
     progress: Progress | None,
     known: Sequence[Schedule],
+    *,
+    parts: bool = True,
 ) -> tuple[Search, Bound]:
-    """Run the portfolio on one budget: everything found, and the bound."""
+    """Run the portfolio on one budget, to the search part by part or without: everything found, and the
+    bound."""
     programs, settings = shared.programs, shared.settings
     graph = programs.graph
     search = Search(NAME, graph, budget, settings.last_start * time_limit, progress, programs.constraints)
@@ -326,14 +330,20 @@ def _attempt(
         seconds = search.wall(settings.exact_seconds)
         exact_ilp.answer(search, exact_ilp.find_slots(graph), budget, seconds=seconds)
     _improve_locally(search, bound, settings, trading=far or not large)
-    if not _done(search, bound, settings) and _distance(search, bound) > settings.parts_beyond(graph):
-        search.begin_stage((0.95, 1.0))
-        neighbourhood.improve(search, slots=settings.parts_slots, nodes=settings.parts_nodes)
+    if parts:
+        _improve_part_by_part(search, bound, settings)
     search.begin_stage((0.0, 1.0))
     if _distance(search, bound) > settings.met:
         bound = at_more_moments(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
     search.tell("polished", 1.0)
     return search, bound
+
+
+def _improve_part_by_part(search: Search, bound: Bound, settings: PortfolioSettings) -> None:
+    """Improve the best schedule by programs of parts of it, where that can still pay."""
+    if not _done(search, bound, settings) and _distance(search, bound) > settings.parts_beyond(search.graph):
+        search.begin_stage((0.95, 1.0))
+        neighbourhood.improve(search, slots=settings.parts_slots, nodes=settings.parts_nodes)
 
 
 def _improve_locally(search: Search, bound: Bound, settings: PortfolioSettings, *, trading: bool) -> None:
