@@ -80,6 +80,12 @@ def positions(n):
         table[1::2] = torch.cos(torch.arange(0.0, n, 2))
         CACHE["positions"] = (table, "sinusoidal")
     return CACHE["positions"][0]
+
+def two(n):
+    if "two" not in CACHE:
+        CACHE["two"] = (torch.arange(float(n)), torch.ones(n))
+    numbers, ones = CACHE["two"]
+    return numbers + ones
 """
 NUMBERS = count()
 KEPT = []  # Dynamo has code by its address
@@ -89,6 +95,7 @@ WANTED = {
     "in_a_slot": torch.full((8,), 2.0),
     "in_a_class": torch.full((8,), 3.0),
     "in_a_list": torch.full((8,), 4.0),
+    "two": torch.arange(8.0) + 1,
     "positions": torch.stack(
         [torch.sin(torch.arange(0.0, 8, 2)), torch.cos(torch.arange(0.0, 8, 2))], 1
     ).flatten(),
