@@ -42,8 +42,8 @@ class PortfolioSettings:
             search part by part (:mod:`solvers.programs.neighbourhood`): those of layers, each
             a captured graph, and others.
         longest_in_stretches: So are others with more forward operations.
-        parts_slots, parts_nodes: The optional slots that the programs of this search have together, and the
-            nodes of the tree of each; 1,000 slots take two to six seconds.
+        parts_work, parts_nodes: What the programs of this search take together, in iterations of the simplex
+            method, and the nodes of the tree of each; 10,000 iterations take one to two seconds.
         usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
         least_share: The share of a time limit that the forms of least peak get.
         below_least: Whether budgets just below the least peak that was found are tried as well.
@@ -75,7 +75,7 @@ class PortfolioSettings:
     layers_beyond: float = 0.0
     stretches_beyond: float = 0.0
     longest_in_stretches: float = float("inf")
-    parts_slots: int = 20_000
+    parts_work: int = 400_000
     parts_nodes: int = 20
     usual_length: int = 4_000
     least_share: float = 0.5
@@ -116,7 +116,7 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
         layers_beyond=5e-3,
         stretches_beyond=2e-2,
         longest_in_stretches=1000,
-        parts_slots=1_000,
+        parts_work=20_000,
         parts_nodes=1,
     ),
 }

@@ -35,13 +35,15 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a program: ``values`` and ``objective`` of the best point, if there is one, and
-    ``bound``, below which the solver proved that no point lies (-inf when it proved nothing)."""
+    """The result of a program: ``values`` and ``objective`` of the best point, if there is one,
+    ``bound``, below which the solver proved that no point lies (-inf when it proved nothing), and how many
+    ``iterations`` of the simplex method that took: None where the solver does not say."""
 
     outcome: Outcome
     values: PerVariable | None
     objective: float
     bound: float
+    iterations: int | None = None
 
 
 @dataclass
@@ -166,13 +168,13 @@ def _highs(
     mip = not relax and any(program.integer)
     optimal = status == highspy.HighsModelStatus.kOptimal
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return Answer(Outcome.INFEASIBLE, None, np.inf, np.inf)
+        return Answer(Outcome.INFEASIBLE, None, np.inf, np.inf, info.simplex_iteration_count)
     bound = info.mip_dual_bound if mip else (info.objective_function_value if optimal else -np.inf)
     if info.primal_solution_status != 2:
-        return Answer(Outcome.UNKNOWN, None, np.inf, bound)
+        return Answer(Outcome.UNKNOWN, None, np.inf, bound, info.simplex_iteration_count)
     values = np.array(solver.getSolution().col_value)
     outcome = Outcome.OPTIMAL if optimal else Outcome.FEASIBLE
-    return Answer(outcome, values, info.objective_function_value, bound)
+    return Answer(outcome, values, info.objective_function_value, bound, info.simplex_iteration_count)
 
 
 def _on_grid(numbers: list[float]) -> NDArray[np.float64]:

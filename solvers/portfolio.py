@@ -343,7 +343,7 @@ def _improve_part_by_part(search: Search, bound: Bound, settings: PortfolioSetti
     """Improve the best schedule by programs of parts of it, where that can still pay."""
     if not _done(search, bound, settings) and _distance(search, bound) > settings.parts_beyond(search.graph):
         search.begin_stage((0.95, 1.0))
-        neighbourhood.improve(search, slots=settings.parts_slots, nodes=settings.parts_nodes)
+        neighbourhood.improve(search, work=settings.parts_work, nodes=settings.parts_nodes)
 
 
 def _improve_locally(search: Search, bound: Bound, settings: PortfolioSettings, *, trading: bool) -> None:

@@ -64,7 +64,7 @@ def test_a_whole_graph_in_one_part_is_solved_exactly(seed: int) -> None:
         search = searching(graph, budget, "sqrt_n")
         if search.fastest is None:
             continue
-        neighbourhood.improve(search, slots=20_000, nodes=1_000)
+        neighbourhood.improve(search, work=1_000_000, nodes=1_000)
         assert search.fastest.seconds == pytest.approx(exact.seconds, rel=2 * neighbourhood.GAP)
 
 
@@ -96,7 +96,7 @@ def test_what_is_found_for_a_layer_is_tried_for_those_like_it(monkeypatch: pytes
         return improve_part(search, part, nodes=nodes)
 
     monkeypatch.setattr(neighbourhood, "improve_part", counted)
-    neighbourhood.improve(search, slots=20_000, nodes=1_000)
+    neighbourhood.improve(search, work=1_000_000, nodes=1_000)
     assert search.fastest.seconds < before
     assert search.fastest.peak_bytes <= budget
     assert improved[:2] == [parts[-1][0], parts[-2][0]]
@@ -110,7 +110,7 @@ def test_what_was_asked_for_is_kept_or_not(op: int, kept: bool) -> None:
     asked = Constraints(keep=chosen) if kept else Constraints(recompute=chosen)
     for constraints, again in ((NO_CONSTRAINTS, kept), (asked, not kept)):
         search = searching(graph, budget_of(graph, 0.6), "sqrt_n", constraints)
-        neighbourhood.improve(search, slots=20_000, nodes=1_000)
+        neighbourhood.improve(search, work=1_000_000, nodes=1_000)
         assert search.fastest is not None
         assert (op in search.fastest.schedule[graph.forward_length :]) is again
 
@@ -123,17 +123,34 @@ def test_a_layer_that_is_not_free_is_not_like_others() -> None:
     search = searching(graph, budget_of(graph, 0.5), "sqrt_n", Constraints(recompute=again))
     parts = neighbourhood.find_parts(graph)
     assert [neighbourhood._signature(search, part) is None for part in parts] == [False, True, False, False]
-    neighbourhood.improve(search, slots=20_000, nodes=1_000)
+    neighbourhood.improve(search, work=1_000_000, nodes=1_000)
     assert search.fastest is not None
     assert 13 in search.fastest.schedule[graph.forward_length :]
 
 
-def test_no_slots_no_search() -> None:
+def test_no_work_no_search() -> None:
     graph = layers(3)
     search = searching(graph, budget_of(graph, 0.6), "sqrt_n")
     before = search.fastest
-    neighbourhood.improve(search, slots=0, nodes=1_000)
+    neighbourhood.improve(search, work=0, nodes=1_000)
     assert search.fastest is before
+
+
+def test_no_part_is_begun_when_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = layers(3)
+    took: list[int] = []
+    improve_part = neighbourhood.improve_part
+
+    def counted(search: Search, part: list[BaseOp], *, nodes: int) -> int:
+        took.append(improve_part(search, part, nodes=nodes))
+        return took[-1]
+
+    monkeypatch.setattr(neighbourhood, "improve_part", counted)
+    for work in (1, 1_000_000):
+        took.clear()
+        neighbourhood.improve(searching(graph, budget_of(graph, 0.6), "sqrt_n"), work=work, nodes=1_000)
+        assert min(took) > 0
+        assert (len(took) == 1) is (work == 1)
 
 
 def test_one_layer_s_answer_makes_the_others_faster() -> None:
@@ -156,14 +173,12 @@ def test_one_layer_s_answer_makes_the_others_faster() -> None:
 @pytest.mark.parametrize("effort", ["fast", "best"])
 def test_the_portfolio_asks_for_it(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        neighbourhood, "improve", lambda search, *, slots, nodes: asked.append((slots, nodes))
-    )
+    monkeypatch.setattr(neighbourhood, "improve", lambda search, *, work, nodes: asked.append((work, nodes)))
     for seed in range(6):
         graph = random_dag(seed, 40, regions=3)
         portfolio.solve(graph, None, effort=effort, time_limit=5.0)
     settings = EFFORTS[effort]
-    assert set(asked) == {(settings.parts_slots, settings.parts_nodes)}
+    assert set(asked) == {(settings.parts_work, settings.parts_nodes)}
 
 
 def test_layers_are_improved_sooner_where_answers_are_to_be_fast() -> None:

@@ -94,7 +94,7 @@ def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest
 @pytest.mark.parametrize("share", [None, 0.5, 0.7])
 def test_what_is_found_fast_is_hardly_worse(share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than the best but for the search part by part, which is what the best takes its time for."""
-    monkeypatch.setattr(neighbourhood, "improve", lambda search, *, slots, nodes: None)
+    monkeypatch.setattr(neighbourhood, "improve", lambda search, *, work, nodes: None)
     graph = transformer(2)
     budget = None if share is None else int(share * simulate(graph, graph.base_schedule).peak_bytes)
     fast, best = (portfolio.solve(graph, budget, effort=effort) for effort in ("fast", "best"))
@@ -109,7 +109,7 @@ def test_the_exact_program_gets_a_second_where_answers_are_to_be_fast(
 ) -> None:
     given: list[float] = []
     monkeypatch.setattr(Search, "wall", lambda _, seconds: seconds)
-    monkeypatch.setattr(neighbourhood, "improve", lambda search, *, slots, nodes: None)
+    monkeypatch.setattr(neighbourhood, "improve", lambda search, *, work, nodes: None)
     monkeypatch.setattr(exact_ilp, "answer", lambda search, slots, budget, *, seconds: given.append(seconds))
     graph = transformer(1)
     for effort, most in (("fast", 1.0), ("best", float("inf"))):

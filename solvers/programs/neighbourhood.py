@@ -36,7 +36,7 @@ GAP = 1e-4
 """Relative gap of a part's re-runs at which its program counts as solved."""
 
 
-def improve(search: Search, *, slots: int, nodes: int) -> None:
+def improve(search: Search, *, work: int, nodes: int) -> None:
     """Improve the fastest schedule that fits.
 
     Unless the time limit comes in between, the answer depends on no clock: ranks of a cluster that plan each
@@ -44,11 +44,12 @@ def improve(search: Search, *, slots: int, nodes: int) -> None:
 
     Args:
         search: Has the schedule, and gets better ones.
-        slots: How many optional slots the programs of all parts may have together.
+        work: How much the programs of all parts may take together, see :class:`solvers.programs.slots.Runs`;
+            no other part is begun then.
         nodes: Of the tree of each program, at most.
     """
     for most in (LAYER,) if has_layers(search.graph) else STRETCHES:
-        slots -= _improve_parts(search, find_parts(search.graph, most), slots, nodes)
+        work -= _improve_parts(search, find_parts(search.graph, most), work, nodes)
 
 
 def has_layers(graph: Graph) -> bool:
@@ -57,12 +58,12 @@ def has_layers(graph: Graph) -> bool:
     return len(lengths) > 1 and max(lengths.values()) <= LAYER
 
 
-def _improve_parts(search: Search, parts: Sequence[Sequence[BaseOp]], slots: int, nodes: int) -> int:
-    """Returns how many slots there were."""
+def _improve_parts(search: Search, parts: Sequence[Sequence[BaseOp]], work: int, nodes: int) -> int:
+    """Returns how much work it was."""
     used, settled = 0, set[int]()
     while search.fastest is not None and len(settled) < len(parts):
         for n, part in reversed(list(enumerate(parts))):
-            if n in settled or used >= slots or search.out_of_time():
+            if n in settled or used >= work or search.out_of_time():
                 return used
             before = search.fastest.seconds
             used += improve_part(search, part, nodes=nodes)
@@ -91,27 +92,27 @@ def _recomputable(graph: Graph) -> list[BaseOp]:
 
 
 def improve_part(search: Search, part: Sequence[BaseOp], *, nodes: int) -> int:
-    """Find the re-runs of a part of the fastest schedule anew; returns how many optional slots there were."""
+    """Find the re-runs of a part of the fastest schedule anew; returns how much work it was."""
     assert search.fastest is not None
     assert search.budget is not None
     graph = search.graph
     slots, start = find_slots(graph, search.fastest.schedule, part)
-    optional = sum(slot.optional for slot in slots)
-    if optional:
-        found = best_runs(
-            graph,
-            slots,
-            search.budget,
-            search.constraints,
-            values=sorted(_values_of(graph, part)),
-            seconds=search.seconds_left,
-            nodes=nodes,
-            gap=GAP,
-            start=start,
-        )
-        if found.schedule is not None:
-            search.try_schedule(prune(graph, found.schedule))
-    return optional
+    if not any(slot.optional for slot in slots):
+        return 0
+    found = best_runs(
+        graph,
+        slots,
+        search.budget,
+        search.constraints,
+        values=sorted(_values_of(graph, part)),
+        seconds=search.seconds_left,
+        nodes=nodes,
+        gap=GAP,
+        start=start,
+    )
+    if found.schedule is not None:
+        search.try_schedule(prune(graph, found.schedule))
+    return found.work
 
 
 def _copy(search: Search, part: Sequence[BaseOp], parts: Sequence[Sequence[BaseOp]]) -> None:

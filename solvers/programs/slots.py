@@ -4,6 +4,7 @@ What is written is said in :mod:`solvers.programs.exact_ilp`, whose slots are al
 :mod:`solvers.programs.neighbourhood` has those of a part of the step.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from solvers.model.indices import Per, RowId, SlotId, ValueId, Variable, indices
 SECONDS = 1000.0
 """The seconds of the step in the program: solvers have tolerances of their own."""
 GAP = 1e-6
+VARIABLES_A_STEP = 20
+"""As many variables of a program are written in the time of an iteration of the simplex method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,13 @@ class Runs:
     Attributes:
         schedule: The rows that run, where any was found.
         bound: Seconds of re-runs in optional slots that are proven to be needed.
+        work: What it took: iterations of the simplex method, or what writing the program takes, if that is
+            more. Unlike seconds, this is the same on every machine.
     """
 
     schedule: Schedule | None
     bound: float | None
+    work: int
 
 
 def best_runs(
@@ -115,12 +121,13 @@ def best_runs(
         known[run] = np.asarray(start, dtype=np.float64)
     limit = None if np.isinf(seconds) else max(0.1, seconds)
     result = program.solve(time_limit=limit, gap=gap, start=known, nodes=nodes)
+    work = max(math.ceil(len(program.cost) / VARIABLES_A_STEP), result.iterations or 0)
     if result.values is None:
-        return Runs(None, None)
+        return Runs(None, None, work)
     used = [row for j, s in enumerate(slots) if result.values[run[j]] > 0.5 for row in (s.rows or (s.row,))]
     proven = result.outcome is not Outcome.UNKNOWN and np.isfinite(result.bound)
     bound = (result.bound - 1e-6 * len(slots)) / scale if proven else None
-    return Runs(np.array(used, dtype=np.int64), bound)
+    return Runs(np.array(used, dtype=np.int64), bound, work)
 
 
 def _write_value(
