@@ -9,7 +9,9 @@ from weakref import ReferenceType
 _SELDOM = 10
 _lock = threading.Lock()
 _setting_aside = 0
-"""How many have set objects aside, in all threads: the last of them puts them back."""
+"""How many want older objects set aside, in all threads: the last of them puts them back."""
+_theirs = False
+"""Whether somebody else had frozen objects when the first of them came, so that nothing is set aside."""
 
 
 @contextmanager
@@ -38,25 +40,22 @@ def garbage_let_go() -> Iterator[None]:
 @contextmanager
 def _set_aside(*, again: bool) -> Iterator[bool]:
     """Whether older objects are set aside; with `again` also those made since others began to."""
-    global _setting_aside
+    global _setting_aside, _theirs
     with _lock:
-        # The interpreter counts frozen objects one by one, which takes as long as going through them.
         is_first = not _setting_aside
-        if is_first and gc.get_freeze_count():
-            done = False
-        else:
-            done = True
-            _setting_aside += 1
-            if is_first or again:
-                gc.freeze()
+        if is_first:
+            # The interpreter counts frozen objects one by one, which takes as long as going through them.
+            _theirs = gc.get_freeze_count() > 0
+        _setting_aside += 1
+        if not _theirs and (is_first or again):
+            gc.freeze()
     try:
-        yield done
+        yield not _theirs
     finally:
-        if done:
-            with _lock:
-                _setting_aside -= 1
-                if not _setting_aside:
-                    gc.unfreeze()
+        with _lock:
+            _setting_aside -= 1
+            if not _setting_aside and not _theirs:
+                gc.unfreeze()
 
 
 @contextmanager
@@ -94,7 +93,7 @@ def _full_collections_seldom() -> Iterator[None]:
 def nothing_set_aside() -> Iterator[None]:
     """Let the garbage collector see all objects; it tells who holds an object of those that it sees only."""
     with _lock:
-        ours = _setting_aside > 0
+        ours = _setting_aside > 0 and not _theirs
         if not ours and not gc.get_freeze_count():
             users = False
         else:
@@ -104,7 +103,7 @@ def nothing_set_aside() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            if users or _setting_aside:
+            if users or (_setting_aside and not _theirs):
                 gc.freeze()
 
 

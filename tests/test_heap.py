@@ -74,6 +74,24 @@ def test_what_somebody_froze_on_purpose_stays_frozen() -> None:
 
 
 @pytest.mark.usefixtures("nothing_frozen")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_frozen_is_counted_once(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter goes through all of it; while a model is captured, each of its graphs would ask."""
+    if frozen:
+        gc.freeze()
+    asked, count = [], gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: asked.append(1) or count())
+    with older_objects_set_aside():
+        for _ in range(3):
+            with garbage_let_go():
+                pass
+    with garbage_let_go():
+        pass
+    assert len(asked) == 2
+    assert (count() > 0) is frozen
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 @pytest.mark.parametrize("around", [False, True], ids=["alone", "inside"])
 def test_newer_objects_are_listed(around: bool) -> None:
     older = Ring()
