@@ -122,21 +122,34 @@ def _copy(search: Search, part: Sequence[BaseOp], parts: Sequence[Sequence[BaseO
     if like is None:
         return
     own, place = {i: n for n, i in enumerate(part)}, {t: n for n, t in enumerate(_backward_of(graph, part))}
-    steps = _Steps(graph, search.fastest.schedule, part)
-    runs = [
-        (place[BaseOp(RowId(int(steps.schedule[at])))], own[steps.base[n]])
-        for before, at in _between_base_ops(steps.again)
-        for n in before
-        if steps.base[n] in own
-    ]
+    runs = [(place[at], own[i]) for i, at in _reruns(graph, search.fastest.schedule, part)]
     for other in parts:
         if other is not part and _signature(search, other) == like:
             backward = _backward_of(graph, other)
             before: dict[BaseOp, list[RowId]] = {}
             for at, n in runs:
                 before.setdefault(backward[at], []).append(graph.rerun(other[n]))
-            steps = _Steps(graph, search.fastest.schedule, other)
-            search.try_schedule(prune(graph, steps.with_runs(before)))
+            search.try_schedule(prune(graph, _with_runs(graph, search.fastest.schedule, other, before)))
+
+
+def _reruns(graph: Graph, schedule: Schedule, part: Sequence[BaseOp]) -> Iterator[tuple[BaseOp, BaseOp]]:
+    """The re-runs of a part in a schedule, in order, and before which base operation each is."""
+    for again, at in _between_base_ops(is_rerun(graph, schedule)):
+        for i in listed(BaseOp, graph.base_of[schedule[again]]):
+            if i in part:
+                yield i, BaseOp(RowId(int(schedule[at])))
+
+
+def _with_runs(
+    graph: Graph, schedule: Schedule, part: Sequence[BaseOp], before: Mapping[BaseOp, Sequence[RowId]]
+) -> Schedule:
+    """A schedule with other re-runs of a part, before base operations."""
+    rows: list[RowId] = []
+    for again, at in _between_base_ops(is_rerun(graph, schedule)):
+        rows += [row for row in listed(RowId, schedule[again]) if graph.base_of[row] not in part]
+        row = RowId(int(schedule[at]))
+        rows += [*before.get(BaseOp(row), ()), row]
+    return np.array(rows, dtype=np.int64)
 
 
 def _backward_of(graph: Graph, part: Sequence[BaseOp]) -> list[BaseOp]:
@@ -277,16 +290,6 @@ class _Steps:
             self.start.append(True)
         else:
             self._merged.append(n)
-
-    def with_runs(self, before: Mapping[BaseOp, Sequence[RowId]]) -> Schedule:
-        """The schedule with other re-runs of the part, before base operations."""
-        rows: list[RowId] = []
-        for again, at in _between_base_ops(self.again):
-            rows += [RowId(int(self.schedule[n])) for n in again if self.base[n] not in self.part]
-            row = RowId(int(self.schedule[at]))
-            rows += before.get(BaseOp(row), ())
-            rows.append(row)
-        return np.array(rows, dtype=np.int64)
 
     def close(self) -> None:
         """Make one slot of the steps that touch no value of the part."""
