@@ -159,11 +159,12 @@ def test_one_layer_s_answer_makes_the_others_faster() -> None:
     search.try_schedule(SOLVERS["sqrt_n"](graph, None).schedule)
     assert search.fastest is not None
     parts, seconds = neighbourhood.find_parts(graph), [search.fastest.seconds]
-    for part in parts:
+    for n, part in enumerate(parts):
         neighbourhood.improve_part(search, part, nodes=1_000)
         seconds.append(search.fastest.seconds)
-        if seconds[-1] < seconds[-2] and neighbourhood._signature(search, part) is not None:
-            neighbourhood._copy(search, part, parts)
+        like = neighbourhood._like(n, [neighbourhood._signature(search, each) for each in parts])
+        if seconds[-1] < seconds[-2] and like:
+            neighbourhood._copy(search, part, [parts[m] for m in like])
             seconds.append(search.fastest.seconds)
             if seconds[-1] < seconds[-2]:
                 return

@@ -13,7 +13,7 @@ Not optimal: bytes that one part could save for another are of no use to it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -60,7 +60,7 @@ def has_layers(graph: Graph) -> bool:
 
 def _improve_parts(search: Search, parts: Sequence[Sequence[BaseOp]], work: int, nodes: int) -> int:
     """Returns how much work it was."""
-    used, settled = 0, set[int]()
+    used, settled, signatures = 0, set[int](), list[object | None]()
     while search.fastest is not None and len(settled) < len(parts):
         for n, part in reversed(list(enumerate(parts))):
             if n in settled or used >= work or search.out_of_time():
@@ -69,7 +69,8 @@ def _improve_parts(search: Search, parts: Sequence[Sequence[BaseOp]], work: int,
             used += improve_part(search, part, nodes=nodes)
             if search.fastest.seconds < before:
                 settled.clear()
-                _copy(search, part, parts)
+                signatures = signatures or [_signature(search, each) for each in parts]
+                _copy(search, part, [parts[m] for m in _like(n, signatures)])
             settled.add(n)
     return used
 
@@ -115,21 +116,31 @@ def improve_part(search: Search, part: Sequence[BaseOp], *, nodes: int) -> int:
     return found.work
 
 
-def _copy(search: Search, part: Sequence[BaseOp], parts: Sequence[Sequence[BaseOp]]) -> None:
-    """Run again in the other layers that are like this one what is run again in it, where that is faster."""
+def _like(n: int, signatures: Sequence[object | None]) -> list[int]:
+    """The others that have the signature of one."""
+    own = signatures[n]
+    return [] if own is None else [m for m, other in enumerate(signatures) if m != n and other == own]
+
+
+def _copy(search: Search, part: Sequence[BaseOp], others: Sequence[Sequence[BaseOp]]) -> None:
+    """Run again in other layers that are like this one what is run again in it, where that is faster: in all
+    of them, or else in one after the other."""
     assert search.fastest is not None
-    graph, like = search.graph, _signature(search, part)
-    if like is None:
-        return
-    own, place = {i: n for n, i in enumerate(part)}, {t: n for n, t in enumerate(_backward_of(graph, part))}
+    graph, before = search.graph, search.fastest.seconds
+    backward: dict[Region, list[BaseOp]] = {}
+    for t in graph.backward_ops:
+        backward.setdefault(graph.ops[t].region, []).append(t)
+    own = {i: n for n, i in enumerate(part)}
+    place = {t: n for n, t in enumerate(backward[graph.ops[part[0]].region])}
     runs = [(place[at], own[i]) for i, at in _reruns(graph, search.fastest.schedule, part)]
-    for other in parts:
-        if other is not part and _signature(search, other) == like:
-            backward = _backward_of(graph, other)
-            before: dict[BaseOp, list[RowId]] = {}
-            for at, n in runs:
-                before.setdefault(backward[at], []).append(graph.rerun(other[n]))
-            search.try_schedule(prune(graph, _with_runs(graph, search.fastest.schedule, other, before)))
+    for group in (others, *([other] for other in others)):
+        schedule = search.fastest.schedule
+        for other in group:
+            there = backward[graph.ops[other[0]].region]
+            schedule = _with_runs(graph, schedule, other, [(there[at], other[n]) for at, n in runs])
+        search.try_schedule(prune(graph, schedule))
+        if group is others and search.fastest.seconds < before:
+            return
 
 
 def _reruns(graph: Graph, schedule: Schedule, part: Sequence[BaseOp]) -> Iterator[tuple[BaseOp, BaseOp]]:
@@ -141,19 +152,14 @@ def _reruns(graph: Graph, schedule: Schedule, part: Sequence[BaseOp]) -> Iterato
 
 
 def _with_runs(
-    graph: Graph, schedule: Schedule, part: Sequence[BaseOp], before: Mapping[BaseOp, Sequence[RowId]]
+    graph: Graph, schedule: Schedule, part: Sequence[BaseOp], runs: Sequence[tuple[BaseOp, BaseOp]]
 ) -> Schedule:
-    """A schedule with other re-runs of a part, before base operations."""
-    rows: list[RowId] = []
-    for again, at in _between_base_ops(is_rerun(graph, schedule)):
-        rows += [row for row in listed(RowId, schedule[again]) if graph.base_of[row] not in part]
-        row = RowId(int(schedule[at]))
-        rows += [*before.get(BaseOp(row), ()), row]
-    return np.array(rows, dtype=np.int64)
-
-
-def _backward_of(graph: Graph, part: Sequence[BaseOp]) -> list[BaseOp]:
-    return [t for t in graph.backward_ops if graph.ops[t].region == graph.ops[part[0]].region]
+    """A schedule with other re-runs of a part: before which base operation each is, in order, and of what."""
+    others = schedule[~(is_rerun(graph, schedule) & np.isin(graph.base_of[schedule], part))]
+    step = {row: n for n, row in enumerate(others.tolist())} if runs else {}
+    rows = np.array([graph.rerun(i) for _, i in runs], dtype=np.int64)
+    result: Schedule = np.insert(others, [step[at] for at, _ in runs], rows)
+    return result
 
 
 def _signature(search: Search, part: Sequence[BaseOp]) -> object | None:
@@ -173,7 +179,7 @@ def _signature(search: Search, part: Sequence[BaseOp]) -> object | None:
             tuple(graph.values[v].bytes for v in graph.ops[i].outputs),
         )
 
-    return [told(i) for i in part], [told(t) for t in _backward_of(graph, part)]
+    return [told(i) for i in part], [told(t) for t in graph.backward_ops if graph.ops[t].region == region]
 
 
 def find_slots(
