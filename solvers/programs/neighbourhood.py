@@ -70,7 +70,8 @@ def _improve_parts(search: Search, parts: Sequence[Sequence[BaseOp]], work: int,
             if search.fastest.seconds < before:
                 settled.clear()
                 signatures = signatures or [_signature(search, each) for each in parts]
-                _copy(search, part, [parts[m] for m in _like(n, signatures)])
+                if like := _like(n, signatures):
+                    _copy(search, part, [parts[m] for m in like])
             settled.add(n)
     return used
 
@@ -133,7 +134,8 @@ def _copy(search: Search, part: Sequence[BaseOp], others: Sequence[Sequence[Base
     own = {i: n for n, i in enumerate(part)}
     place = {t: n for n, t in enumerate(backward[graph.ops[part[0]].region])}
     runs = [(place[at], own[i]) for i, at in _reruns(graph, search.fastest.schedule, part)]
-    for group in (others, *([other] for other in others)):
+    one_by_one = [[other] for other in others] if len(others) > 1 else []
+    for group in (others, *one_by_one):
         schedule = search.fastest.schedule
         for other in group:
             there = backward[graph.ops[other[0]].region]
