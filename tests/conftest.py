@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,16 @@ def _seconds_that_repeat(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("timed") is None:
             patch.setattr(cost_source, "MOST_TIMED_SECONDS", -1.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_searches() -> Iterator[None]:
+    """The search part by part takes seconds a plan and has a file of its own; elsewhere it is short."""
+    from solvers.effort import EFFORTS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(EFFORTS, "fast", replace(EFFORTS["fast"], parts_work=2_000))
         yield
 
 
