@@ -9,9 +9,9 @@ from weakref import ReferenceType
 _SELDOM = 10
 _lock = threading.Lock()
 _setting_aside = 0
-"""How many want older objects set aside, in all threads: the last of them puts them back."""
-_theirs = False
-"""Whether somebody else had frozen objects when the first of them came, so that nothing is set aside."""
+"""How many have set objects aside, in all threads: the last of them puts them back."""
+_passing_by = 0
+"""How many have set nothing aside, since somebody else had frozen objects when the first of them came."""
 
 
 @contextmanager
@@ -40,22 +40,27 @@ def garbage_let_go() -> Iterator[None]:
 @contextmanager
 def _set_aside(*, again: bool) -> Iterator[bool]:
     """Whether older objects are set aside; with `again` also those made since others began to."""
-    global _setting_aside, _theirs
+    global _setting_aside, _passing_by
     with _lock:
         is_first = not _setting_aside
-        if is_first:
-            # The interpreter counts frozen objects one by one, which takes as long as going through them.
-            _theirs = gc.get_freeze_count() > 0
-        _setting_aside += 1
-        if not _theirs and (is_first or again):
-            gc.freeze()
+        # The interpreter counts frozen objects one by one, which takes as long as going through them.
+        done = not (is_first and (_passing_by or gc.get_freeze_count()))
+        if done:
+            _setting_aside += 1
+            if is_first or again:
+                gc.freeze()
+        else:
+            _passing_by += 1
     try:
-        yield not _theirs
+        yield done
     finally:
         with _lock:
-            _setting_aside -= 1
-            if not _setting_aside and not _theirs:
-                gc.unfreeze()
+            if not done:
+                _passing_by -= 1
+            else:
+                _setting_aside -= 1
+                if not _setting_aside:
+                    gc.unfreeze()
 
 
 @contextmanager
@@ -93,7 +98,7 @@ def _full_collections_seldom() -> Iterator[None]:
 def nothing_set_aside() -> Iterator[None]:
     """Let the garbage collector see all objects; it tells who holds an object of those that it sees only."""
     with _lock:
-        ours = _setting_aside > 0 and not _theirs
+        ours = _setting_aside > 0
         if not ours and not gc.get_freeze_count():
             users = False
         else:
@@ -103,7 +108,7 @@ def nothing_set_aside() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            if users or (_setting_aside and not _theirs):
+            if users or _setting_aside:
                 gc.freeze()
 
 

@@ -185,3 +185,14 @@ def test_what_all_threads_are_done_with_stays_not_frozen() -> None:
         assert gc.get_freeze_count() == 0
         leave()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_users_froze_and_let_go_again_is_asked_for_anew() -> None:
+    gc.freeze()
+    with older_objects_set_aside(), garbage_let_go():
+        pass
+    gc.unfreeze()
+    with older_objects_set_aside():
+        assert gc.get_freeze_count()
+    assert gc.get_freeze_count() == 0
