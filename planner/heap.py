@@ -44,23 +44,24 @@ def _set_aside(*, again: bool) -> Iterator[bool]:
     with _lock:
         is_first = not _setting_aside
         # The interpreter counts frozen objects one by one, which takes as long as going through them.
-        done = not (is_first and (_passing_by or gc.get_freeze_count()))
-        if done:
+        if is_first and (_passing_by or gc.get_freeze_count()):
+            done = False
+            _passing_by += 1
+        else:
+            done = True
             _setting_aside += 1
             if is_first or again:
                 gc.freeze()
-        else:
-            _passing_by += 1
     try:
         yield done
     finally:
         with _lock:
-            if not done:
-                _passing_by -= 1
-            else:
+            if done:
                 _setting_aside -= 1
                 if not _setting_aside:
                     gc.unfreeze()
+            else:
+                _passing_by -= 1
 
 
 @contextmanager

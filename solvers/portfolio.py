@@ -210,15 +210,17 @@ def _least(
     assert search.least is not None
     best = search.least
     proven = floor if settings.below_least else best.peak_bytes
-    for _ in range(settings.least_rounds):
+    for n in range(settings.least_rounds):
+        last = n + 1 == settings.least_rounds
         budget = best.peak_bytes - (best.peak_bytes > proven)
         left = max(0.0, time_limit - search.elapsed)
-        attempt, bound = _attempt(shared, budget, left / 2, None, [best.schedule], parts=False)
+        attempt, bound = _attempt(shared, budget, left / 2, None, [best.schedule], parts=last)
         assert attempt.least is not None
         if attempt.least.peak_bytes < best.peak_bytes:
             best = attempt.least
         elif budget == best.peak_bytes:
-            _improve_part_by_part(attempt, bound, settings)
+            if not last:
+                _improve_part_by_part(attempt, bound, settings)
             best = attempt.fastest or best
             break
         else:

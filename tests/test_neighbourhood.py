@@ -1,13 +1,15 @@
 """Large neighbourhood search: parts of a schedule found anew."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import SOLVERS, Graph, check, portfolio, simulate
+from solvers import SOLVERS, Graph, check, milp, portfolio, simulate
 from solvers.effort import EFFORTS, Effort
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import GLUE_REGION
@@ -15,7 +17,7 @@ from solvers.model.in_flight import InFlight
 from solvers.model.incumbent import Search
 from solvers.model.indices import BaseOp
 from solvers.programs import exact_ilp, neighbourhood
-from solvers.programs.slots import best_runs
+from solvers.programs.slots import VARIABLES_A_STEP, best_runs
 from tests.graphs import chain, graphs, random_dag
 
 
@@ -153,6 +155,25 @@ def test_no_part_is_begun_when_the_work_is_done(monkeypatch: pytest.MonkeyPatch)
         assert (len(took) == 1) is (work == 1)
 
 
+@pytest.mark.parametrize("said", [None, 0, 7_000])
+def test_work_is_iterations_or_a_guess_where_the_solver_tells_none(
+    said: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, sizes = layers(2), []
+    solve = milp.Program.solve
+
+    def told(program: milp.Program, **options: Any) -> milp.Answer:
+        sizes.append(len(program.cost))
+        return replace(solve(program, **options), iterations=said)
+
+    monkeypatch.setattr(milp.Program, "solve", told)
+    search = searching(graph, budget_of(graph, 0.6), "sqrt_n")
+    sizes.clear()
+    work = neighbourhood.improve_part(search, neighbourhood.find_parts(graph)[0], nodes=1)
+    least = math.ceil(sizes[-1] / VARIABLES_A_STEP)
+    assert work == (sizes[-1] if said is None else max(least, said))
+
+
 def test_one_layer_s_answer_makes_the_others_faster() -> None:
     graph = layers(4)
     search = Search("parts", graph, budget_of(graph, 1.0))
@@ -172,14 +193,26 @@ def test_one_layer_s_answer_makes_the_others_faster() -> None:
 
 
 @pytest.mark.parametrize("effort", ["fast", "best"])
-def test_the_portfolio_asks_for_it(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("share", "rounds"), [(0.55, None), (None, None), (None, 1)])
+def test_the_portfolio_asks_for_it_once(
+    effort: Effort, share: float | None, rounds: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the least peak too, for the peak that is the least, however many smaller ones were tried before."""
+    if rounds is not None:
+        monkeypatch.setitem(EFFORTS, effort, replace(EFFORTS[effort], least_rounds=rounds))
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(neighbourhood, "improve", lambda search, *, work, nodes: asked.append((work, nodes)))
+    counts = []
     for seed in range(6):
         graph = random_dag(seed, 40, regions=3)
-        portfolio.solve(graph, None, effort=effort, time_limit=5.0)
+        asked_before = len(asked)
+        budget = None if share is None else budget_of(graph, share)
+        portfolio.solve(graph, budget, effort=effort, time_limit=5.0, minimum=False)
+        counts.append(len(asked) - asked_before)
     settings = EFFORTS[effort]
+    assert settings.parts_work > 0
     assert set(asked) == {(settings.parts_work, settings.parts_nodes)}
+    assert max(counts) == 1
 
 
 def test_layers_are_improved_sooner_where_answers_are_to_be_fast() -> None:

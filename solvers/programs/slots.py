@@ -58,7 +58,8 @@ class Runs:
         schedule: The rows that run, where any was found.
         bound: Seconds of re-runs in optional slots that are proven to be needed.
         work: What it took: iterations of the simplex method, or what writing the program takes, if that is
-            more. Unlike seconds, this is the same on every machine.
+            more; an iteration for each variable where the solver does not say. Unlike seconds, this is the
+            same on every machine.
     """
 
     schedule: Schedule | None
@@ -121,7 +122,8 @@ def best_runs(
         known[run] = np.asarray(start, dtype=np.float64)
     limit = None if np.isinf(seconds) else max(0.1, seconds)
     result = program.solve(time_limit=limit, gap=gap, start=known, nodes=nodes)
-    work = max(math.ceil(len(program.cost) / VARIABLES_A_STEP), result.iterations or 0)
+    iterations = len(program.cost) if result.iterations is None else result.iterations
+    work = max(math.ceil(len(program.cost) / VARIABLES_A_STEP), iterations)
     if result.values is None:
         return Runs(None, None, work)
     used = [row for j, s in enumerate(slots) if result.values[run[j]] > 0.5 for row in (s.rows or (s.row,))]
