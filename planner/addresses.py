@@ -1,4 +1,4 @@
-"""Where many objects are in memory, which is what ``id`` says of one."""
+"""Which object one is: where it is in memory, which ``id`` says."""
 
 from collections.abc import Sequence
 
@@ -17,6 +17,11 @@ class _Pointers:
             "shape": objects.shape,
             "version": 3,
         }
+
+
+identity = object.__hash__
+"""A number that an object shares with no other that is alive, as that of ``id``; but nobody is told, see
+:func:`addresses`."""
 
 
 def addresses(objects: Sequence[object]) -> npt.NDArray[np.intp]:

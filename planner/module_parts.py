@@ -2,6 +2,8 @@
 
 import torch
 
+from planner.addresses import identity
+
 
 def parts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules inside of one, itself the first: what ``module.modules()`` gives.
@@ -21,13 +23,28 @@ def parts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     return list(found)
 
 
+def named_parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules inside of one by name, itself the first: what ``module.named_modules()`` gives, see
+    :func:`parts_of`. One that is in several places has the first of its names."""
+    names: dict[torch.nn.Module, str] = {}
+    pending = [("", module)]
+    while pending:
+        name, part = pending.pop()
+        if part not in names:
+            names[part] = name
+            if part._modules:
+                inside = f"{name}." if name else ""
+                pending += [(inside + n, p) for n, p in reversed(part._modules.items()) if p is not None]
+    return {name: part for part, name in names.items()}
+
+
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters of a module and its parts: what ``module.parameters()`` gives, see :func:`parts_of`."""
     held = (p for part in parts_of(module) for p in part._parameters.values() if p is not None)
-    return list({id(p): p for p in held}.values())
+    return list({identity(p): p for p in held}.values())
 
 
 def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
     """The buffers of a module and its parts: what ``module.buffers()`` gives, see :func:`parts_of`."""
     held = (b for part in parts_of(module) for b in part._buffers.values() if b is not None)
-    return list({id(b): b for b in held}.values())
+    return list({identity(b): b for b in held}.values())

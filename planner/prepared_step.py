@@ -22,7 +22,6 @@ class PreparedStep:
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._digest = state_digest(prepared.model)
 
     @shows_options(PreparedKeywords)
     def plan(
@@ -44,7 +43,7 @@ class PreparedStep:
         find_solver(read_options("plan", PreparedKeywords, options).solver)
         parse_budget(budget, 2**60)
         model = self._prepared.model
-        if state_digest(model) != self._digest:
+        if state_digest(model) != self._prepared.state_digest:
             raise InputError(
                 f"parameters or buffers of the {type(model).__name__} have changed since planner.prepare(): "
                 "prepare it again"

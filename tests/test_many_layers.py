@@ -1,5 +1,6 @@
 """How much Dynamo does for each of many layers."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.builder import VariableBuilder
 
 import planner
+from planner._torch.tracing.breaks.many_layers import _are_marked
 from planner.capture.capture import capture
 from planner.training_step.regions import find_regions
 from planner.training_step.step import Step
@@ -73,3 +75,25 @@ def test_part_of_a_list_that_is_kept_is_a_list_of_modules() -> None:
     model(x).backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert (parameter.grad is None and gradient is None) or torch.equal(parameter.grad, gradient)
+
+
+def test_all_parameters_and_buffers_have_to_be_marked() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    references = [weakref.ref(part) for part in module]
+    assert not _are_marked(references)
+    for tensor in (*module.parameters(), *module.buffers()):
+        torch._dynamo.mark_static_address(tensor, guard=False)
+    assert _are_marked(references)
+
+    kept, module[0].weight = module[0].weight, nn.Parameter(torch.zeros(2, 2))
+    assert not _are_marked(references)
+    module[0].weight = kept
+    assert _are_marked(references)
+
+    torch._dynamo.mark_static_address(module[1].running_mean, guard=True)
+    assert not _are_marked(references)
+    torch._dynamo.mark_static_address(module[1].running_mean, guard=False)
+    assert _are_marked(references)
+
+    del module[1]
+    assert not _are_marked(references)

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.module_parts import buffers_of, parameters_of, parts_of
+from planner.module_parts import buffers_of, named_parts, parameters_of, parts_of
 from tests.zoo import GPT
 
 
@@ -51,6 +51,8 @@ def test_they_are_those_that_pytorch_lists(name: str) -> None:
         (buffers_of(module), module.buffers()),
     ):
         assert [*map(id, found)] == [*map(id, expected)]
+    named = [(name, id(part)) for name, part in named_parts(module).items()]
+    assert named == [(name, id(part)) for name, part in module.named_modules()]
 
 
 class Headed(nn.Module):

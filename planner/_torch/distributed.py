@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from planner._torch.compat import private
-from planner.module_parts import parameters_of
+from planner.module_parts import named_parts, parameters_of
 
 
 def active_data_parallel_group() -> Any:
@@ -102,7 +102,7 @@ def copy_for_reduction(gradients: Sequence[torch.Tensor], ranks: int, whole: tor
 
 def ranks_of_shards(module: torch.nn.Module) -> list[int]:
     """The ranks among which parameters of a module are sharded; none where they are not."""
-    meshes = {p.device_mesh for p in module.parameters() if is_dtensor(p)}  # type: ignore[attr-defined]
+    meshes = {p.device_mesh for p in parameters_of(module) if is_dtensor(p)}  # type: ignore[attr-defined]
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
@@ -150,7 +150,7 @@ def _sharded_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     found = sys.modules.get("torch.distributed.fsdp")
     if found is None:
         return {}
-    return {name: part for name, part in module.named_modules() if isinstance(part, found.FSDPModule)}
+    return {name: part for name, part in named_parts(module).items() if isinstance(part, found.FSDPModule)}
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class ShardedUnit:
 def sharded_units(module: torch.nn.Module) -> list[ShardedUnit]:
     """What ``fully_shard`` shards of a module, unit by unit."""
     units = []
-    names = {part: name for name, part in module.named_modules()}
+    names = {part: name for name, part in named_parts(module).items()}
     for state in _states(module):
         for group in state._fsdp_param_groups:
             of_root = module in group.modules

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from planner._torch.tracing.block_marks import marks
 from planner.addresses import addresses
+from planner.module_parts import named_parts
 
 # By identity: code that Dynamo made may hold constants that have no hash.
 _CALLS = {id(call.__code__) for call in (torch.nn.Module._call_impl, torch.nn.Module._wrapped_call_impl)}
@@ -36,7 +37,7 @@ class ModuleNames:
     def including(self, keys: Collection[str]) -> dict[str, str]:
         """All names, by identities as Dynamo writes them."""
         if not self._names or any(key not in self._names for key in keys):
-            names, self._modules = map(list, zip(*self._root.named_modules(), strict=True))
+            names, self._modules = map(list, zip(*named_parts(self._root).items(), strict=True))
             self._names = dict(zip(map(str, addresses(self._modules).tolist()), names, strict=True))
         return self._names
 

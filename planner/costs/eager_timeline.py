@@ -1,7 +1,8 @@
 """The step as the user has it today: its timeline, from a recording of the eager step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
 from planner.heap import collector_off
 from planner.training_step.call import Call
 from planner.training_step.recorder import Event, Recording
+from solvers.model.arrays import Integers
 from solvers.model.indices import Step
 from solvers.model.schedule import Timeline
 
@@ -52,56 +54,101 @@ def eager_timeline(
     costs = costs or roofline(device)
     calls = recording.calls
     memories = meter.measure(calls) if meter is not None else [NOT_RUN] * len(calls)
-    seconds = [
+    of_calls = [
         costs.seconds(call.func, call.args, call.kwargs, output)
         for call, output in zip(calls, recording.outputs, strict=True)
     ]
-    name_of, sizes_made = [str(call.func) for call in calls], dict[tuple[int, tuple[int, ...]], list[int]]()
-    length = len(recording.events)
-    # Lists: to write a single number into an array takes several times as long.
-    changes, scratch = [0] * (length + 1), [0] * length
-    total_seconds, final = 0.0, 0
-    blocks: list[tuple[int, int, int, str]] = []
-    sizes_of: dict[int, int] = {}
-    for i, event in enumerate(recording.events):
-        call = event.call
-        assert call is not None
-        scratch[i] = memories[call].workspace_bytes
-        total_seconds += seconds[call]
-        if not event.allocates:
-            continue
-        storages = [recording.storages[s] for s in event.allocates]
-        made = call, tuple([storage.bytes for storage in storages])
-        if made not in sizes_made:
-            sizes_made[made] = allocated_bytes(event, recording, memories[call], device)
-        for number, storage, size in zip(event.allocates, storages, sizes_made[made], strict=True):
-            died = storage.died_after
-            sizes_of[number] = size
-            changes[i] += size
-            if size and kind in (None, storage.kind):
-                blocks.append((i, length if died is None else max(died, i), size, name_of[call]))
-            if died is None:
-                final += size
-            else:
-                changes[max(died, i) + 1] -= size
-    live = np.cumsum(np.array(changes[:length], np.int64))
-    workspace = np.array(scratch, np.int64)
+    name_of = [str(call.func) for call in calls]
+    ran = _calls_of(recording)
+    seconds = [of_calls[call] for call in ran]
+    made = _Made.of(recording, memories, device)
+    live = made.live_bytes()
+    workspace = np.array([memory.workspace_bytes for memory in memories], np.int64)[ran]
     total = live + workspace
+    length = len(ran)
     peak_step = Step(int(total.argmax())) if length else Step(0)  # counts events, in the order of the step
-    start, end, sizes, names = zip(*blocks, strict=True) if blocks else ((), (), (), ())
-    backward_from = next((i for i, event in enumerate(recording.events) if event.backward), length)
+    counted = made.sizes > 0
+    if kind is not None:
+        counted &= np.array([recording.storages[s].kind == kind for s in made.storages], np.bool_)
+    start = made.start[counted]
     allocations = step_allocations(
         start=start,
-        end=end,
-        sizes=sizes,
+        end=made.end[counted],
+        sizes=made.sizes[counted],
         workspace=workspace,
-        names=names,
-        backward_from=backward_from,
-        seconds=[seconds[event.call] for event in recording.events if event.call is not None],
-        operations=[name_of[event.call] for event in recording.events if event.call is not None],
+        names=[name_of[ran[event]] for event in start.tolist()],
+        backward_from=next((i for i, event in enumerate(recording.events) if event.backward), length),
+        seconds=seconds,
+        operations=[name_of[call] for call in ran],
     )
-    peak = int(total.max(initial=0))
-    return EagerTimeline(live, total, peak, peak_step, final, total_seconds, allocations, sizes_of)
+    return EagerTimeline(
+        live,
+        total,
+        int(total.max(initial=0)),
+        peak_step,
+        int(made.sizes[made.end == length].sum()),
+        sum(seconds),
+        allocations,
+        dict(zip(made.storages, made.sizes.tolist(), strict=True)),
+    )
+
+
+@collector_off()
+def peak_by_shapes(recording: Recording, device: Device) -> int:
+    """The most bytes that a recorded step holds at once, as shapes say, without what kernels take inside."""
+    made = _Made.of(recording, [NOT_RUN] * len(recording.calls), device)
+    return int(made.live_bytes().max(initial=0))
+
+
+def _calls_of(recording: Recording) -> list[int]:
+    """The call of each event."""
+    return [call for event in recording.events if (call := event.call) is not None]
+
+
+class _Made(NamedTuple):
+    """The storages that a step makes.
+
+    Attributes:
+        length: The number of events.
+        storages: Their numbers, in the order in which they are made.
+        sizes: Of each its bytes.
+        start, end: The event that makes each, and the last one that finds it there; `length` where nothing
+            frees it.
+    """
+
+    length: int
+    storages: list[int]
+    sizes: Integers
+    start: Integers
+    end: Integers
+
+    @classmethod
+    def of(cls, recording: Recording, memories: Sequence[OpMemory], device: Device) -> "_Made":
+        held, length = recording.storages, len(recording.events)
+        known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        storages: list[int] = []
+        sizes: list[int] = []
+        start: list[int] = []
+        for i, event in enumerate(recording.events):
+            if not event.allocates:
+                continue
+            assert event.call is not None
+            key = event.call, tuple([held[s].bytes for s in event.allocates])
+            if key not in known:
+                known[key] = allocated_bytes(event, recording, memories[event.call], device)
+            storages += event.allocates
+            sizes += known[key]
+            start += [i] * len(event.allocates)
+        died = [length if (last := held[s].died_after) is None else last for s in storages]
+        starts, ends = np.array(start, np.int64), np.array(died, np.int64)
+        return cls(length, storages, np.array(sizes, np.int64), starts, np.maximum(starts, ends))
+
+    def live_bytes(self) -> Integers:
+        """What is there at each event."""
+        changes = np.zeros(self.length + 2, np.int64)
+        np.add.at(changes, self.start, self.sizes)
+        np.subtract.at(changes, self.end + 1, self.sizes)
+        return np.cumsum(changes[: self.length])
 
 
 def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:

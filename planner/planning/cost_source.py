@@ -6,7 +6,7 @@ import torch
 
 from planner.capture.captured_step import CapturedStep
 from planner.costs.devices import Device
-from planner.costs.eager_timeline import eager_timeline
+from planner.costs.eager_timeline import peak_by_shapes
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.measurement_cache import call_signature
 from planner.costs.roofline import Costs, Roofline, roofline
@@ -80,7 +80,7 @@ def find_costs(
         meter,
         known,
         progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
-        step_bytes=resident + eager_timeline(captured.eager, target, None, known).peak_bytes,
+        step_bytes=resident + peak_by_shapes(captured.eager, target),
     )
 
 

@@ -14,9 +14,10 @@ from planner._torch.inductor.fusion_names import Fusion
 from planner.capture.captured_step import CapturedStep
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.lowering.partition import no_recomputation
+from planner.module_parts import parameters_of
 from planner.parallel.recorded import parallel_record
 from planner.planfile.budget import Budget
-from planner.planfile.fingerprint import class_name, state_digest
+from planner.planfile.fingerprint import class_name
 from planner.planfile.plan import (
     Coverage,
     Footprint,
@@ -126,8 +127,8 @@ def make_plan(
             training=prepared.step.in_mode(model),
             inputs=input_records(prepared.step),
             outputs=prepared.step.outputs,
-            parameter_count=sum(p.numel() for p in model.parameters()),
-            state_digest=state_digest(model),
+            parameter_count=sum(p.numel() for p in parameters_of(model)),
+            state_digest=prepared.state_digest,
             autocast=captured.autocast,
             torch_version=torch.__version__,
             regions=list(prepared.regions),

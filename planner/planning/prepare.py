@@ -28,6 +28,7 @@ from planner.interrupts import at_stages, held_interrupts
 from planner.parallel.rank import Rank, gradients_there
 from planner.parallel.strategies import FSDP2, read_parallel, refuse_for_tensor_parallel
 from planner.planfile.budget import Budget, parse_budget
+from planner.planfile.fingerprint import state_digest
 from planner.planfile.plan import (
     Resident,
     WholeStep,
@@ -82,6 +83,8 @@ class Prepared:
     options: PlanOptions
     packings: tuple[Packing, ...]
     """The masks that can be kept as bits."""
+    state_digest: str
+    """Of the model as it was, see :func:`planner.planfile.fingerprint.state_digest`."""
     cuda: CudaKernels | None
     """What CUDA does where the CPU would do something else; None where the device is at hand."""
     regions: tuple[str, ...] = ()
@@ -236,6 +239,7 @@ def prepare(
         seconds,
         options,
         packings,
+        state_digest(model),
         cuda,
         tuple(regions),
         rank,

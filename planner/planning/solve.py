@@ -6,6 +6,7 @@ from functools import partial
 
 from planner.errors import InfeasibleBudget, PlannerError
 from planner.heap import older_objects_set_aside
+from planner.module_parts import named_parts
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord, WholeStep
 from planner.planning.encodings import Solved, better, fits, followed, keeps_everything, offered
@@ -158,7 +159,7 @@ def _constraints(prepared: Prepared, graph: Graph) -> Constraints:
         keep=options.keep,
         recompute=options.recompute,
         checkpoints=options.checkpoints,
-        modules=dict(prepared.model.named_modules()),
+        modules=named_parts(prepared.model),
     )
 
 

@@ -29,17 +29,20 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
     graphs, ops, line_of = [], [], []
     outside: list[OpRecord] = []
     lines: dict[str, int] = {}
+    known: dict[tuple[int, int], int] = {}  # by graph and operation: executions share theirs
     for op, source in zip(base, problem.sources, strict=True):
         graphs.append(position.get(source.graph, -1))
-        line = None
         joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
         if joint is None:
             ops.append(len(outside))
             outside.append(_outside(op, sum(graph.values[v].bytes for v in op.outputs)))
-        else:
-            ops.append(source.op)
+            line_of.append(-1)
+            continue
+        ops.append(source.op)
+        if (key := (source.graph, source.op)) not in known:
             line = _short(users_line(joint.ops[source.op].node.meta.get("stack_trace")))
-        line_of.append(-1 if line is None else lines.setdefault(line, len(lines)))
+            known[key] = -1 if line is None else lines.setdefault(line, len(lines))
+        line_of.append(known[key])
     replayed = {int(op.replay): i for i, op in enumerate(base) if op.replay is not None}
     executions = [source.instance for source in problem.sources]
     return StepRecord(

@@ -27,8 +27,10 @@ from planner.capture.captured_step import CapturedStep
 from planner.costs.devices import Device, round_bytes
 from planner.costs.roofline import Costs
 from planner.costs.workspace import NOT_RUN, WorkspaceMeter
+from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.replay.packed import bits_of, is_packable
 from planner.graph.signs import relu_before, sign_calls, signs_of
+from planner.heap import collector_off
 from planner.problem.build import Problem
 from planner.problem.rows import Source
 from planner.training_step.call import Call
@@ -60,6 +62,7 @@ class Packing:
     reader: BaseOp | None = None
 
 
+@collector_off()
 def find_packings(
     captured: CapturedStep, problem: Problem, device: Device, meter: WorkspaceMeter | None, costs: Costs
 ) -> tuple[Packing, ...]:
@@ -123,20 +126,29 @@ def _masks(captured: CapturedStep, problem: Problem) -> Iterator[_Found]:
 
 
 def _signs(captured: CapturedStep, problem: Problem) -> Iterator[_Found]:
+    masked = [_masked_by_signs(graph.joint) for graph in captured.graphs]
+    if not any(masked):
+        return
     row_of = {(s.graph, s.instance, s.op): base for base, s in numbered(BaseOp, problem.sources)}
     for reader, source in numbered(BaseOp, problem.sources):
-        joint = captured.graphs[source.graph].joint if source.graph >= 0 else None
-        masked = None if joint is None else joint.ops[source.op]
-        relu = None if joint is None or masked is None else relu_before(joint, masked)
-        if relu is None or masked is None:
+        if source.graph < 0 or source.op not in masked[source.graph]:
             continue
+        relu, backward = masked[source.graph][source.op]
         row = row_of[source.graph, source.instance, relu.index]
         made = problem.graph.ops[row].outputs or problem.graph.ops[row].writes
         if made[0] not in problem.graph.ops[reader].inputs:
             continue
-        pack, unpack = sign_calls(relu, masked)
-        bits, gradient = signs_of(relu), masked.node.meta["val"]
+        pack, unpack = sign_calls(relu, backward)
+        bits, gradient = signs_of(relu), backward.node.meta["val"]
         yield _Found(row, made[0], reader, pack, bits, unpack, gradient)
+
+
+def _masked_by_signs(joint: JointGraph | None) -> dict[int, tuple[JointOp, JointOp]]:
+    """The backwards of a graph's ReLUs that may read bits, by index; each with its ReLU before it."""
+    if joint is None:
+        return {}
+    found = [(relu_before(joint, op), op) for op in joint.ops]
+    return {op.index: (relu, op) for relu, op in found if relu is not None}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -14,8 +14,7 @@ from solvers.model.graph import Op, Value
 from solvers.model.indices import BaseOp, ValueId
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where a base row of the problem comes from: operation ``op`` of captured graph ``graph``, -1 for glue;
     ``instance`` counts the executions of one graph within the step."""
 
@@ -93,8 +92,7 @@ def example(node: Node) -> Any:
 def set_costs(op: Op, seconds: float, workspace_bytes: int) -> None:
     """Give an operation in the making, which nobody else has yet, its costs: to make another of each of tens
     of thousands takes as long as all else that is done with them."""
-    object.__setattr__(op, "seconds", seconds)
-    object.__setattr__(op, "workspace_bytes", workspace_bytes)
+    op.seconds, op.workspace_bytes = seconds, workspace_bytes
 
 
 def of_size(value: Value, size: int) -> Value:

@@ -64,12 +64,13 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_nested:
             raise CaptureError(NESTED)
-        if id(tensor) not in replaced:
+        number = id(tensor)
+        if number not in replaced:
             made = fake_values.fake_with_values(tensor, mode)
             if made is not None:
                 known.append((made, tensor))
-            replaced[id(tensor)] = fake_.fake_like(tensor, mode) if made is None else made
-        return replaced[id(tensor)]
+            replaced[number] = fake_.fake_like(tensor, mode) if made is None else made
+        return replaced[number]
 
     for part in parts_of(module):
         for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
@@ -199,9 +200,12 @@ def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[st
 
         return run
 
-    hooked = [(name, original) for name, original in module.named_parameters() if has_hooks(original)]
-    copies = dict(copied.named_parameters()) if hooked else {}
-    for name, original in hooked:
+    if not any(map(has_hooks, parameters_of(module))):
+        return notes
+    copies = dict(copied.named_parameters())
+    for name, original in module.named_parameters():
+        if not has_hooks(original):
+            continue
         mine = copies[name]
         if mine.requires_grad and not has_hooks(mine):
             for hook in hooks_on(original):

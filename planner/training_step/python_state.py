@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.addresses import identity
 from planner.heap import collector_off
 from planner.module_parts import parts_of
 from planner.training_step.generators import is_generator
@@ -89,20 +90,23 @@ class PythonState:
             space[name] = value
 
     def _look(self, left: int) -> None:
-        pending, seen, contents = self._pending[left], self._seen, self._contents
+        pending, seen, contents, empty = self._pending[left], self._seen, self._contents, self._empty
         while pending:
             found = pending.pop()
             kind = type(found)
             if kind in _IS_CONTAINER:
                 if not found:
-                    self._empty.append(found)
-                elif (number := id(found)) not in contents:
+                    empty.append(found)
+                elif (number := identity(found)) not in contents:
                     contents[number] = (found, found.copy())
                     if left != 1 or len(found) <= _MOST_ELEMENTS:  # of objects: data sets, vocabularies
                         held = found.values() if isinstance(found, dict) else found
-                        pending += [value for value in held if type(value) not in _IS_NOTHING]
-            elif kind not in _IS_NOTHING and id(found) not in seen:
-                seen[id(found)] = found
+                        # Nearly all that modules have are switches, and hooks of which there are none.
+                        some = [value for value in held if type(value) not in _IS_NOTHING]
+                        pending += [v for v in some if type(v) not in _IS_CONTAINER or v]
+                        empty += [v for v in some if type(v) in _IS_CONTAINER and not v]
+            elif kind not in _IS_NOTHING and (number := identity(found)) not in seen:
+                seen[number] = found
                 self._look_into(found, left)
 
     def _look_into(self, found: Any, left: int) -> None:
@@ -113,8 +117,8 @@ class PythonState:
                 self.tensors.append(found)
         elif issubclass(kind, nn.Module):
             for part in parts_of(found):
-                if part is found or id(part) not in self._seen:
-                    self._seen[id(part)] = part
+                if part is found or identity(part) not in self._seen:
+                    self._seen[identity(part)] = part
                     self.modules.append(part)
                     pending.append(vars(part))
                     self._note_hooks(part)
@@ -140,8 +144,10 @@ class PythonState:
 
     def _note_hooks(self, part: nn.Module) -> None:
         """What hooks can change, whosever they are: attributes of the objects that they are of, and have."""
-        for name, hooks in vars(part).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):
+        for name, hooks in [
+            (name, held) for name, held in vars(part).items() if isinstance(held, dict) and held
+        ]:
+            if name.endswith("_hooks"):
                 for hook in hooks.values():
                     partial = isinstance(hook, functools.partial)  # PyTorch's own have its state with them
                     for held in (hook,) if partial else (hook, *referred(hook)):

@@ -13,7 +13,7 @@ Where autograd saves it, it is found in the node of the result, and recorded rig
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,8 +57,7 @@ class Storage:
     kind: str = "cpu"
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that happened in the step.
 
     Attributes:

@@ -14,6 +14,7 @@ from planner._torch import modules
 from planner._torch.tracing.hindrances import checkpoint_that_is_on
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.errors import CaptureError, PlannerError
+from planner.module_parts import named_parts
 
 Regions = Literal["auto"] | Sequence[str] | None
 """Names or patterns of submodules; "auto" for those of one class that repeat."""
@@ -33,7 +34,7 @@ def find_regions(model: torch.nn.Module, wanted: Regions) -> list[str]:
     """
     if wanted is None:
         return []
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name in named_parts(model) if name]
     if wanted == "auto":
         found = _repeated(model)
         if not found:
@@ -61,7 +62,7 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 def _repeated(model: torch.nn.Module) -> set[str]:
     found: set[str] = set()
-    for name, module in model.named_modules():
+    for name, module in named_parts(model).items():
         if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
             continue
         # What has no parts computes too little to be worth a boundary.
@@ -168,7 +169,7 @@ class RunningRegions:
 
     def take_out(self, model: torch.nn.Module) -> None:
         """Undo that."""
-        there = dict(model.named_modules())
+        there = named_parts(model)
         for module in (there[name] for name in self._names if name in there):
             installed = modules.installed_call(module)
             if isinstance(installed, Boundary):

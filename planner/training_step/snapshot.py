@@ -81,7 +81,8 @@ class StepSnapshot:
         for part in python.modules:
             attributes = [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]
             found += [value for value in attributes if isinstance(value, torch.Tensor)]
-            found += part.parameters(recurse=False)  # those of scripted modules are none of these
+            if isinstance(part, torch.jit.ScriptModule):  # whose parameters are none of these
+                found += part.parameters(recurse=False)
         for tensor in found:
             _note(tensors, tensor)
         if runs != "recorded copy":

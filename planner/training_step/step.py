@@ -14,6 +14,7 @@ from planner._torch import pytree
 from planner._torch.autocast_state import without_autocast
 from planner._torch.distributed import pipelines_let_go
 from planner._torch.tensors import held_tensors, storage_number
+from planner.addresses import identity
 from planner.errors import CaptureError, PlannerError
 from planner.module_parts import parts_of
 
@@ -189,19 +190,23 @@ class LeftInModule:
         """Those that are there now, each once, in order; containers may hold each other."""
         found: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
-        pending: list[Any] = [vars(part) for part in parts_of(self.module)][::-1]
+        parts = parts_of(self.module)
+        # Nearly all that modules have are switches, parameters, modules, and hooks of which there are none.
+        nothing = _NOTHING.union(map(type, parts))
+
+        def worth_a_look(values: Iterable[Any]) -> list[Any]:
+            some = [v for v in values if type(v) not in nothing and (type(v) not in _MAY_BE_EMPTY or v)]
+            return [v for v in some if type(v) is not dict or not nothing.issuperset(map(type, v.values()))]
+
+        pending = [value for part in parts for value in worth_a_look(vars(part).values())][::-1]
         while pending:
             held = pending.pop()
             if isinstance(held, torch.Tensor):
                 if held.grad_fn is not None and held.numel() == 1:
-                    found[id(held)] = held
-            elif isinstance(held, dict | list | tuple) and id(held) not in seen:
-                seen.add(id(held))
-                inside = [*_members(held)][::-1]
-                # Nearly all that modules have are switches, and hooks of which there are none.
-                pending += [
-                    v for v in inside if type(v) not in _NOTHING and (type(v) not in _MAY_BE_EMPTY or v)
-                ]
+                    found[identity(held)] = held
+            elif isinstance(held, dict | list | tuple) and identity(held) not in seen:
+                seen.add(identity(held))
+                pending += worth_a_look(_members(held))[::-1]
         return list(found.values())
 
 

@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from planner._torch.tracing.inside_compile import is_compiled
 from planner.errors import PlanMismatch
-from planner.module_parts import parts_of
+from planner.module_parts import buffers_of, parameters_of, parts_of
 
 
 def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
@@ -17,7 +17,9 @@ def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
     Raises:
         PlanMismatch: If ``model`` is one of these.
     """
-    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+    some = any(map(is_lazy, (*parameters_of(model), *buffers_of(model))))
+    named = [*model.named_parameters(), *model.named_buffers()] if some else []
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
         raise PlanMismatch(
             f"{lazy[0]} has no shape yet, as in nn.LazyLinear before its first call: {doing} the module "

@@ -74,9 +74,9 @@ class Value:
     overwritten: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Op:
-    """One operation.
+    """One operation; nobody changes one that is in a graph.
 
     Attributes:
         inputs: The values that it reads.
@@ -249,7 +249,7 @@ class Graph:
         region = [self.ops[r].region if r >= 0 else None for r in row]
         inputs = [tuple(dict.fromkeys(op.inputs)) for op in self.ops]
         recomputable_inputs = [
-            tuple(v for v in values if region[v] == op.region)
+            tuple([v for v in values if region[v] == op.region])
             for op, values in zip(self.ops, inputs, strict=True)
         ]
         return WalkTable(

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch.fake import is_fake
+from planner.module_parts import parts_of
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ def make_dropout_states(module: torch.nn.Module) -> None:
 
     The step then takes what steps do that follow others. Generators are drawn from as the step would.
     """
-    layers = [m for m in module.modules() if isinstance(m, torch.nn.RNNBase) and m.training]
+    layers = [m for m in parts_of(module) if isinstance(m, torch.nn.RNNBase) and m.training]
     dropping = [layer for layer in layers if layer.dropout > 0 and layer.num_layers > 1]
     for device in {device for layer in dropping for device in _devices(layer)}:
         _make_state(device)

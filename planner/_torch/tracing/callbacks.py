@@ -18,6 +18,8 @@ from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count
 from torch._dynamo import eval_frame
 from torch._dynamo.eval_frame import OptimizedModule
 
+from planner.module_parts import named_parts
+
 
 class Callback:
     """A callback of ours, around one of Dynamo's."""
@@ -90,7 +92,7 @@ def compiled_modules(model: torch.nn.Module) -> list[str]:
     """Names of the parts of a model that are compiled, by ``torch.compile(part)`` or ``part.compile()``."""
     return [
         name
-        for name, part in model.named_modules()
+        for name, part in named_parts(model).items()
         if name and (isinstance(part, OptimizedModule) or _is_wrapped(part._compiled_call_impl))
     ]
 

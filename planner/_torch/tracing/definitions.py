@@ -16,6 +16,7 @@ import torch
 from torch._C._dynamo.guards import dict_version
 
 from planner._torch.own_code import meant
+from planner.module_parts import parts_of
 
 _WITH_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, staticmethod, classmethod, property)
 _NOT_IN_A_FORWARD = frozenset({
@@ -78,7 +79,7 @@ class Definitions:
 
     def include(self, module: torch.nn.Module) -> None:
         """Add the classes of a module that are not known yet, as they are now."""
-        kinds = {kind for part in module.modules() for kind in type(part).__mro__[:-1]}
+        kinds = {kind for part in parts_of(module) for kind in type(part).__mro__[:-1]}
         for kind in kinds:
             if id(kind) not in self._known:
                 self._known[id(kind)] = _Owner(kind)

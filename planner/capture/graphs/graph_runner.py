@@ -8,7 +8,6 @@ step that runs with data, what the graph computes.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -378,7 +377,7 @@ class GraphRunner:
         token = produced.pop() if saves else -1
         given, returned = tuple(taken), tuple(produced)
         call = GraphCall(self.index, instance, backward, given, returned, released, allocating, token)
-        recording.events[-1] = replace(recording.events[-1], graph=call)
+        recording.events[-1] = recording.events[-1]._replace(graph=call)
 
 
 def _stand_in(graph: torch.fx.Graph, original: Any, env: dict[Any, Any]) -> Any:

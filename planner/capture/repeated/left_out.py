@@ -27,6 +27,7 @@ from planner._torch.without_data import fake_values
 from planner._torch.without_data.plain import facts_of
 from planner.capture.repeated.lengthened import AT_AN_END, IrregularError, Layers, lengthened
 from planner.capture.repeated.ran import ENDED, Ran
+from planner.module_parts import named_parts
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.regions import Forward
 
@@ -335,7 +336,7 @@ def _described(
     description: list[object] = []
     if modules.hooks_inside(layer):
         return None
-    for name, part in layer.named_modules():
+    for name, part in named_parts(layer).items():
         if modules.installed_call(part) is not None:
             return None
         description.append((name, type(part), part.training))

@@ -159,6 +159,7 @@ class _Longer:
         storages: list[Storage] = []
         inner_events = {kind: self._inner_events(kind) for kind in ("forward", "backward")}
         inner_storages = {kind: self._inner_storages(kind) for kind in ("forward", "backward")}
+        first = self._storages
         for part in self._order:
             kind, layer = part
             ran, number = self._ran_for(part), self._storages[part]
@@ -166,13 +167,22 @@ class _Longer:
             of = partial(self._outer, of=ran, places=parts.storage_places, firsts=self._storages)
             for n, event in enumerate(parts.events[ran]):
                 if inner:
-                    refers = [_resolved(given, layer, self._storages) for given in inner_events[kind][n]]
+                    refers = [
+                        place if further is None else first[other, layer + further] + place
+                        for further, other, place in inner_events[kind][n]
+                    ]
                 else:
                     refers = [of(s) for s in _refers(event)]
-                allocates = tuple(range(number, number + len(event.allocates)))
-                number += len(allocates)
-                instance = 0 if event.graph is None else self._instance(event.graph, ran[1], layer, inner)
-                events.append(_referring(event, refers, allocates, instance))
+                made = len(event.allocates)
+                allocates = tuple(range(number, number + made)) if made else ()
+                number += made
+                # There are tens of thousands, nearly all of them operations outside of graphs.
+                if event.graph is None:
+                    call, _, _, backward, _, node = event
+                    events.append(Event(call, tuple(refers), allocates, backward, None, node))
+                else:
+                    instance = self._instance(event.graph, ran[1], layer, inner)
+                    events.append(_referring(event, event.graph, refers, allocates, instance))
             for n, storage in enumerate(parts.storages[ran]):
                 if inner:
                     died = _resolved(inner_storages[kind][n], layer, self._events)
@@ -307,27 +317,19 @@ def _refers(event: Event) -> tuple[int, ...]:
     return event.reads if call is None else (*event.reads, *call.arguments, *call.outputs, call.token)
 
 
-def _referring(event: Event, refers: Sequence[int], allocates: tuple[int, ...], instance: int) -> Event:
-    """An event with others in the place of what :func:`_refers` returned."""
-    call: GraphCall | None = event.graph
+def _referring(
+    event: Event, call: GraphCall, refers: Sequence[int], allocates: tuple[int, ...], instance: int
+) -> Event:
+    """The execution of a graph with others in the place of what :func:`_refers` returned."""
     reads = tuple(refers[: len(event.reads)])
-    if call is not None:
-        arguments = tuple(refers[len(reads) : len(reads) + len(call.arguments)])
-        *outputs, token = refers[len(reads) + len(arguments) :]
-        renamed = zip(arguments, call.arguments, strict=True)
-        released = frozenset(new for new, old in renamed if old in call.released)
-        # There are thousands; ``replace`` looks at all fields of each.
-        call = GraphCall(
-            call.graph,
-            instance,
-            call.backward,
-            arguments,
-            tuple(outputs),
-            released,
-            call.allocating,
-            token,
-        )
-    return Event(event.call, reads, allocates, event.backward, call, event.node)
+    arguments = tuple(refers[len(reads) : len(reads) + len(call.arguments)])
+    *outputs, token = refers[len(reads) + len(arguments) :]
+    renamed = zip(arguments, call.arguments, strict=True)
+    released = frozenset(new for new, old in renamed if old in call.released)
+    other = replace(
+        call, instance=instance, arguments=arguments, outputs=tuple(outputs), released=released, token=token
+    )
+    return event._replace(reads=reads, allocates=allocates, graph=other)
 
 
 def _resolved(given: _Given, layer: int, firsts: Mapping[_Part, int]) -> int:

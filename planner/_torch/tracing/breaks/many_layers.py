@@ -7,7 +7,6 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -60,12 +59,17 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _are_marked(references: list[_Reference]) -> bool:
-    parts = [part for reference in references if (part := reference()) is not None]
-    if len(parts) < len(references):
-        return False
-    held = chain.from_iterable(chain(part._parameters.values(), part._buffers.values()) for part in parts)
+    held: list[torch.Tensor | None] = []
+    for reference in references:  # thousands
+        part = reference()
+        if part is None:
+            return False
+        if some := part._parameters:
+            held += some.values()
+        if others := part._buffers:
+            held += others.values()
     try:
-        return {_mark(tensor) for tensor in held if tensor is not None} <= {"unguarded"}
+        return {*map(_mark, [tensor for tensor in held if tensor is not None])} <= {"unguarded"}
     except AttributeError:  # one has none
         return False
 
