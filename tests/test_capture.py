@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +186,17 @@ class Failing(nn.Module):
         raise ValueError(f"no such luck with {x.shape}")
 
 
+class Answering(nn.Linear):
+    """Returns what something else makes of its result."""
+
+    def __init__(self, answer: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(4, 4)
+        self.answer = answer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.answer(super().forward(x))
+
+
 @pytest.mark.heavy
 def test_a_forward_whose_hook_counts_is_captured_and_the_count_is_as_before() -> None:
     model, args, kwargs = small_resnet()
@@ -198,7 +210,10 @@ def test_a_forward_whose_hook_counts_is_captured_and_the_count_is_as_before() ->
     ("model", "words"),
     [
         (Failing(), "no such luck"),
-        (nn.Linear(4, 4).requires_grad_(False), "nothing to differentiate"),
+        (nn.Linear(4, 4).requires_grad_(False), "nothing to differentiate: no parameter of the module"),
+        (Answering(torch.Tensor.detach), "returned requires no gradient: it was detached, or made under"),
+        (Answering(lambda y: None), "nothing to differentiate: the module returned None"),
+        (Answering(lambda y: [1]), "the module returned a list without a tensor"),
     ],
 )
 def test_what_cannot_be_captured_says_why(model: nn.Module, words: str) -> None:

@@ -149,6 +149,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a class": (lambda: planner.plan(Net, X, budget="min"), r"class Net.*Net\(\.\.\.\)"),  # type: ignore[arg-type]
     "a function": (lambda: planner.plan(F.relu, X, budget="min"), "function.*nn.Module"),  # type: ignore[arg-type]
     "a name": (lambda: planner.plan("gpt2", X, budget="min"), "str.*nn.Module"),  # type: ignore[arg-type]
+    "a module that is not ready": (
+        lambda: planner.plan(nn.Linear.__new__(nn.Linear), X, budget="min"),
+        r"Linear is not ready.*super\(\)\.__init__\(\)",
+    ),
     "two positional": (lambda: planner.plan(Net(), X, Y, budget="min"), r"Tensor.*args=\(x, \.\.\.\)"),  # type: ignore[arg-type]
     "a number": (lambda: planner.plan(Net(), 3, budget="min"), r"int.*\(x,\)"),  # type: ignore[arg-type]
     "a generator": (lambda: planner.plan(Net(), (x for x in X), budget="min"), "generator.*DataLoader"),  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """The whole training step: what is predicted of it is what three steps of real training take."""
 
+import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +12,12 @@ import torch
 import planner
 from planner.allocator.training_loop import step_allocations
 from planner.costs.devices import find_device
-from planner.costs.optimizer_step import OptimizerError, OptimizerStep, optimizer_step
+from planner.costs.optimizer_step import (
+    OF_ANOTHER_MODEL,
+    OptimizerError,
+    OptimizerStep,
+    optimizer_step,
+)
 from planner.costs.step_memory import StepMemoryModel
 from planner.planfile.plan import Resident
 from planner.user_plan import Plan
@@ -251,3 +258,21 @@ def test_casts_of_weights_are_held_as_long_as_the_users_step_holds_them() -> Non
     step()
     model.zero_grad(set_to_none=True)
     assert plan.baseline.dynamic_peak_bytes == measure_peak(step, "cpu").peak_bytes
+
+
+def test_an_optimizer_of_another_model_is_said_to_be_one() -> None:
+    def warned(model: torch.nn.Module, optimizer: Any) -> tuple[Plan, int]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = planner.plan(model, (torch.randn(2, 4),), budget="400%", optimizer=optimizer)
+        return plan, sum(OF_ANOTHER_MODEL in str(w.message) for w in caught)
+
+    model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
+    plan, count = warned(model, torch.optim.SGD(other.parameters()))
+    assert count == 1
+    assert OF_ANOTHER_MODEL in plan.notes
+    both = [*model.parameters(), *other.parameters()]
+    copied = copy.deepcopy(model)
+    for held in (model.parameters(), both, [model.weight], copied.parameters(), [copied.bias]):
+        assert warned(model, torch.optim.SGD(held))[1] == 0
+    assert warned(model, "SGD")[1] == 0

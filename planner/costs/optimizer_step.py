@@ -1,6 +1,6 @@
 """What an optimizer keeps between steps, and what its step takes on top of it."""
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,14 @@ import torch
 from planner._torch import fake as fake_
 from planner._torch.tensors import held_tensors
 from planner._torch.tracing.hindrances import no_other_thread_traces
+from planner.addresses import identity
 from planner.allocator.training_loop import Allocations
 from planner.costs.devices import Device, round_bytes
 from planner.costs.eager_timeline import eager_timeline
 from planner.costs.roofline import Costs
 from planner.costs.workspace import WorkspaceMeter
 from planner.errors import PlannerError
+from planner.module_parts import parameters_of
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.step import tensors_in, unique_storages
 
@@ -43,6 +45,23 @@ class OptimizerStep:
     seconds: float = 0.0
     making: Allocations | None = None
     steady: Allocations | None = None
+
+
+OF_ANOTHER_MODEL = (
+    "optimizer= holds none of the model's parameters, and others than these: what it keeps for those is "
+    "counted. Pass the optimizer of this model, its class or its name"
+)
+
+
+def is_of_another_model(optimizer: Optimizer | None, module: torch.nn.Module) -> bool:
+    """Whether an optimizer was made for other parameters, which are not those of a copy either."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    own = parameters_of(module)
+    if {*map(identity, held)} & {*map(identity, own)}:
+        return False
+    return bool(Counter(tuple(p.shape) for p in held) - Counter(tuple(p.shape) for p in own))
 
 
 @no_other_thread_traces()

@@ -18,7 +18,7 @@ from planner.capture.decided_by_data import PRODUCTS, SPARSE_TENSORS, has_produc
 from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.kernel_timer import MeasuredCosts
-from planner.costs.optimizer_step import OptimizerStep, optimizer_step
+from planner.costs.optimizer_step import OF_ANOTHER_MODEL, OptimizerStep, is_of_another_model, optimizer_step
 from planner.costs.roofline import Costs
 from planner.costs.step_memory import StepMemoryModel
 from planner.costs.workspace import WorkspaceMeter
@@ -213,6 +213,9 @@ def prepare(
     if like is not None:
         update = like.footprint.optimizer
     else:
+        if is_of_another_model(options.optimizer, model):
+            captured.notes.append(OF_ANOTHER_MODEL)
+            warn(OF_ANOTHER_MODEL)
         shape_of = None if rank is None else rank.shape_of
         update = optimizer_step(options.optimizer, model, target, meter, source, shape_of)
     if isinstance(source, MeasuredCosts):

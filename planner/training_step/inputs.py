@@ -85,9 +85,12 @@ def check_model(model: object) -> torch.nn.Module:
     """A model, if it is one.
 
     Raises:
-        InputError: It is no ``nn.Module``.
+        InputError: It is no ``nn.Module``, or one whose ``__init__`` did not call that of ``nn.Module``.
     """
     if isinstance(model, torch.nn.Module):
+        if "_parameters" not in vars(model):
+            name = type(model).__name__
+            raise InputError(f"the {name} is not ready: its __init__ has to call super().__init__() first")
         return model
     if isinstance(model, type):
         raise InputError(

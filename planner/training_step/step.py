@@ -146,10 +146,7 @@ class Step:
             known = {id(t) for t in (*outputs, *(reference() for reference in earlier))}
             outputs += [t for t in self.left() if id(t) not in known]
         if not outputs:
-            raise CaptureError(
-                f"nothing to differentiate: the module returned {type(output).__name__} without a tensor "
-                "that requires a gradient; is a parameter trainable, and is the loss among the outputs?"
-            )
+            raise CaptureError(f"nothing to differentiate: {self._why_nothing(module, output)}")
         if self.lets_go_of_outputs:
             with arriving():
                 output = [torch.empty_like(o, requires_grad=True) for o in outputs]
@@ -167,6 +164,16 @@ class Step:
         with without_autocast():
             torch.autograd.backward(outputs, gradients)
         return output, None
+
+    def _why_nothing(self, module: torch.nn.Module, output: Any) -> str:
+        """Why nothing that a module returned can be differentiated."""
+        if not tensors_in(output):
+            what = "None" if output is None else f"a {type(output).__name__} without a tensor"
+            return f"the module returned {what}: return the loss, or what loss= computes it of"
+        of = module if self.left is None else self.left.module
+        if not differentiates(of, self.args, self.kwargs):
+            return "no parameter of the module requires a gradient, and no input: see requires_grad_()"
+        return "what the module returned requires no gradient: it was detached, or made under torch.no_grad()"
 
 
 _NOTHING = frozenset({type(None), bool, int, float, str, torch.nn.Parameter})
