@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from planner import PlanWarning
-from planner._torch.execution import bernoulli_draws
+from planner._torch.execution import bernoulli_draws, mask_operators
 from planner._torch.execution.mask_operators import (
     DRAW_MASK,
     MASKED_PRODUCT,
@@ -13,6 +13,7 @@ from planner._torch.execution.mask_operators import (
     UNPACK_BITS,
     draw_mask,
 )
+from planner.verification.measure import measure_peak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -42,6 +43,14 @@ def test_dropout_in_two_steps_is_eagers(dtype: torch.dtype, layout: str) -> None
         found = MASKED_PRODUCT(gradient, mask, keep)
         assert torch.equal(found, expected)
         assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_product_takes_no_more_than_others(dtype: torch.dtype) -> None:
+    value, mask = torch.randn(9, dtype=dtype), torch.ones(9, dtype=torch.bool)
+    mask_operators._kept.cache_clear()
+    peaks = [measure_peak(lambda: MASKED_PRODUCT(value, mask, 0.7), "cpu").peak_bytes for _ in range(3)]
+    assert len(set(peaks)) == 1
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,6 +1,6 @@
 """The file that remembers measured workspaces, and the text by which an operator is found in it.
 
-JSON: ``{"format": 5, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
+JSON: ``{"format": 6, "environments": {environment: {call: [workspace bytes, output bytes...]}}}``.
 A file that cannot be read or written is no error: what it would have held is measured again.
 """
 
@@ -24,7 +24,8 @@ from planner.planfile.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
+"""Another one, too, where operators of the planner's own allocate otherwise than before."""
 
 Entries = Mapping[str, Sequence[int]]
 """By call: its workspace bytes, followed by the bytes of its outputs."""

@@ -15,10 +15,10 @@ from planner._torch import fake
 
 _BITS = 53
 """Of a double's fraction."""
-_CHUNK = 1 << 14
-"""Elements that are drawn at once: their numbers stay in a core's cache."""
-_WORTH_IT = 8 * _CHUNK
-"""Elements from which on it saves time. The scratch then takes no more bytes than the mask."""
+_CHUNKS = 1 << 14, 1 << 16
+"""Elements that are drawn at once, at least and at most: their numbers stay in a core's cache."""
+_WORTH_IT = 8 * _CHUNKS[0]
+"""Elements from which on it saves time. The scratch takes no more bytes than the mask."""
 
 
 def draw(mask: torch.Tensor, probability: float) -> torch.Tensor:
@@ -37,8 +37,10 @@ def draw(mask: torch.Tensor, probability: float) -> torch.Tensor:
 
 def _draw(flat: torch.Tensor, probability: float, generator: torch.Generator | None) -> None:
     below = math.ceil(probability * (1 << _BITS))  # exact: a double times a power of two
-    scratch = torch.empty(min(len(flat), _CHUNK), dtype=torch.int64, device=flat.device)
-    for part in flat.split(_CHUNK):
+    least, most = _CHUNKS
+    chunk = max(least, min(most, len(flat) // 8))
+    scratch = torch.empty(min(len(flat), chunk), dtype=torch.int64, device=flat.device)
+    for part in flat.split(chunk):
         drawn = scratch[: len(part)].random_(generator=generator).bitwise_and_((1 << _BITS) - 1)
         torch.lt(drawn, below, out=part)
 
@@ -49,7 +51,7 @@ def are_bernoullis() -> bool:
     with fake.without_modes():
         for seed, probability in enumerate((0.1, 0.5, 0.9, 1 - 1e-9)):
             ours, theirs = (torch.Generator("cpu").manual_seed(seed) for _ in range(2))
-            masks = torch.empty(2, _CHUNK + 7, dtype=torch.bool, device="cpu")
+            masks = torch.empty(2, _CHUNKS[0] + 7, dtype=torch.bool, device="cpu")
             _draw(masks[0], probability, ours)
             masks[1].bernoulli_(probability, generator=theirs)
             if not torch.equal(*masks) or not torch.equal(ours.get_state(), theirs.get_state()):

@@ -4,10 +4,12 @@ A boolean takes a byte. Packed, eight take one and nothing is lost: a lossless e
 et al., ISCA 2018). What these operators allocate beside their results is a scratch of bounded size.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from planner._torch import fake
@@ -40,10 +42,30 @@ def masked_product(value: torch.Tensor, mask: torch.Tensor, keep: float) -> torc
         mask: What :func:`draw_mask` returned.
         keep: The probability to keep an element.
     """
-    noise = (
-        mask.view(torch.uint8).to(value.dtype).div_(keep)
-    )  # of bytes: PyTorch converts booleans one by one
+    noise = mask.view(torch.uint8).to(value.dtype)  # of bytes: PyTorch converts booleans one by one
+    if noise.device.type == "cpu" and value.dtype in _ONES and keep > 0:
+        noise.mul_(_kept(keep, value.dtype))  # zeros and ones: as if divided, in a third of the time
+    else:
+        noise.div_(keep)
     return noise.mul_(value) if noise.stride() == value.stride() else value.mul(noise)
+
+
+@functools.cache
+def _kept(keep: float, dtype: torch.dtype) -> float:
+    """What eager multiplies an element by that dropout keeps: 1 / `keep`, rounded.
+
+    In NumPy's memory: a step takes as much when it is asked for first as later.
+    """
+    with fake.without_modes():
+        return float(torch.from_numpy(_ONES[dtype].copy()).view(dtype).div_(keep))
+
+
+_ONES: dict[torch.dtype, npt.NDArray[Any]] = {
+    torch.float64: np.ones(1, np.float64),
+    torch.float32: np.ones(1, np.float32),
+    torch.float16: np.ones(1, np.float16),
+    torch.bfloat16: np.full(1, 0x3F80, np.int16),  # which NumPy has no type for
+}
 
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
