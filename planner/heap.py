@@ -1,10 +1,17 @@
-"""The garbage collector, while much is made that is kept."""
+"""The interpreter's memory, while much is made that is kept: its garbage collector, and its stack."""
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 from weakref import ReferenceType
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_STACK = 140_000
+"""Values, of eight bytes, that a call is said to need room for: its piece is of two megabytes, half free."""
 
 _SELDOM = 10
 _lock = threading.Lock()
@@ -123,3 +130,20 @@ def collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def room_on_the_stack(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a function where the calls inside of it find room on one piece of the stack.
+
+    CPython keeps the variables of calls on pieces of 16 KiB (``DATA_STACK_CHUNK_SIZE``, from 3.11 on). It
+    gives one back to the system when the first call on it returns, and asks for another with the next: where
+    calls go back and forth across the end of a piece, each takes microseconds. Tracing did so for a tenth of
+    its time. A call that needs more gets a larger piece, and those inside of it what is left of that. What
+    nobody writes to takes no memory.
+    """
+
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return function(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace(co_stacksize=_STACK)
+    return functools.wraps(function)(run)

@@ -1,4 +1,4 @@
-"""The garbage collector passes over what was there before."""
+"""The garbage collector passes over what was there before, and calls have room on the stack."""
 
 import gc
 import sys
@@ -11,7 +11,13 @@ import pytest
 
 from planner import heap
 from planner.addresses import addresses
-from planner.heap import garbage_let_go, newer_objects, nothing_set_aside, older_objects_set_aside
+from planner.heap import (
+    garbage_let_go,
+    newer_objects,
+    nothing_set_aside,
+    older_objects_set_aside,
+    room_on_the_stack,
+)
 
 
 class Ring:
@@ -196,3 +202,29 @@ def test_what_users_froze_and_let_go_again_is_asked_for_anew() -> None:
     with older_objects_set_aside():
         assert gc.get_freeze_count()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its system does not count pages that are asked for")
+def test_calls_go_back_and_forth_on_one_piece_of_the_stack() -> None:
+    import resource
+
+    def nothing() -> None:
+        pass
+
+    def deeper(calls: int) -> None:
+        if calls:
+            deeper(calls - 1)
+        for _ in range(100):
+            nothing()
+
+    def pages(run: Callable[[int], None]) -> int:
+        run(400)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            run(400)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert pages(room_on_the_stack(deeper)) < 5 * 50
+    assert room_on_the_stack(deeper).__name__ == "deeper"
+    with pytest.raises(TypeError, match="deeper"):
+        room_on_the_stack(deeper)()  # type: ignore[call-arg]

@@ -42,6 +42,7 @@ from planner._torch.tracing.hindrances import (
 from planner._torch.tracing.let_go import Captured
 from planner._torch.tracing.rules import keep_rules
 from planner._torch.without_data.fake_values import lists_count
+from planner.heap import room_on_the_stack
 
 _DYNAMO_CONFIG: dict[str, Any] = {
     # A plan is followed also where the user's own torch.compile is switched off.
@@ -149,6 +150,7 @@ class _WithSettings(Callback):
         self._captured = Captured(self)
         self._with_graphs: Any = ExactWeakKeyDictionary()
 
+    @room_on_the_stack
     def __call__(self, frame: Any, *rest: Any) -> Any:
         global _frames_looked_at
         if saved_tensors_are_changed():

@@ -24,6 +24,7 @@ from planner.costs.step_memory import StepMemoryModel
 from planner.costs.workspace import WorkspaceMeter
 from planner.errors import warn
 from planner.graph.overwritten import checked_inputs
+from planner.heap import room_on_the_stack
 from planner.interrupts import at_stages, held_interrupts
 from planner.parallel.rank import Rank, gradients_there
 from planner.parallel.strategies import FSDP2, read_parallel, refuse_for_tensor_parallel
@@ -131,6 +132,7 @@ class Prepared:
 
 @held_interrupts()
 @no_other_thread_traces()
+@room_on_the_stack
 def prepare(
     model: torch.nn.Module,
     step: Step,
