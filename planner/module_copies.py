@@ -73,6 +73,8 @@ _MAKES_COPIES = (
     "__getnewargs_ex__",
 )
 """Where a class may say how copies of its objects are made."""
+_HOOKS = frozenset(name for name, held in vars(torch.nn.Module()).items() if type(held) is OrderedDict)
+"""What each module has for its hooks, nearly always empty: it does not matter which empty one that is."""
 _KEPT = frozenset((type(None), bool, int, float, complex, str, bytes, type))
 """Of these a copy has the very same."""
 
@@ -107,10 +109,10 @@ def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
         refer: What makes such a function.
         made: By id: what is a copy, and not the user's. Each is looked into once.
     """
-    for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+    items = held.items() if isinstance(held, dict) else enumerate(held)
+    some = [(key, value) for key, value in items if type(value) not in _KEPT]
+    for key, value in [(k, v) for k, v in some if type(v) not in _HOLDS_FUNCTIONS or v]:
         kind = type(value)
-        if kind in _KEPT or (kind in _HOLDS_FUNCTIONS and not value):
-            continue
         if isinstance(value, types.FunctionType | functools.partial):
             held[key] = refer(value)
         elif kind is tuple and any(isinstance(v, types.FunctionType) for v in value):
@@ -271,7 +273,13 @@ def _module(value: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     """What ``copy`` does, without asking each of thousands of modules how to make another."""
     made: torch.nn.Module = object.__new__(type(value))
     memo[id(value)] = made
-    made.__setstate__(copy.deepcopy(value.__getstate__(), memo))
+    state = value.__getstate__()
+    if type(value).__getstate__ is torch.nn.Module.__getstate__:  # what the module holds, and nothing else
+        own: Any = {}
+        _copy_items(state, own, memo)
+    else:
+        own = copy.deepcopy(state, memo)
+    made.__setstate__(own)
     return made
 
 
@@ -306,8 +314,12 @@ def _copy_items(value: Mapping[Any, Any], made: dict[Any, Any], memo: dict[int, 
         kind = type(held)
         if kind in _KEPT:
             made[mine] = held
-        elif kind is OrderedDict and not held and not vars(held):  # ten in each module, for its hooks
-            made[mine] = memo.setdefault(id(held), OrderedDict())
+        elif kind is OrderedDict and not held and mine in _HOOKS:
+            made[mine] = OrderedDict()
+        elif (known := memo.get(id(held))) is not None:
+            made[mine] = known
+        elif kind is dict:
+            made[mine] = _dictionary(held, memo)
         else:
             made[mine] = copy.deepcopy(held, memo)
 

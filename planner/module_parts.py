@@ -1,5 +1,7 @@
 """The modules inside of a module, and the parameters and buffers that they have."""
 
+from collections import OrderedDict
+
 import torch
 
 from planner.addresses import identity
@@ -36,6 +38,19 @@ def named_parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
                 inside = f"{name}." if name else ""
                 pending += [(inside + n, p) for n, p in reversed(part._modules.items()) if p is not None]
     return {name: part for part, name in names.items()}
+
+
+def tensors_of(part: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a module itself, and those of its other attributes that are tensors."""
+    others = [held for held in vars(part).values() if type(held) not in _NO_TENSORS]
+    return [
+        held
+        for held in (*part._parameters.values(), *part._buffers.values(), *others)
+        if isinstance(held, torch.Tensor)
+    ]
+
+
+_NO_TENSORS = frozenset((type(None), bool, int, float, str, dict, OrderedDict, set, list, tuple))
 
 
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:

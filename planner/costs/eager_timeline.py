@@ -96,8 +96,16 @@ def eager_timeline(
 @collector_off()
 def peak_by_shapes(recording: Recording, device: Device) -> int:
     """The most bytes that a recorded step holds at once, as shapes say, without what kernels take inside."""
-    made = _Made.of(recording, [NOT_RUN] * len(recording.calls), device)
-    return int(made.live_bytes().max(initial=0))
+    events, length = recording.events, len(recording.events)
+    made = [recording.storages[s] for event in events for s in event.allocates]
+    start = np.repeat(np.arange(length), [len(event.allocates) for event in events])
+    died = [length if storage.died_after is None else storage.died_after for storage in made]
+    sizes, rounding = (
+        np.array([storage.bytes for storage in made], np.int64),
+        device.allocation_rounding_bytes,
+    )
+    end = np.maximum(start, np.array(died, np.int64))
+    return int(_live_bytes(length, start, end, -(-sizes // rounding) * rounding).max(initial=0))
 
 
 def _calls_of(recording: Recording) -> list[int]:
@@ -145,10 +153,15 @@ class _Made(NamedTuple):
 
     def live_bytes(self) -> Integers:
         """What is there at each event."""
-        changes = np.zeros(self.length + 2, np.int64)
-        np.add.at(changes, self.start, self.sizes)
-        np.subtract.at(changes, self.end + 1, self.sizes)
-        return np.cumsum(changes[: self.length])
+        return _live_bytes(self.length, self.start, self.end, self.sizes)
+
+
+def _live_bytes(length: int, start: Integers, end: Integers, sizes: Integers) -> Integers:
+    """What is there at each of so many events, of storages that are there from one event to another."""
+    changes = np.zeros(length + 2, np.int64)
+    np.add.at(changes, start, sizes)
+    np.subtract.at(changes, end + 1, sizes)
+    return np.cumsum(changes[:length])
 
 
 def allocated_bytes(event: Event, recording: Recording, memory: OpMemory, device: Device) -> list[int]:

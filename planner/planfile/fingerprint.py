@@ -22,14 +22,17 @@ def state_digest(model: "nn.Module", floating: "torch.dtype | None" = None) -> s
         a hexadecimal SHA-256 of 64 characters, the same for models that can load each other's state.
     """
     lines = []
+    described: dict[tuple[tuple[int, ...], str], str] = {}  # of thousands of entries few are unlike
     for name, entry in sorted(model.state_dict().items()):
         try:
             of_type = floating if floating is not None and entry.is_floating_point() else entry.dtype
-            shape, dtype = [int(size) for size in entry.shape], str(of_type)
+            facts = tuple(entry.shape), str(of_type)
         except (AttributeError, RuntimeError):
             # A module's extra state need not be a tensor, and a lazy parameter has no shape yet.
-            shape, dtype = [], type(entry).__qualname__
-        lines.append(json.dumps([name, shape, dtype]))
+            facts = (), type(entry).__qualname__
+        if facts not in described:
+            described[facts] = json.dumps([[int(size) for size in facts[0]], facts[1]])[1:]
+        lines.append(f"[{json.dumps(name)}, {described[facts]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

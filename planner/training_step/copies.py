@@ -20,7 +20,7 @@ from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
 from planner.heap import collector_off
 from planner.module_copies import attribute_of, copied_module, referring_to
-from planner.module_parts import buffers_of, parameters_of, parts_of
+from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
 
@@ -73,9 +73,8 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         return replaced[number]
 
     for part in parts_of(module):
-        for value in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
-            if isinstance(value, torch.Tensor):
-                fake(value)
+        for tensor in tensors_of(part):
+            fake(tensor)
     copied = _copied(module, step, replaced)
     args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
 

@@ -16,7 +16,7 @@ from planner._torch import fake, versions
 from planner._torch.autocast_state import AutocastState, autocast_state, set_autocast_state
 from planner._torch.tensors import schema_of
 from planner.heap import collector_off
-from planner.module_parts import buffers_of, parameters_of
+from planner.module_parts import buffers_of, parameters_of, tensors_of
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import Namespaces, PythonState
 from planner.training_step.step import Step, tensors_in
@@ -79,8 +79,7 @@ class StepSnapshot:
         tensors: dict[int, _Before] = {}
         found = [*tensors_in(given), *python.tensors]
         for part in python.modules:
-            attributes = [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]
-            found += [value for value in attributes if isinstance(value, torch.Tensor)]
+            found += tensors_of(part)
             if isinstance(part, torch.jit.ScriptModule):  # whose parameters are none of these
                 found += part.parameters(recurse=False)
         for tensor in found:

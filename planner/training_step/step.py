@@ -114,7 +114,9 @@ class Step:
             gradients of ones).
         """
         # Not held: what a forward replaces is freed then.
-        earlier = [weakref.ref(t) for t in self.left()] if self.left is not None else []
+        left = self.left() if self.left is not None and self.left.counts else []
+        earlier = [weakref.ref(t) for t in left]
+        del left
         output = module(*self.args, **self.kwargs)
         if isinstance(output, Generator):
             raise CaptureError(
@@ -124,6 +126,8 @@ class Step:
             )
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
+            if self.left is not None:
+                self.left.counts = False
             if not isinstance(loss, torch.Tensor):
                 raise CaptureError(
                     f"loss= returned a {type(loss).__name__}, expected a scalar tensor: not loss.item(), and "
@@ -188,10 +192,11 @@ class LeftInModule:
 
     Attributes:
         module: The module.
+        counts: Whether they may be what is differentiated: not if the forward was seen to return its loss.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
+        self.module, self.counts = module, True
 
     def __call__(self) -> list[torch.Tensor]:
         """Those that are there now, each once, in order; containers may hold each other."""

@@ -192,8 +192,12 @@ def bound_at(
     program = Program()
     scale = SECONDS / max(graph.base_seconds, 1e-30)
     unit = max(1.0, budget / 1e4)
+    # Lists, which are read one by one in a fraction of the time that arrays take.
+    table, seconds, is_later = graph.walk_table, graph.seconds.tolist(), later.tolist()
+    sizes = (graph.bytes / unit).tolist()
+    may = [any(table.recompute_row[v] >= 0 for v in table.outputs[i]) for i in graph.forward_ops]
     rerun = [
-        program.variable(float(graph.seconds[graph.rerun(i)]) * scale, high=1.0 if _may(graph, i) else 0.0)
+        program.variable(seconds[graph.rerun(i)] * scale, high=1.0 if may[i] else 0.0)
         for i in graph.forward_ops
     ]
     in_time = _InTime.behind(graph, moment)
@@ -203,19 +207,19 @@ def bound_at(
     decided = computed & ~fixed_values & (graph.producer < graph.forward_length)
     for v in listed(ValueId, np.flatnonzero(decided)):
         hold[v] = program.variable(integer=integer)
-        memory[hold[v]] = float(graph.bytes[v]) / unit
-        if later[v]:
+        memory[hold[v]] = sizes[v]
+        if is_later[v]:
             terms = {hold[v]: 1.0}
             if in_time.for_base_operations(v):
                 terms[rerun[producer[v]]] = 1.0
             program.row(terms, low=1.0)
     for i in graph.forward_ops:
-        if not _may(graph, i):
+        if not may[i]:
             continue
-        for v in graph.walk_table.inputs[graph.rerun(i)]:
+        for v in table.inputs[graph.rerun(i)]:
             if v in hold:
                 terms = {hold[v]: 1.0, rerun[i]: -1.0}
-                if in_time.for_reruns_of(graph.ops[i].region, v):
+                if in_time.for_reruns_of(table.region[i], v):
                     terms[rerun[producer[v]]] = 1.0
                 program.row(terms, low=0.0)
     program.row(memory, high=(budget - fixed) / unit)
@@ -268,7 +272,3 @@ class _InTime:
         if region is None or region not in self.begins:
             return False
         return region == reader or (reader in self.ends and self.begins[region] < self.ends[reader])
-
-
-def _may(graph: Graph, op: BaseOp) -> bool:
-    return any(graph.recompute_row[v] >= 0 for v in graph.ops[op].outputs)

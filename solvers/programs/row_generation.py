@@ -309,8 +309,9 @@ def write(graph: Graph, uses: ForwardUses, causes: Causes, moments: tuple[BaseOp
     for v in listed(ValueId, free):
         keep[v] = program.variable(integer=True)
     rerun: list[list[Variable]] = []
+    seconds = graph.seconds.tolist()
     for i, times in numbered(BaseOp, causes.times):
-        cost = float(graph.seconds[graph.rerun(i)]) * scale
+        cost = seconds[graph.rerun(i)] * scale
         rerun.append([program.variable(cost if k == len(times) - 1 else 0.0) for k in range(len(times))])
         for earlier, later in pairwise(rerun[-1]):
             program.row({later: 1.0, earlier: -1.0}, low=0.0)
