@@ -59,7 +59,7 @@ def eager_timeline(
         for call, output in zip(calls, recording.outputs, strict=True)
     ]
     name_of = [str(call.func) for call in calls]
-    ran = _calls_of(recording)
+    ran = [call for event in recording.events if (call := event.call) is not None]
     seconds = [of_calls[call] for call in ran]
     made = _Made.of(recording, memories, device)
     live = made.live_bytes()
@@ -100,17 +100,9 @@ def peak_by_shapes(recording: Recording, device: Device) -> int:
     made = [recording.storages[s] for event in events for s in event.allocates]
     start = np.repeat(np.arange(length), [len(event.allocates) for event in events])
     died = [length if storage.died_after is None else storage.died_after for storage in made]
-    sizes, rounding = (
-        np.array([storage.bytes for storage in made], np.int64),
-        device.allocation_rounding_bytes,
-    )
     end = np.maximum(start, np.array(died, np.int64))
-    return int(_live_bytes(length, start, end, -(-sizes // rounding) * rounding).max(initial=0))
-
-
-def _calls_of(recording: Recording) -> list[int]:
-    """The call of each event."""
-    return [call for event in recording.events if (call := event.call) is not None]
+    sizes = np.array([round_bytes(device, storage.bytes) for storage in made], np.int64)
+    return int(_live_bytes(length, start, end, sizes).max(initial=0))
 
 
 class _Made(NamedTuple):

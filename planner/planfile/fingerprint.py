@@ -26,12 +26,12 @@ def state_digest(model: "nn.Module", floating: "torch.dtype | None" = None) -> s
     for name, entry in sorted(model.state_dict().items()):
         try:
             of_type = floating if floating is not None and entry.is_floating_point() else entry.dtype
-            facts = tuple(entry.shape), str(of_type)
+            facts = tuple(map(int, entry.shape)), str(of_type)
         except (AttributeError, RuntimeError):
             # A module's extra state need not be a tensor, and a lazy parameter has no shape yet.
             facts = (), type(entry).__qualname__
         if facts not in described:
-            described[facts] = json.dumps([[int(size) for size in facts[0]], facts[1]])[1:]
+            described[facts] = json.dumps(facts)[1:]
         lines.append(f"[{json.dumps(name)}, {described[facts]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -144,10 +144,8 @@ class PythonState:
 
     def _note_hooks(self, part: nn.Module) -> None:
         """What hooks can change, whosever they are: attributes of the objects that they are of, and have."""
-        for name, hooks in [
-            (name, held) for name, held in vars(part).items() if isinstance(held, dict) and held
-        ]:
-            if name.endswith("_hooks"):
+        for name, hooks in vars(part).items():
+            if isinstance(hooks, dict) and hooks and name.endswith("_hooks"):
                 for hook in hooks.values():
                     partial = isinstance(hook, functools.partial)  # PyTorch's own have its state with them
                     for held in (hook,) if partial else (hook, *referred(hook)):
