@@ -122,9 +122,9 @@ MODELS = [
         "Only parameters and buffers lose their data in the copy that is captured.",
         (
             Change(
-                "planner/training_step/copies.py",
-                "[*part._parameters.values(), *part._buffers.values(), *vars(part).values()]",
-                "[*part._parameters.values(), *part._buffers.values()]",
+                "planner/module_parts.py",
+                "        for held in (*part._parameters.values(), *part._buffers.values(), *others)\n",
+                "        for held in (*part._parameters.values(), *part._buffers.values())\n",
             ),
         ),
         ("tests/test_loops_parameters.py::test_weight_norm_and_spectral_norm_by_hooks",),
