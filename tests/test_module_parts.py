@@ -7,7 +7,10 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner._torch.fake import is_fake
 from planner.module_parts import buffers_of, named_parts, parameters_of, parts_of
+from planner.training_step.copies import fake_copy
+from planner.training_step.step import Step
 from tests.zoo import GPT
 
 
@@ -53,6 +56,14 @@ def test_they_are_those_that_pytorch_lists(name: str) -> None:
         assert [*map(id, found)] == [*map(id, expected)]
     named = [(name, id(part)) for name, part in named_parts(module).items()]
     assert named == [(name, id(part)) for name, part in module.named_modules()]
+
+
+def test_the_copy_that_is_captured_has_no_data_in_other_attributes_either() -> None:
+    module = nn.utils.weight_norm(nn.Linear(4, 4))  # its weight is no parameter, and is made by a hook
+    module.table = torch.randn(4)
+    copied = fake_copy(module, Step((torch.randn(2, 4),))).module
+    assert is_fake(copied.weight)
+    assert is_fake(copied.table)
 
 
 class Headed(nn.Module):

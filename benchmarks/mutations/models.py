@@ -127,7 +127,9 @@ MODELS = [
                 "        for held in (*part._parameters.values(), *part._buffers.values())\n",
             ),
         ),
-        ("tests/test_loops_parameters.py::test_weight_norm_and_spectral_norm_by_hooks",),
+        (
+            "tests/test_module_parts.py::test_the_copy_that_is_captured_has_no_data_in_other_attributes_either",
+        ),
     ),
     Mutation(
         "spectral-norm",
