@@ -38,9 +38,9 @@ a half, since as much memory is read before each run as the step holds, as far a
 
 Layers that are alike are traced once, and are one operation each in the pass that looks for gradients; the
 step is recorded with eight of them. What still grows with their number is that the model is copied and looked
-through, that Dynamo's guards look at each module, and the problem, which has a row for each operation. Once in
-a while Python goes through all objects of the process, which takes a third of a second with 200 layers (700,000
-objects, of which 560,000 are libraries'): it falls into one column or another.
+through, that Dynamo's guards look at each module, and the problem, which has a row for each operation. Once
+in a while Python goes through all objects of the process. That takes a third of a second with 200 layers, of
+whose 700,000 objects 560,000 are libraries', and falls into one column or another.
 """
 LARGE = """
 On the meta device, with times by the roofline: seconds to prepare, and to solve for shares of the way from
