@@ -15,7 +15,7 @@ from planner._torch import modules as modules_
 from planner._torch.execution import allocator_events
 from planner.capture.capture import capture
 from planner.costs.devices import find_device
-from planner.costs.eager_timeline import eager_timeline
+from planner.costs.eager_timeline import eager_timeline, peak_by_shapes
 from planner.costs.workspace import WorkspaceMeter
 from planner.graph.dynamo_graph import structure_of
 from planner.problem.build import build_problem
@@ -51,6 +51,13 @@ def test_the_eager_step_is_predicted(builder: Callable[[], Built]) -> None:
     meter = WorkspaceMeter("cpu", None)
     predicted = eager_timeline(captured.eager, find_device("cpu"), meter).peak_bytes
     assert predicted == _measured_peak(model, step)
+
+
+@pytest.mark.parametrize("name", ["cpu", "H100"])
+def test_the_peak_by_shapes_is_that_of_the_timeline_without_workspaces(name: str) -> None:
+    model, args, kwargs = small_gpt(layers=1)
+    recording, device = capture(model, Step(args, kwargs)).eager, find_device(name)
+    assert peak_by_shapes(recording, device) == eager_timeline(recording, device, None).peak_bytes > 0
 
 
 @pytest.mark.heavy

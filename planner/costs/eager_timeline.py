@@ -60,6 +60,7 @@ def eager_timeline(
     ]
     name_of = [str(call.func) for call in calls]
     ran = [call for event in recording.events if (call := event.call) is not None]
+    assert len(ran) == len(recording.events)
     seconds = [of_calls[call] for call in ran]
     made = _Made.of(recording, memories, device)
     live = made.live_bytes()

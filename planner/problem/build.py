@@ -180,9 +180,8 @@ class _Builder:
         for value, event in self._held.items():
             until = end if event is None else max(self._last_row[event], 0)
             values[value] = replace(values[value], held_until=base_op(until))
-        if self.device.allocation_rounding_bytes > 1:
-            values = [of_size(v, round_bytes(self.device, v.bytes)) for v in values]
-        return Graph(tuple(ops), tuple(values), base_length=len(self.rows))
+        rounded = (of_size(v, round_bytes(self.device, v.bytes)) for v in values)
+        return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
     def final_bytes(self, graph: Graph) -> int:
         """Bytes of what nothing freed within the step."""

@@ -114,9 +114,7 @@ class Step:
             gradients of ones).
         """
         # Not held: what a forward replaces is freed then.
-        left = self.left() if self.left is not None and self.left.counts else []
-        earlier = [weakref.ref(t) for t in left]
-        del left
+        earlier = [weakref.ref(t) for t in self.left()] if self.left is not None else []
         output = module(*self.args, **self.kwargs)
         if isinstance(output, Generator):
             raise CaptureError(
@@ -126,8 +124,6 @@ class Step:
             )
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if loss is not None:
-            if self.left is not None:
-                self.left.counts = False
             if not isinstance(loss, torch.Tensor):
                 raise CaptureError(
                     f"loss= returned a {type(loss).__name__}, expected a scalar tensor: not loss.item(), and "
@@ -192,11 +188,10 @@ class LeftInModule:
 
     Attributes:
         module: The module.
-        counts: Whether they may be what is differentiated: not if the forward was seen to return its loss.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.counts = module, True
+        self.module = module
 
     def __call__(self) -> list[torch.Tensor]:
         """Those that are there now, each once, in order; containers may hold each other."""
