@@ -132,6 +132,20 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def made_to_stay() -> Iterator[None]:
+    """Collect no garbage meanwhile, and count what was made as old: for many objects that are kept.
+
+    The collector would go through them twice before it does so. What is frozen and put back counts as old.
+    """
+    with collector_off():
+        yield
+        with _lock:
+            if not (_setting_aside or _passing_by or gc.get_freeze_count()):
+                gc.freeze()
+                gc.unfreeze()
+
+
 def room_on_the_stack(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a function where the calls inside of it find room on one piece of the stack.
 

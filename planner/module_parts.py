@@ -1,6 +1,7 @@
 """The modules inside of a module, and the parameters and buffers that they have."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import torch
 
@@ -15,13 +16,16 @@ def parts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     that gives fewer, for its optimizer: what the others take counts all the same.
     """
     found: dict[torch.nn.Module, None] = {}
-    pending = [module]
+    pending: list[Iterator[torch.nn.Module | None]] = [iter([module])]  # by level: what is still to come
     while pending:
-        part = pending.pop()
-        if part not in found:
-            found[part] = None
-            if part._modules:
-                pending += [inner for inner in reversed(part._modules.values()) if inner is not None]
+        for part in pending[-1]:
+            if part is not None and part not in found:
+                found[part] = None
+                if part._modules:
+                    pending.append(iter(part._modules.values()))
+                    break
+        else:
+            pending.pop()
     return list(found)
 
 

@@ -101,7 +101,7 @@ def training_graph(forward: Sequence[Forward], *, parameter_bytes: int = 0) -> G
             )
     base = len(ops)
     for v in held:
-        values[v] = replace(values[v], held_until=base - 1)
+        values[v] = values[v]._replace(held_until=base - 1)
     for n, (i, row) in enumerate(replays):
         ops[i] = replace(ops[i], replay=base + n)
         ops.append(row)

@@ -13,6 +13,7 @@ from planner import heap
 from planner.addresses import addresses
 from planner.heap import (
     garbage_let_go,
+    made_to_stay,
     newer_objects,
     nothing_set_aside,
     older_objects_set_aside,
@@ -61,6 +62,38 @@ def test_an_error_and_a_context_inside_leave_nothing_frozen() -> None:
     with pytest.raises(KeyError):
         fails()
     assert gc.get_freeze_count() == 0
+
+
+def generation_of(wanted: object) -> int:
+    return next(n for n in range(3) if any(o is wanted for o in gc.get_objects(generation=n)))
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_made_to_stay_counts_as_old() -> None:
+    with made_to_stay():
+        kept = Ring()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert generation_of(kept) == 2
+    assert gc.get_freeze_count() == 0
+    there = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert there() is None
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_made_to_stay_leaves_what_others_set_aside() -> None:
+    with older_objects_set_aside():
+        set_aside = gc.get_freeze_count()
+        with made_to_stay():
+            kept = Ring()
+        assert gc.get_freeze_count() == set_aside
+        assert generation_of(kept) == 0
+    gc.freeze()
+    with made_to_stay():
+        pass
+    assert gc.get_freeze_count()
 
 
 @pytest.mark.usefixtures("nothing_frozen")

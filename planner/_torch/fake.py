@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,33 @@ def fake_mode() -> FakeTensorMode:
 def fake_mode_with_sizes() -> FakeTensorMode:
     """The same, knowing of symbolic sizes, without which Inductor does not use its cache."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+class QuickFakeMode(FakeTensorMode):
+    """A mode that is quick to make tensors without data."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        self._guard_data: Callable[[torch.Tensor], None] = (
+            torch._C._set_warn_deprecated_on_mutable_data_ptr
+            if self._allow_unsafe_data_ptr_access
+            else torch._C._set_throw_on_mutable_data_ptr
+        )
+
+    def without_data(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
+        """``FakeTensor(self, made, device)``, whose attributes are those of another on the same device."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            other = FakeTensor(self, made, device)
+            attributes = self._attributes[device] = dict(vars(other))
+            return other
+        tensor: Any = torch.Tensor._make_subclass(
+            FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        self._guard_data(tensor)
+        vars(tensor).update(attributes)
+        return tensor  # type: ignore[no-any-return]
 
 
 def forget_real_tensors(mode: FakeTensorMode) -> None:
@@ -89,6 +116,8 @@ def empty_strided(
     """What ``torch.empty_strided`` makes in a mode; no mode hears of it."""
     with no_dispatch():
         on_meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        if isinstance(mode, QuickFakeMode):
+            return mode.without_data(on_meta, device)
         return FakeTensor(mode, on_meta, device)
 
 

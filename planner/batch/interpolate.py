@@ -157,7 +157,7 @@ def _between(first: Sized, second: Sized, size: int) -> Sized:
         return round(affine(a, b))
 
     values = tuple(
-        replace(a, bytes=whole(a.bytes, b.bytes))
+        a._replace(bytes=whole(a.bytes, b.bytes))
         for a, b in zip(first.graph.values, second.graph.values, strict=True)
     )
     ops = tuple(

@@ -273,7 +273,6 @@ class _Capture:
     ) -> tuple[Recording, int]:
         """Trace the graphs and record the step with them, until it takes the same path twice; then once more
         if some must return per-use (unsummed) gradients. Returns what :meth:`_record` does."""
-        module = self.copied.module
         waiting, attempts, asked = list(runners), 1, False
         python: PythonState | None = None
         while True:
@@ -284,7 +283,7 @@ class _Capture:
             self._trace(waiting, traced)
             if python is not None and attempts == _MOST_PASSES:
                 python.restore()  # counters and histories change each time: as the last pass found them
-            python = PythonState([module], objects=True)
+            python = PythonState([self.copied.module], objects=True)
             self.report("recording the compiled step", 0.8)
             recording, forward_events = self._recorded(target, "running the compiled step", runners, layers)
             waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
@@ -302,7 +301,7 @@ class _Capture:
         for runner in runners:
             fraction = 0.4 + 0.4 * runner.index / total
             self.report(f"tracing the backward of graph {runner.index + 1} of {total}", fraction)
-            with self._pass("tracing the backward"):
+            with self._pass("tracing the backward", restoring=False):  # which runs no code of the user's
                 runner.trace()
 
     def _warn(self, text: str) -> None:
@@ -376,8 +375,8 @@ class _Capture:
         return recording, marked.events + more
 
     @contextlib.contextmanager
-    def _pass(self, doing: str) -> Iterator[None]:
-        """A context in which the copy runs, from the same state each time."""
+    def _pass(self, doing: str, *, restoring: bool = True) -> Iterator[None]:
+        """A context in which the copy runs, from the same state each time, the original's too."""
         self.copied.reset()
         self._given.restore()
         self._generators.restore()
@@ -397,4 +396,5 @@ class _Capture:
         finally:
             for tensor in self._resident:
                 tensor.grad = None
-            self._before.restore_tensors()
+            if restoring:
+                self._before.restore_tensors()

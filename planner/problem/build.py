@@ -22,7 +22,7 @@ from planner.graph.dying_operands import writing
 from planner.graph.in_place import operator_in_place
 from planner.graph.joint_graph import JointGraph, JointOp
 from planner.graph.overwritten import copy_bytes
-from planner.heap import collector_off
+from planner.heap import made_to_stay
 from planner.lowering.partition import no_recomputation
 from planner.problem.in_flight import unplanned_with_others, with_others
 from planner.problem.input_copies import InputCopies
@@ -75,7 +75,7 @@ class Problem:
         return sequences
 
 
-@collector_off()
+@made_to_stay()
 def build_problem(
     captured: CapturedStep,
     device: Device,
@@ -179,7 +179,7 @@ class _Builder:
         end = len(self.rows) - 1
         for value, event in self._held.items():
             until = end if event is None else max(self._last_row[event], 0)
-            values[value] = replace(values[value], held_until=base_op(until))
+            values[value] = values[value]._replace(held_until=base_op(until))
         rounded = (of_size(v, round_bytes(self.device, v.bytes)) for v in values)
         return Graph(tuple(ops), tuple(rounded), base_length=len(self.rows))
 
@@ -356,7 +356,7 @@ class _Builder:
         for output in outputs:
             value = storages.get(joint.storage_of.get(output, -1))
             if value is not None:
-                self.values[value] = replace(self.values[value], overwritten=True)
+                self.values[value] = self.values[value]._replace(overwritten=True)
 
     def _values_of(self, event: Event, name: str) -> tuple[ValueId, ...]:
         sizes = [self.captured.compiled.storages[s].bytes for s in event.allocates]

@@ -206,7 +206,7 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
     forms += [("unpack", row) for row in chosen if if_unpacked or row in masks]
     row_of = {form: row for row, form in numbered(RowId, forms)}
     values = [
-        v if v.held_until is None else replace(v, held_until=base_op(row_of["run", v.held_until]))
+        v if v.held_until is None else v._replace(held_until=base_op(row_of["run", v.held_until]))
         for v in graph.values
     ]
     bits: dict[RowId, ValueId] = {}

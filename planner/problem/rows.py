@@ -96,4 +96,4 @@ def set_costs(op: Op, seconds: float, workspace_bytes: int) -> None:
 
 
 def of_size(value: Value, size: int) -> Value:
-    return value if value.bytes == size else replace(value, bytes=size)
+    return value if value.bytes == size else value._replace(bytes=size)

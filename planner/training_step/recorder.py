@@ -42,7 +42,7 @@ from planner.training_step.step import NESTED, Step, tensors_in
 _NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
 
 
-@dataclass
+@dataclass(slots=True)
 class Storage:
     """One storage that a step allocated.
 

@@ -5,7 +5,7 @@ which take longer to make than all else about a call that is remembered. Calls w
 are found here by shorter keys, in the same dictionary, and lead to the same entries. Tested with torch 2.13.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch._subclasses.fake_tensor as fake_tensors
 from torch._subclasses._fake_tensor_utils import _CacheKeyState
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from planner._torch.fake import QuickFakeMode
 from planner._torch.without_data.plain import facts_of
 
 _PLAIN = frozenset(
@@ -22,17 +23,8 @@ _PLAIN = frozenset(
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
-class RemembersCalls(FakeTensorMode):
+class RemembersCalls(QuickFakeMode):
     """A mode without data that is quick with calls like earlier ones."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._attributes: dict[torch.device, dict[str, Any]] = {}
-        self._guard_data: Callable[[torch.Tensor], None] = (
-            torch._C._set_warn_deprecated_on_mutable_data_ptr
-            if self._allow_unsafe_data_ptr_access
-            else torch._C._set_throw_on_mutable_data_ptr
-        )
 
     def _cached_dispatch_impl(
         self,
@@ -81,21 +73,7 @@ class RemembersCalls(FakeTensorMode):
             torch._C._set_conj(made, True)
         if known.is_neg:
             torch._C._set_neg(made, True)
-        return self._without_data(made, known.device)
-
-    def _without_data(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """``FakeTensor(self, made, device)``, whose attributes are those of another on the same device."""
-        attributes = self._attributes.get(device)
-        if attributes is None:
-            other = FakeTensor(self, made, device)
-            attributes = self._attributes[device] = dict(vars(other))
-            return other
-        tensor: Any = torch.Tensor._make_subclass(
-            FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=device
-        )
-        self._guard_data(tensor)
-        vars(tensor).update(attributes)
-        return tensor  # type: ignore[no-any-return]
+        return self.without_data(made, known.device)
 
     def _short_key(
         self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]
