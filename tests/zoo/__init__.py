@@ -30,6 +30,7 @@ ZOO: dict[str, Builder] = {}
 FAMILIES = (
     "text", "decoders", "vision", "audio", "adapters", "timm_models", "diffusion",
     "layers", "generative", "convolutional", "recurrent", "structured", "difficult", "packages",
+    "causal",
 )  # fmt: skip
 """Files of this package with more models; importing one adds its models to ``ZOO``."""
 
