@@ -5,6 +5,7 @@ and through what is imported, which stays.
 """
 
 import random
+import sys
 from importlib import import_module
 from types import ModuleType
 
@@ -13,6 +14,8 @@ from planner.heap import made_to_stay
 
 def import_without_drawing(name: str) -> ModuleType:
     """What ``importlib.import_module(name)`` returns, with the state of ``random`` as it was before."""
+    if name in sys.modules:
+        return import_module(name)  # which waits for a thread that imports it just now
     state = random.getstate()
     try:
         with made_to_stay():

@@ -23,16 +23,16 @@ def state_digest(model: "nn.Module", floating: "torch.dtype | None" = None) -> s
         a hexadecimal SHA-256 of 64 characters, the same for models that can load each other's state.
     """
     lines = []
-    described: dict[tuple[Any, Any], str] = {}  # of thousands of entries few are unlike
+    described: dict[tuple[tuple[int, ...], Any], str] = {}  # of thousands of entries few are unlike
     for name, entry in sorted(model.state_dict().items()):
         try:
             of_type = floating if floating is not None and entry.is_floating_point() else entry.dtype
-            facts = entry.shape, of_type
+            facts = tuple(map(int, entry.shape)), of_type
         except (AttributeError, RuntimeError):
             # A module's extra state need not be a tensor, and a lazy parameter has no shape yet.
             facts = (), type(entry).__qualname__
         if facts not in described:
-            described[facts] = json.dumps([[int(n) for n in facts[0]], str(facts[1])])[1:]
+            described[facts] = json.dumps((facts[0], str(facts[1])))[1:]
         lines.append(f"[{encode_basestring_ascii(name)}, {described[facts]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
