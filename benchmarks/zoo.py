@@ -39,6 +39,7 @@ from planner.planning.prepare import prepare
 from planner.planning.solve import room_bytes
 from planner.training_step.step import Step
 from planner.user_plan import Plan
+from planner.verification.verify import NOT_TWICE
 from solvers.registry import SOLVERS
 from tests import zoo
 
@@ -141,18 +142,25 @@ def _built(name: str, device: str) -> zoo.Built:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """In a word or two: ok, different, over budget, under-predicted, refused, unable, or failed."""
+    """In a word or two: ok, different, over budget, under-predicted, refused, unable, or failed; or "not
+    comparable" where steps without a plan differ from each other."""
     for reason, word in (("refused", "refused"), ("unable", "unable"), ("failed", "FAILED")):
         if reason in row:
             return word
     done = [b for b in row["budgets"].values() if "ok" in b]
-    if any(not all(b["equal"].values()) for b in done):
+    if any(_differs(b) for b in done):
         return "DIFFERENT"
+    if any(not all(b["equal"].values()) for b in done):
+        return "not comparable"
     if any(not b["ok"] for b in done):
         return "OVER BUDGET"
     if any(b["measured_bytes"] > 1.005 * b["predicted_bytes"] for b in done):
         return "under-predicted"
     return "ok"
+
+
+def _differs(budget: dict[str, Any]) -> bool:
+    return not all(budget["equal"].values()) and not all(NOT_TWICE in p for p in budget["problems"])
 
 
 def _failed(name: str, why: str) -> dict[str, Any]:
@@ -189,7 +197,8 @@ def markdown(rows: dict[str, dict[str, Any]], made: int, given: list[str]) -> st
     by_coverage = ", ".join(
         f"{coverages.count(r)} {r}" for r in ("one-graph", "several-graphs", "partly-captured")
     )
-    different = sum(not all(b["equal"].values()) for b in cells)
+    different = sum(map(_differs, cells))
+    alone = sum(not all(b["equal"].values()) for b in cells) - different
     lines = [
         f"# The zoo{': ' if given else ''}{', '.join(option.removeprefix('--') for option in given)}",
         "",
@@ -200,6 +209,7 @@ def markdown(rows: dict[str, dict[str, Any]], made: int, given: list[str]) -> st
         f"({planned / max(len(kept), 1):.1%}): {by_coverage}",
         "- " + ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)),
         f"- {len(cells)} plans run: {different} differ from the unplanned step, "
+        f"{f'{alone} cannot be compared, as unplanned steps differ from each other, ' if alone else ''}"
         f"{sum(over_budget(b) for b in cells)} over budget, {exact} within 1 % of the prediction "
         f"({exact / max(len(cells), 1):.1%}), none more than {under:.2%} above it",
         "",
@@ -303,7 +313,7 @@ def main() -> None:
     run_each(__file__, given, names, options.results, options.timeout, _failed, _said, options.jobs)
     if options.out is not None:
         asked = {"budgets": options.budgets, "solver": options.solver, "variant": options.variant}
-        asked["device"] = options.device
+        asked |= {"device": options.device, "families": options.families}
         given = [f"--{name} {value}" for name, value in asked.items() if value != parser.get_default(name)]
         options.out.write_text(markdown(load(options.results), len(every), given))
 

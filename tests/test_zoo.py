@@ -65,6 +65,6 @@ def test_a_model_of_the_zoo_whose_graphs_hand_on_transposed_gradients() -> None:
 
 def test_the_zoo_is_as_large_as_it_says() -> None:
     names = list(zoo.everything())
-    assert len(names) >= 230
+    assert len(names) >= 470
     assert {zoo.family_of(n) for n in names} == {"reference", *zoo.FAMILIES}
     assert set(FAST) | set(HEAVY) <= set(names)

@@ -240,7 +240,7 @@ def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Paramet
 
 _AS_PREDICTED = 0.01
 """How far a peak may be over its prediction, relative, where no budget bounds it."""
-_NOT_TWICE = (
+NOT_TWICE = (
     "; so does that of a second step without the plan: the module draws on what cannot be put back, "
     "and its steps cannot be compared"
 )
@@ -263,7 +263,7 @@ def _report(
         there = planned.tensors.get(name)
         if not (spread.agrees(name, planned) if yardstick is None else yardstick.holds(name, there)):
             equal[kind] = False
-            alone = _NOT_TWICE if spread.incomparable(name) else ""
+            alone = NOT_TWICE if spread.incomparable(name) else ""
             problems.append(f"{kind} {called} differs: {difference(value, planned.tensors.get(name))}{alone}")
     rng_equal = reference.rng.same_as(planned.rng)
     if not rng_equal:
