@@ -1,5 +1,6 @@
-"""All other language models of Hugging Face transformers that predict the next word, by the types of their
+"""More language models of Hugging Face transformers that predict the next word, by the types of their
 configurations: each with two layers, and every size that its configuration has a usual name for made small.
+Types of several parts, with images or sound, and those that are not small with that are left out.
 """
 
 import inspect
