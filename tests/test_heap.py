@@ -11,6 +11,8 @@ import pytest
 
 from planner import heap
 from planner.addresses import addresses
+from planner.capture.capture import capture
+from planner.costs.devices import find_device
 from planner.heap import (
     garbage_let_go,
     made_to_stay,
@@ -19,6 +21,9 @@ from planner.heap import (
     older_objects_set_aside,
     room_on_the_stack,
 )
+from planner.problem.build import build_problem
+from planner.training_step.step import Step
+from tests.small import small_gpt
 
 
 class Ring:
@@ -261,3 +266,11 @@ def test_calls_go_back_and_forth_on_one_piece_of_the_stack() -> None:
     assert room_on_the_stack(deeper).__name__ == "deeper"
     with pytest.raises(TypeError, match="deeper"):
         room_on_the_stack(deeper)()  # type: ignore[call-arg]
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_the_problem_of_a_step_counts_as_old_when_it_is_built() -> None:
+    model, args, kwargs = small_gpt(layers=1)
+    captured = capture(model, Step(args, kwargs))
+    problem = build_problem(captured, find_device("cpu"), None)
+    assert generation_of(problem.graph) == 2

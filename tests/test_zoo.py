@@ -7,6 +7,8 @@ import warnings
 import pytest
 
 import planner
+from benchmarks.zoo import never_the_same, verdict
+from planner.verification.verify import NOT_TWICE
 from tests import zoo
 
 FAST = ("nn_vae",)
@@ -68,3 +70,17 @@ def test_the_zoo_is_as_large_as_it_says() -> None:
     assert len(names) >= 470
     assert {zoo.family_of(n) for n in names} == {"reference", *zoo.FAMILIES}
     assert set(FAST) | set(HEAVY) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("problems", "word"),
+    [
+        (["loss 0 differs: by 1" + NOT_TWICE] * 4, "not comparable"),
+        (["loss 0 differs: by 1" + NOT_TWICE] * 4 + ["gradient of x differs: by 1"], "DIFFERENT"),
+        (["the random generators are in another state after the planned step"], "DIFFERENT"),
+    ],
+)
+def test_only_what_never_is_the_same_is_not_comparable(problems: list[str], word: str) -> None:
+    equal = {"loss": False, "gradients": False, "generators": False}
+    row = {"ok": False, "equal": equal, "not_twice": never_the_same(problems), "problems": problems[:3]}
+    assert verdict({"budgets": {"min": row}}) == word
