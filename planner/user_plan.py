@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from planner.imports import import_without_drawing
 from planner.planfile.atomic_file import write_atomically
 from planner.planfile.plan import PlanRecord
 from planner.report.explanation import explain
@@ -123,7 +124,7 @@ class Plan(PlanRecord):
             ValueError: `on_new_shape` is none of the three.
         """
         # A plan file is read, and shown, without PyTorch.
-        from planner.runtime.install import apply
+        apply = import_without_drawing("planner.runtime.install").apply
         from planner.training_step.inputs import check_loss
 
         return apply(self, model, on_new_shape=on_new_shape, loss=check_loss(loss))
