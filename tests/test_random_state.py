@@ -1,4 +1,5 @@
-"""Random generators are left alone from the first import on, in a process that did nothing else yet."""
+"""A process that did nothing else yet: random generators are left alone from the first import on, and the
+garbage collector goes through nothing while the planner is imported."""
 
 import subprocess
 import sys
@@ -6,12 +7,26 @@ import sys
 import pytest
 
 PROGRAM = """
+import gc
 import random
+import sys
 
 import numpy
 import torch
 from torch import nn
 
+
+class WhileCollecting:
+    # finds no module, and notes which are imported while the garbage collector is on
+
+    found = []
+
+    def find_spec(self, name, path=None, target=None):
+        if gc.isenabled() and name.startswith(("planner.", "solvers.")):
+            self.found.append(name)
+
+import planner
+sys.meta_path.insert(0, WhileCollecting())
 model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(4, 8)
 random.seed(0)
 
@@ -21,21 +36,16 @@ def states():
 before = states()
 {use}
 assert states() == before
+assert "planner.runtime.install" in sys.modules
+assert not WhileCollecting.found, WhileCollecting.found
 """
 USES = {
     "a plan, shown and run": (
-        "import planner\n"
-        "plan = planner.plan(model, (x,), budget='min')\n"
-        "str(plan)\n"
-        "plan.apply(model)(x).sum().backward()"
+        "plan = planner.plan(model, (x,), budget='min')\nstr(plan)\nplan.apply(model)(x).sum().backward()"
     ),
-    "auto_checkpoint": (
-        "import planner\nplanner.auto_checkpoint(model, budget='min')\nmodel(x).sum().backward()"
-    ),
+    "auto_checkpoint": ("planner.auto_checkpoint(model, budget='min')\nmodel(x).sum().backward()"),
     "the lazy step": (
-        "import planner\n"
-        "step = planner.step(lambda model, x: model(x).sum(), budget='min')\n"
-        "step(model, x).backward()"
+        "step = planner.step(lambda model, x: model(x).sum(), budget='min')\nstep(model, x).backward()"
     ),
 }
 
