@@ -124,7 +124,8 @@ class Plan(PlanRecord):
             ValueError: `on_new_shape` is none of the three.
         """
         # A plan file is read, and shown, without PyTorch.
-        apply = import_without_drawing("planner.runtime.install").apply
+        import_without_drawing("planner.runtime.install")
+        from planner.runtime.install import apply
         from planner.training_step.inputs import check_loss
 
         return apply(self, model, on_new_shape=on_new_shape, loss=check_loss(loss))

@@ -1,5 +1,7 @@
 """Graphs between breaks that hand on views, and compute beside them what the step does not differentiate."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -101,3 +103,31 @@ def test_a_graph_that_computes_in_other_layers_hands_on_views_alone_in_the_first
         for _ in range(3):
             model.zero_grad()
             model(x).backward()
+
+
+class _Strides(Layers):
+    """A graph takes a part of a tensor that an object beside the modules has, and what follows reads it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.strides = torch.tensor([8.0, 16.0, 32.0])
+        self.anchors = SimpleNamespace(strides=self.strides)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.run(x)
+        return y.square().mean() * self._scale(y, self.anchors.strides)
+
+    def _scale(self, y: torch.Tensor, strides: torch.Tensor) -> torch.Tensor:
+        scale = y.new_zeros(())
+        for i in range(3):
+            stride = strides[i]
+            cells = torch.arange(4 * (3 - i)).type_as(y) + 0.5
+            scale = scale + (y.new_full((len(cells),), stride) * cells).sum()  # type: ignore[arg-type]
+        return scale
+
+
+def test_a_part_of_what_was_there_before_is_not_made_by_the_graph() -> None:
+    torch.manual_seed(0)
+    model, x = _Strides(4), torch.randn(64, 32)
+    plan = exact_plan_of(model, (x,), outputs="dropped")
+    assert plan.predicted.dynamic_peak_bytes < plan.baseline.dynamic_peak_bytes

@@ -215,10 +215,11 @@ class StepRecorder(autograd.InfrastructureMode):
         return self._known.get(fake.storage_key(tensor), -1)
 
     def graph_ran(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note that a captured graph ran as one event."""
+        """Note that a captured graph ran as one event. What is a view of something unknown is not made."""
         self._record_saved_number()
         reads = tuple(self.index_of(t) if isinstance(t, torch.Tensor) else -1 for t in arguments)
-        tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
+        given = {fake.storage_key(t) for t in arguments if isinstance(t, torch.Tensor)}
+        tensors = [t for t in outputs if isinstance(t, torch.Tensor) and fake.storage_key(t) not in given]
         node = autograd.running_node_number()
         self._saved_numbers.runs(node)
         self._append(None, reads, tensors, node)
