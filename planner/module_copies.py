@@ -19,7 +19,7 @@ import traceback
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ import torch
 
 from planner._torch.tensors import strided_copy
 from planner.addresses import addresses
-from planner.module_parts import parts_of
+from planner.module_parts import buffers_of, parameters_of, parts_of
 
 _SHARED_TYPES: tuple[type, ...] = (
     types.ModuleType,
@@ -75,7 +75,8 @@ _MAKES_COPIES = (
 """Where a class may say how copies of its objects are made."""
 _HOOKS = frozenset(name for name, held in vars(torch.nn.Module()).items() if type(held) is OrderedDict)
 """What each module has for its hooks, nearly always empty: it does not matter which empty one that is."""
-_KEPT = frozenset((type(None), bool, int, float, complex, str, bytes, type))
+_GETS_STATE = torch.nn.Module.__getstate__
+KEPT = frozenset((type(None), bool, int, float, complex, str, bytes, type))
 """Of these a copy has the very same."""
 
 
@@ -92,13 +93,28 @@ def copied_module(module: torch.nn.Module, replaced: Mapping[int, Any] | None = 
         Exception: Whatever copying one of its attributes raises.
     """
     memo: dict[int, Any] = dict(replaced or {})
-    with _shared(set(parts_of(module))):
+    with _shared(set(parts_of(module)), _module):
         copied = copy.deepcopy(module, memo)
+    if not _has_as_much(module, copied):
+        again: dict[int, Any] = dict(replaced or {})
+        with contextlib.suppress(Exception), _shared(set(parts_of(module)), _module_as_it_is):
+            as_it_is = copy.deepcopy(module, again)
+            if _has_as_much(module, as_it_is):
+                copied, memo = as_it_is, again
     others: dict[Any, Any] = dict(zip(parts_of(module), parts_of(copied), strict=False))
     refer, made = _Referring(others, memo), {*addresses([*memo.values()]).tolist()}
     for mine in set(others.values()) - set(others):  # a __deepcopy__ may return the module itself
         _change_functions(vars(mine), refer, made)
     return copied
+
+
+def _has_as_much(module: torch.nn.Module, copied: torch.nn.Module) -> bool:
+    """Whether a copy has as many parts, parameters and buffers. Where a class writes and reads the state of
+    its objects by itself, it may have others: e3nn writes generated code to bytes, and reading traces it."""
+    own = (kind for part in parts_of(module) if (kind := type(part)).__getstate__ is not _GETS_STATE)
+    if next(own, None) is None:
+        return True
+    return all(len(count(module)) == len(count(copied)) for count in (parts_of, parameters_of, buffers_of))
 
 
 def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
@@ -110,7 +126,7 @@ def _change_functions(held: Any, refer: "_Referring", made: set[int]) -> None:
         made: By id: what is a copy, and not the user's. Each is looked into once.
     """
     items = held.items() if isinstance(held, dict) else enumerate(held)
-    some = [(key, value) for key, value in items if type(value) not in _KEPT]
+    some = [(key, value) for key, value in items if type(value) not in KEPT]
     for key, value in [(k, v) for k, v in some if type(v) not in _HOLDS_FUNCTIONS or v]:
         kind = type(value)
         if isinstance(value, types.FunctionType | functools.partial):
@@ -235,11 +251,14 @@ def attribute_of(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def _shared(parts: Set[torch.nn.Module]) -> Iterator[None]:
+def _shared(
+    parts: Set[torch.nn.Module], make: Callable[[Any, dict[int, Any]], torch.nn.Module]
+) -> Iterator[None]:
     """While this is open, ``copy.deepcopy`` returns such objects themselves.
 
     Args:
         parts: Modules that are copied: a weak reference to one becomes one to its copy.
+        make: What makes the copy of one, where its class leaves that to Python.
     """
 
     def reference(value: "weakref.ref[Any]", memo: dict[int, Any]) -> Any:
@@ -251,7 +270,7 @@ def _shared(parts: Set[torch.nn.Module]) -> Iterator[None]:
     by_type: dict[type, Any] = dict.fromkeys(_SHARED_TYPES, _itself)
     by_type |= {threading.local: _variables_of_threads, torch.Tensor: _tensor, weakref.ref: reference}
     by_type |= {dict: _dictionary, OrderedDict: _ordered_dictionary, set: _set}
-    by_type |= dict.fromkeys(filter(_made_as_usual, {type(part) for part in parts}), _module)
+    by_type |= dict.fromkeys(filter(_made_as_usual, {type(part) for part in parts}), make)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(copy._deepcopy_dispatch, by_type))  # type: ignore[attr-defined]
         for shared in _SHARED_CLASSES:
@@ -274,12 +293,20 @@ def _module(value: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     made: torch.nn.Module = object.__new__(type(value))
     memo[id(value)] = made
     state = value.__getstate__()
-    if type(value).__getstate__ is torch.nn.Module.__getstate__:  # what the module holds, and nothing else
+    if type(value).__getstate__ is _GETS_STATE:  # what the module holds, and nothing else
         own: Any = {}
         _copy_items(state, own, memo)
     else:
         own = copy.deepcopy(state, memo)
     made.__setstate__(own)
+    return made
+
+
+def _module_as_it_is(value: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    """A module with copies of all attributes, however its class writes and reads the state of its objects."""
+    made: torch.nn.Module = object.__new__(type(value))
+    memo[id(value)] = made
+    _copy_items(vars(value), vars(made), memo)
     return made
 
 
@@ -310,9 +337,9 @@ def _ordered_dictionary(value: "OrderedDict[Any, Any]", memo: dict[int, Any]) ->
 
 def _copy_items(value: Mapping[Any, Any], made: dict[Any, Any], memo: dict[int, Any]) -> None:
     for key, held in value.items():
-        mine = key if type(key) in _KEPT else copy.deepcopy(key, memo)
+        mine = key if type(key) in KEPT else copy.deepcopy(key, memo)
         kind = type(held)
-        if kind in _KEPT:
+        if kind in KEPT:
             made[mine] = held
         elif kind is OrderedDict and not held and mine in _HOOKS:
             made[mine] = OrderedDict()

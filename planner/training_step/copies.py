@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake as fake_
-from planner._torch import modules
+from planner._torch import modules, pytree
 from planner._torch.cuda.recurrent_state import flatten_like
 from planner._torch.layouts.shape_functions import widen_grouped_products
 from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_copy, writes
@@ -19,7 +19,7 @@ from planner._torch.without_data import fake_values
 from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
 from planner.heap import collector_off
-from planner.module_copies import attribute_of, copied_module, referring_to
+from planner.module_copies import KEPT, attribute_of, copied_module, referring_to
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
@@ -75,7 +75,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
     for part in parts_of(module):
         for tensor in tensors_of(part):
             fake(tensor)
-    copied = _copied(module, step, replaced)
+    copied = _copied(module, step, replaced, fake)
     args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
 
     @contextlib.contextmanager
@@ -117,7 +117,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
     # PyTorch copies no compressed sparse tensor deeply.
     sparse = {id(t): clone(t) for t in module.buffers() if t.layout in SPARSE}
-    copied = _copied(module, step, sparse)
+    copied = _copied(module, step, sparse, clone)
     flatten_like(parts_of(copied), parts_of(module))
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
     pairs = _paired(module, step, copied, (args, kwargs))
@@ -149,7 +149,12 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     )
 
 
-def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:
+def _copied(
+    module: torch.nn.Module,
+    step: Step,
+    replaced: dict[int, torch.Tensor],
+    tensor: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.nn.Module:
     try:
         copied = copied_module(module, replaced)
         if step.in_mode(module) is not module.training:
@@ -157,15 +162,33 @@ def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tenso
     except Exception as error:
         raise CaptureError(_not_copied(error)) from error
     own = set(parts_of(module))
+    _keep_attributes(module, copied, tensor)
     for part in parts_of(copied):
         if part not in own:  # a __deepcopy__ may return the module itself
             modules.install_call(part, None)  # a plan travels with copies
     if any(mine.grad_fn is not None for mine in _state(copied)):
-        for original, mine in zip(_state(module), _state(copied), strict=True):
+        for original, mine in _paired_state(module, copied):
             if mine.grad_fn is not None and original.grad_fn is None:
                 # Scripted modules clone their parameters with history: gradients would reach the user's.
                 mine.detach_().requires_grad_(original.requires_grad)
     return copied
+
+
+def _keep_attributes(
+    module: torch.nn.Module, copied: torch.nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Give copies of parameters and buffers what was set on these, as counters and sums that hooks add to, if
+    it is made of numbers, texts and tensors: PyTorch copies a parameter without."""
+    originals, copies = _state(module), _state(copied)
+    if len(originals) != len(copies):
+        return
+    for original, mine in zip(originals, copies, strict=True):
+        for name, value in vars(original).items():
+            if name in vars(mine) or name.startswith("_dynamo"):
+                continue
+            leaves = [value] if type(value) in KEPT else pytree.tree_leaves(value)
+            if all(type(v) in KEPT or (isinstance(v, torch.Tensor) and v.grad_fn is None) for v in leaves):
+                setattr(mine, name, map_tensors(tensor, value))
 
 
 def _not_copied(error: Exception) -> str:
@@ -220,9 +243,23 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _paired(module: torch.nn.Module, step: Step, copied: torch.nn.Module, inputs: Any) -> _Pairs:
-    """The user's tensors, each with its copy."""
-    originals = [*_state(module), *tensors_in((step.args, dict(step.kwargs)))]
-    return list(zip(originals, [*_state(copied), *tensors_in(inputs)], strict=True))
+    """The user's tensors, each with its copy.
+
+    Raises:
+        CaptureError: The copy has others.
+    """
+    given = tensors_in((step.args, dict(step.kwargs)))
+    return [*_paired_state(module, copied), *zip(given, tensors_in(inputs), strict=True)]
+
+
+def _paired_state(module: torch.nn.Module, copied: torch.nn.Module) -> _Pairs:
+    originals, copies = _state(module), _state(copied)
+    if len(originals) != len(copies):
+        raise CaptureError(
+            f"copying the module (copy.deepcopy) gives one of {len(copies)} parameters and buffers, not of "
+            f"{len(originals)}. The step is planned on a copy: give the class a __deepcopy__ that keeps them"
+        )
+    return list(zip(originals, copies, strict=True))
 
 
 def _on_copies(
