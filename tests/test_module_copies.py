@@ -1,7 +1,6 @@
 """Modules that hold what cannot be copied are planned; a copy shares it."""
 
 import functools
-import pickle
 import queue
 import sys
 import threading
@@ -346,86 +345,3 @@ def test_an_error_of_the_users_own_copying_names_its_line() -> None:
     )
     with pytest.raises(planner.CaptureError, match=wanted):
         planner.plan(Holding(Refusing()), torch.randn(4, 8), budget="min")
-
-
-class Generated(nn.Module):
-    """Writes its layer to bytes, and has one more buffer, or one fewer, when it reads that."""
-
-    def __init__(self, more: bool) -> None:
-        super().__init__()
-        self.layer, self.more = nn.Linear(8, 8), more
-        self.layer.register_buffer("scale", torch.ones(8))
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(vars(self), _modules={})
-        return state | {"layer": pickle.dumps(self.layer)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        layer = pickle.loads(state.pop("layer"))
-        super().__setstate__(state)
-        self.layer = layer
-        if self.more:
-            layer.register_buffer("constant", torch.ones(8))
-        else:
-            layer.register_buffer("scale", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x) * self.layer.scale).square().mean()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("more", [True, False])
-def test_a_copy_has_the_state_of_the_module_whatever_its_class_writes_and_reads(more: bool) -> None:
-    model, x = Generated(more), torch.randn(4, 8)
-    assert len([*pickle.loads(pickle.dumps(model)).buffers()]) == (2 if more else 0)
-    copied = copied_module(model)
-    assert [name for name, _ in copied.named_buffers()] == ["layer.scale"]
-    plan = planner.plan(model, x, budget="min", costs="roofline")
-    assert planner.verify(model, x, plan=plan, repeats=0).ok
-
-
-def test_a_copy_without_some_of_the_state_is_an_error() -> None:
-    class Losing(nn.Linear):
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-            return nn.Linear(8, 8, bias=False)
-
-    model, x = nn.Sequential(nn.Linear(8, 8), Losing(8, 8)), torch.randn(4, 8)
-    with pytest.raises(planner.CaptureError, match="gives one of 3 parameters and buffers, not of 4"):
-        planner.plan(model, x, budget="min", loss=lambda y: y.square().mean())
-
-
-class Counting(nn.Module):
-    """Hooks count calls, and keep gradients, on the parameters themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        for parameter in self.layer.parameters():
-            parameter.calls, parameter.total = 0, [torch.zeros(())]  # type: ignore[attr-defined]
-        self.layer.register_forward_hook(_count)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).square().mean()  # type: ignore[no-any-return]
-
-
-@torch.compiler.disable
-def _count(layer: nn.Module, _args: object, output: torch.Tensor) -> None:
-    for parameter in layer.parameters():
-        parameter.calls += 1  # type: ignore[attr-defined]
-        parameter.total[0] += output.detach().sum()  # type: ignore[attr-defined]
-
-
-def test_what_is_set_on_parameters_is_there_while_the_step_is_planned() -> None:
-    torch.manual_seed(0)
-    model, twin, x = Counting(), Counting(), torch.randn(4, 8)
-    twin.load_state_dict(model.state_dict())
-    plan = planner.plan(model, x, budget="min", costs="roofline")
-    assert all(p.calls == 0 and p.total == [0] for p in model.parameters())  # type: ignore[attr-defined]
-    plan.apply(model)
-    for _ in range(3):
-        for module in (model, twin):
-            module.zero_grad()
-            module(x).backward()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-        assert ours.calls == theirs.calls == 3  # type: ignore[attr-defined]
-        assert ours.total == theirs.total  # type: ignore[attr-defined]

@@ -75,7 +75,8 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
     for part in parts_of(module):
         for tensor in tensors_of(part):
             fake(tensor)
-    copied = _copied(module, step, replaced, fake)
+    copied = _copied(module, step, replaced)
+    attributes = _AttributesOfTensors(module, copied, fake)
     args, kwargs = map_tensors(fake, (step.args, dict(step.kwargs)))
 
     @contextlib.contextmanager
@@ -85,6 +86,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
             yield
 
     def reset() -> None:
+        attributes.put_back()
         for made, original in known:
             fake_values.forget_changes(made, original)
         if answers is not None:
@@ -117,12 +119,14 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
 
     # PyTorch copies no compressed sparse tensor deeply.
     sparse = {id(t): clone(t) for t in module.buffers() if t.layout in SPARSE}
-    copied = _copied(module, step, sparse, clone)
+    copied = _copied(module, step, sparse)
+    attributes = _AttributesOfTensors(module, copied, clone)
     flatten_like(parts_of(copied), parts_of(module))
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
-    pairs = _paired(module, step, copied, (args, kwargs))
+    pairs = [*_paired(module, step, copied, (args, kwargs)), *attributes.pairs()]
 
     def reset() -> None:
+        attributes.put_back()
         with torch.no_grad():
             for original, mine in pairs:
                 # Batch normalisations write to running statistics without counting.
@@ -149,12 +153,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     )
 
 
-def _copied(
-    module: torch.nn.Module,
-    step: Step,
-    replaced: dict[int, torch.Tensor],
-    tensor: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.nn.Module:
+def _copied(module: torch.nn.Module, step: Step, replaced: dict[int, torch.Tensor]) -> torch.nn.Module:
     try:
         copied = copied_module(module, replaced)
         if step.in_mode(module) is not module.training:
@@ -162,7 +161,6 @@ def _copied(
     except Exception as error:
         raise CaptureError(_not_copied(error)) from error
     own = set(parts_of(module))
-    _keep_attributes(module, copied, tensor)
     for part in parts_of(copied):
         if part not in own:  # a __deepcopy__ may return the module itself
             modules.install_call(part, None)  # a plan travels with copies
@@ -174,21 +172,39 @@ def _copied(
     return copied
 
 
-def _keep_attributes(
-    module: torch.nn.Module, copied: torch.nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Give copies of parameters and buffers what was set on these, as counters and sums that hooks add to, if
-    it is made of numbers, texts and tensors: PyTorch copies a parameter without."""
-    originals, copies = _state(module), _state(copied)
-    if len(originals) != len(copies):
-        return
-    for original, mine in zip(originals, copies, strict=True):
-        for name, value in vars(original).items():
-            if name in vars(mine) or name.startswith("_dynamo"):
-                continue
-            leaves = [value] if type(value) in KEPT else pytree.tree_leaves(value)
-            if all(type(v) in KEPT or (isinstance(v, torch.Tensor) and v.grad_fn is None) for v in leaves):
-                setattr(mine, name, map_tensors(tensor, value))
+class _AttributesOfTensors:
+    """What was set on parameters and buffers, as counters and sums that hooks add to, if it is made of
+    numbers, texts and tensors: PyTorch copies a parameter without."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        copied: torch.nn.Module,
+        tensor: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._tensor, self._kept = tensor, list[tuple[torch.Tensor, str, Any]]()
+        originals, copies = _state(module), _state(copied)
+        if len(originals) == len(copies):
+            for original, mine in zip(originals, copies, strict=True):
+                for name, value in vars(original).items():
+                    if name not in vars(mine) and not name.startswith("_dynamo") and _is_plain(value):
+                        self._kept.append((mine, name, value))
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Set it on the copies, as it is on the module's."""
+        for mine, name, value in self._kept:
+            setattr(mine, name, map_tensors(self._tensor, value))
+
+    def pairs(self) -> "_Pairs":
+        """The tensors of it, each with its copy."""
+        held = tensors_in([value for _, _, value in self._kept])
+        return [(original, self._tensor(original)) for original in held]
+
+
+def _is_plain(value: Any) -> bool:
+    leaves = [value] if type(value) in KEPT else pytree.tree_leaves(value)
+    return all(type(v) in KEPT or (isinstance(v, torch.Tensor) and v.grad_fn is None) for v in leaves)
 
 
 def _not_copied(error: Exception) -> str:

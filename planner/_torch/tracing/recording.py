@@ -25,10 +25,12 @@ def is_recorded() -> bool:
 def leave_out_of_scripts(module: torch.nn.Module, installed: bool) -> None:
     """Let ``torch.jit.script`` ignore what is installed in place of a module's call, for which
     TorchScript has no type; put things back once nothing is installed."""
-    named = [name for name in getattr(module, _IGNORED, ()) if name != _CALL]
+    # Not the module: what its `__getattr__` asks may not be there yet, as in a copy that is being made.
+    of_class = getattr(type(module), _IGNORED, ())
+    named = [name for name in vars(module).get(_IGNORED, of_class) if name != _CALL]
     if installed:
         vars(module)[_IGNORED] = [*named, _CALL]
     elif _IGNORED in vars(module):
         del vars(module)[_IGNORED]
-        if named != list(getattr(module, _IGNORED, ())):
+        if named != list(of_class):
             vars(module)[_IGNORED] = named
