@@ -83,6 +83,7 @@ def test_what_is_set_on_parameters_is_there_while_the_step_is_planned() -> None:
     model, twin, x = Counting(), Counting(), torch.randn(4, 8)
     twin.load_state_dict(model.state_dict())
     plan = planner.plan(model, x, budget="min", costs="roofline")
+    assert planner.verify(model, x, plan=plan, repeats=0).ok
     assert all(p.calls == 0 and p.total == [0] for p in model.parameters())  # type: ignore[attr-defined]
     plan.apply(model)
     for _ in range(3):

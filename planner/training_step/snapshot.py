@@ -16,7 +16,7 @@ from planner._torch import fake, versions
 from planner._torch.autocast_state import AutocastState, autocast_state, set_autocast_state
 from planner._torch.tensors import schema_of
 from planner.heap import collector_off
-from planner.module_parts import buffers_of, parameters_of, tensors_of
+from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import Namespaces, PythonState
 from planner.training_step.step import Step, tensors_in
@@ -28,7 +28,8 @@ Runs = Literal["recorded copy", "copy", "module"]
   are copied just before (:meth:`StepSnapshot.about_to_run`). Tensors that it leaves in variables of files and
   classes are taken out.
 - "copy": a copy with data. The data of tensors that it shares with the module are copied to the host.
-- "module": the module itself. The data of all are copied to the host; objects among its attributes are noted.
+- "module": the module itself. The data of all are copied to the host; objects among its attributes are noted,
+  and what is set on its parameters.
 """
 
 
@@ -75,7 +76,8 @@ class StepSnapshot:
             earlier: A snapshot whose copies are used again where data are still the same.
         """
         given = (step.args, dict(step.kwargs))
-        python = PythonState([module], (*given, step.loss), objects=runs == "module")
+        attributes = _attributes_of_tensors(module) if runs == "module" else []
+        python = PythonState([module], (*given, step.loss, *attributes), objects=runs == "module")
         tensors: dict[int, _Before] = {}
         found = [*tensors_in(given), *python.tensors]
         for part in python.modules:
@@ -149,6 +151,12 @@ class StepSnapshot:
         for before in self.tensors.values():
             if before.tensor.is_leaf:
                 before.tensor.grad = None
+
+
+def _attributes_of_tensors(module: nn.Module) -> list[dict[str, Any]]:
+    """What hooks, or libraries, set on parameters and buffers."""
+    held = [tensor for part in parts_of(module) for tensor in tensors_of(part)]
+    return [vars(tensor) for tensor in held if type(tensor) in (torch.Tensor, nn.Parameter)]
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
