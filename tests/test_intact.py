@@ -107,7 +107,7 @@ def test_a_scripted_module_keeps_its_gradients(gradients: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_so_it_does_where_planning_fails() -> None:
-    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), torch.jit.script(nn.Linear(8, 8)))
     then = state(list(model.parameters()))
     with pytest.raises(CaptureError):
         planner.plan(model, (torch.randn(4, 8),), loss=squares, budget="min")

@@ -10,7 +10,7 @@ import planner
 from planner._torch.cuda import recurrent_state
 from planner._torch.cuda.recurrent_state import make_dropout_states
 from planner._torch.fake import fake_mode
-from planner._torch.tracing.breaks import recurrent_layers
+from planner._torch.tracing.breaks import parts_as_written
 from planner.training_step.recorder import StepRecorder
 
 
@@ -38,7 +38,7 @@ class Layers(nn.Module):
 def test_they_run_as_written_and_the_rest_is_planned(
     kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurrent_layers, "runs_on_gpu", lambda module: isinstance(module, nn.RNNBase))
+    monkeypatch.setattr(parts_as_written, "runs_on_gpu", lambda module: isinstance(module, nn.RNNBase))
     torch.manual_seed(0)
     module, x = Layers(kind, **options), torch.randn(4, 8, 16)
     plan = planner.plan(module, args=(x,), budget="min", costs="roofline")
@@ -50,13 +50,13 @@ def test_they_run_as_written_and_the_rest_is_planned(
 
 
 def test_only_those_whose_weights_are_on_a_gpu() -> None:
-    assert not recurrent_layers.runs_on_gpu(nn.LSTM(4, 4))
+    assert not parts_as_written.runs_on_gpu(nn.LSTM(4, 4))
     with fake_mode():
         weights = nn.ParameterList([torch.empty(4, 4, device="cuda")])
     layer = nn.LSTM(4, 4)
     layer._parameters["weight_ih_l0"] = weights[0]
-    assert recurrent_layers.runs_on_gpu(layer)
-    assert not recurrent_layers.runs_on_gpu(nn.Linear(4, 4))
+    assert parts_as_written.runs_on_gpu(layer)
+    assert not parts_as_written.runs_on_gpu(nn.Linear(4, 4))
     layer.num_layers, layer.dropout = 2, 0.5
     make_dropout_states(layer)  # without data there is nothing to make
 

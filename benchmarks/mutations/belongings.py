@@ -112,7 +112,7 @@ BELONGINGS = [
         (
             Change(
                 "planner/training_step/snapshot.py",
-                'PythonState([module], (*given, step.loss), objects=runs == "module")\n',
+                'PythonState([module], (*given, step.loss, *attributes), objects=runs == "module")\n',
                 'PythonState([module], objects=runs == "module")\n',
             ),
         ),

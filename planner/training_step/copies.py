@@ -104,7 +104,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         data=False,
         value_of=mode.log.value,
         let_go=partial(fake_.forget_real_tensors, mode),
-        notes=_hook_gradients(module, copied),
+        notes=[*_hook_gradients(module, copied), *_scripted(module)],
         answers=answers,
     )
 
@@ -149,7 +149,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
         data=True,
         value_of=lambda tensor: tensor,
         let_go=lambda: None,
-        notes=_hook_gradients(module, copied),
+        notes=[*_hook_gradients(module, copied), *_scripted(module)],
     )
 
 
@@ -249,6 +249,15 @@ def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[st
             for hook in hooks_on(original):
                 mine.register_hook(unless_data_decide(name, hook))
     return notes
+
+
+def _scripted(module: torch.nn.Module) -> list[str]:
+    if not any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
+        return []
+    return [
+        "parts of the module are TorchScript, which runs as written: it changes its code after the first "
+        "steps and decides when memory is freed, so that the peak may be another than predicted"
+    ]
 
 
 def _state(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -49,8 +49,11 @@ from planner._torch.tracing.breaks.long_loops import (
 from planner._torch.tracing.breaks.many_layers import mark_parameters_once, take_parts_of_lists_at_once
 from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
 from planner._torch.tracing.breaks.numbers_from_data import break_at_questions_about_data
+from planner._torch.tracing.breaks.parts_as_written import (
+    break_at_recurrent_layers,
+    break_at_scripted_parts,
+)
 from planner._torch.tracing.breaks.process_settings import break_at_process_settings
-from planner._torch.tracing.breaks.recurrent_layers import break_at_recurrent_layers
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
 from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.error_logs import traces_are_written
@@ -113,6 +116,7 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     go_on_behind_what_was_taken(_is_ours)
     break_where_it_broke(_is_ours)
     break_at_recurrent_layers(_is_ours)
+    break_at_scripted_parts(_is_ours)
     mark_parameters_once(_is_lowered_to_eager)
     take_parts_of_lists_at_once(_is_ours)
     read_optimizers_alone(_is_ours)
