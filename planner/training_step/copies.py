@@ -104,7 +104,7 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         data=False,
         value_of=mode.log.value,
         let_go=partial(fake_.forget_real_tensors, mode),
-        notes=[*_hook_gradients(module, copied), *_scripted(module)],
+        notes=_notes(module, copied),
         answers=answers,
     )
 
@@ -149,7 +149,7 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
         data=True,
         value_of=lambda tensor: tensor,
         let_go=lambda: None,
-        notes=[*_hook_gradients(module, copied), *_scripted(module)],
+        notes=_notes(module, copied),
     )
 
 
@@ -220,12 +220,18 @@ def _not_copied(error: Exception) -> str:
     )
 
 
-def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[str]:
-    """Let the hooks on the gradients of weights run on those of a copy; returns what of them is not planned.
+def _notes(module: torch.nn.Module, copied: torch.nn.Module) -> list[str]:
+    """What a plan should say of a copy; running it adds to that."""
+    notes = _scripted(module)
+    _hook_gradients(module, copied, notes)
+    return notes
+
+
+def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module, notes: list[str]) -> None:
+    """Let the hooks on the gradients of weights run on those of a copy; notes what of them is not planned.
 
     One that asks for data, as to log a norm, is none without them.
     """
-    notes: list[str] = []
 
     def unless_data_decide(name: str, hook: Hook) -> Hook:
         def run(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -239,7 +245,7 @@ def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[st
         return run
 
     if not any(map(has_hooks, parameters_of(module))):
-        return notes
+        return
     copies = dict(copied.named_parameters())
     for name, original in module.named_parameters():
         if not has_hooks(original):
@@ -248,7 +254,6 @@ def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module) -> list[st
         if mine.requires_grad and not has_hooks(mine):
             for hook in hooks_on(original):
                 mine.register_hook(unless_data_decide(name, hook))
-    return notes
 
 
 def _scripted(module: torch.nn.Module) -> list[str]:
