@@ -127,3 +127,29 @@ def test_a_planned_module_that_hands_on_attributes_is_copied_with_its_plan(copie
         module(x).backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class Once(Counting):
+    """Refuses a second call before the count is set back, as private training refuses to add up steps."""
+
+    def __init__(self, decide: bool) -> None:
+        super().__init__()
+        self.decide = decide
+        self.layer.register_forward_pre_hook(_refuse)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if self.decide and y > 1000 else y
+
+
+@torch.compiler.disable
+def _refuse(layer: nn.Module, _args: object) -> None:
+    if any(parameter.calls for parameter in layer.parameters()):  # type: ignore[attr-defined]
+        raise RuntimeError("called twice")
+
+
+@pytest.mark.parametrize("decide", [False, True])  # if data decide, the step runs with data
+def test_each_pass_begins_with_what_is_set_on_parameters(decide: bool) -> None:
+    model = Once(decide)
+    planner.plan(model, torch.randn(4, 8), budget="min", costs="roofline")
+    assert all(p.calls == 0 and p.total == [0] for p in model.parameters())  # type: ignore[attr-defined]

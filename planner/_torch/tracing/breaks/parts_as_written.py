@@ -23,6 +23,7 @@ from planner._torch.compat import replace
 REASON = "cuDNN's recurrent layers run as written; they are not run again, and keep what was recorded"
 KIND = "a recurrent layer on a GPU"
 """What a plan's notes say of where a graph ends."""
+_OF_SCRIPTS = "TorchScript runs as written: it is not run again, and keeps what was recorded"
 
 
 @functools.cache
@@ -45,9 +46,6 @@ def break_at_recurrent_layers(is_ours: Callable[[Any], bool]) -> None:
 def runs_on_gpu(module: torch.nn.Module) -> bool:
     """Whether a module is a recurrent layer whose weights are on a GPU."""
     return isinstance(module, torch.nn.RNNBase) and any(w.is_cuda for w in module.parameters())
-
-
-_OF_SCRIPTS = "TorchScript runs as written: it is not run again, and keeps what was recorded"
 
 
 @functools.cache
