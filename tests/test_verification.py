@@ -278,3 +278,27 @@ def test_a_plan_for_gradients_that_are_there_is_measured_with_them(there: bool) 
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
     assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
+
+
+class _AddsToItsBatch(torch.nn.Linear):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch["hidden"] = super().forward(batch["x"]).tanh()
+        return batch["hidden"].square().mean()
+
+
+class _DifferentiatesItsInput(torch.nn.Linear):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(batch["x"].requires_grad_()).tanh().square().mean()
+
+
+@pytest.mark.parametrize("kind", [_AddsToItsBatch, _DifferentiatesItsInput])
+def test_each_step_has_inputs_that_none_has_changed(
+    kind: type[torch.nn.Module], recwarn: pytest.WarningsRecorder
+) -> None:
+    """As in training; another step's would not be those of the plan, which warns."""
+    model, batch = kind(8, 8), {"x": torch.randn(4, 8)}
+    plan = planner.plan(model, (batch,), budget="min")
+    assert planner.verify(model, (batch,), plan=plan, repeats=0).ok
+    assert not [str(warning.message) for warning in recwarn]
+    assert list(batch) == ["x"]
+    assert not batch["x"].requires_grad

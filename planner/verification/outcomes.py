@@ -39,7 +39,7 @@ def _left(
     for name, parameter in model.named_parameters():
         yield ("gradient of", name), parameter.grad
     for i, tensor in enumerate(tensors_in((step.args, dict(step.kwargs)))):
-        if tensor.requires_grad:
+        if tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad):
             yield ("gradient of", f"input {i}"), tensor.grad
     for name, buffer in model.named_buffers():
         yield ("buffer", name), buffer

@@ -130,6 +130,7 @@ def verify(
         )
     step = replace(step, outputs=checked_outputs(plan.model.outputs if outputs is None else outputs))
     before = StepSnapshot.take(model, step, "module")
+    fresh_inputs = StepSnapshot.take(torch.nn.Module(), replace(step, loss=None), "module", earlier=before)
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((step.args, dict(step.kwargs)))]
     device = tensors[0].device if tensors else torch.device("cpu")
     installed = modules.installed_call(model)
@@ -152,6 +153,7 @@ def verify(
         report("running the unplanned step", 0.0)
         step.run(model)
         before.drop_gradients()
+        fresh_inputs.restore()  # each step of training has its own
         before.generators.restore()  # what random numbers decide takes the path that was planned
         state = StepSnapshot.take(model, step, "module", earlier=before)  # with what a first forward caches
         taken, unplanned = 0, _unplanned_steps(device)
