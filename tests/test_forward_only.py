@@ -83,15 +83,18 @@ def test_a_view_that_passes_gradients_on_is_none_of_them() -> None:
 
 
 class _FrozenBefore(nn.Module):
-    """What a frozen body makes is handed on behind a graph break."""
+    """What frozen parts make is handed on behind graph breaks; the second writes to what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)).requires_grad_(False)
-        self.head = nn.Linear(32, 4)
+        self.first = nn.Linear(32, 128).requires_grad_(False)
+        self.second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(128, 128)).requires_grad_(False)
+        self.head = nn.Linear(128, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.body(x)
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        y = self.second(y)
         torch._dynamo.graph_break()
         return self.head(y).square().mean()
 
@@ -100,7 +103,7 @@ def test_what_they_allocate_inside_counts() -> None:
     torch.manual_seed(0)
     model, x = _FrozenBefore(), torch.ones(64, 32)
     plan = plan_of(model, (x,))
-    assert len(plan.forward_only) == 1
+    assert len(plan.forward_only) == 2
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes

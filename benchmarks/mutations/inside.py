@@ -369,7 +369,7 @@ INSIDE = [
     ),
     Mutation(
         "gradient-of-a-view",
-        "Under Inductor a view gets its gradient, where its base is returned and nothing reads it.",
+        "Under Inductor a result gets its gradient beside the same that is not differentiated.",
         "One tensor is returned for both.",
         (
             Change(
@@ -378,6 +378,9 @@ INSIDE = [
                 "return given",
             ),
         ),
-        ("tests/test_inductor.py::test_the_gradient_of_a_view_is_there_beside_an_output_that_nothing_reads",),
+        (
+            "tests/test_inductor.py::"
+            "test_the_gradient_of_a_result_is_there_beside_the_same_that_is_not_differentiated",
+        ),
     ),
 ]

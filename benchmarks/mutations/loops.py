@@ -237,7 +237,12 @@ LOOPS = [
         "optimizer-in-backward",
         "Optimizers that step in hooks after a gradient is accumulated do so.",
         "The planned backward writes to .grad by itself, past the autograd engine.",
-        (WRITES_GRADIENTS_ITSELF,),
+        (
+            WRITES_GRADIENTS_ITSELF,
+            Change(
+                "planner/hooks/arrival_order.py", "(ranks or tensors.has_hooks_on_arrival(given))", "ranks"
+            ),
+        ),
         ("tests/test_loops_parameters.py::test_an_optimizer_that_steps_inside_backward",),
     ),
     Mutation(

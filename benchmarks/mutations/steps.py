@@ -364,7 +364,7 @@ STEPS = [
                 "",
             ),
         ),
-        ("tests/test_found_elements.py::test_steps_that_find_elements_take_what_is_predicted",),
+        ("tests/test_found_elements.py::test_what_is_measured_is_what_the_call_takes[rows]",),
     ),
     Mutation(
         "parts-of-tables",
