@@ -1,6 +1,7 @@
 """Functions and methods that users exchange, before planning or after, are the ones that run."""
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def test_classes_of_submodules_that_come_later_are_looked_after(monkeypatch: pyt
 
 
 @pytest.mark.heavy
-def test_wrappers_that_are_there_before_anything_is_compiled() -> None:
+def test_wrappers_that_are_there_before_anything_is_compiled(tmp_path: Path) -> None:
     code = """
 import torch.nn.functional as F
 
@@ -163,6 +164,14 @@ model, twin, x = here._built()
 here.plan_of(model, (x,)).apply(model)
 here.assert_same(here.left_by(model, here._step(x)), here.left_by(twin, here._step(x)))
 """
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    script = tmp_path / "train.py"  # Dynamo follows what is in no file
+    script.write_text(code)
+    root = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -199,16 +199,15 @@ BELONGINGS = [
     Mutation(
         "let-go",
         "What was planned is freed once the user lets go of it.",
-        "What was captured for planning stays, with the model and its inputs.",
+        "Dynamo keeps what it compiled with.",
         (
             Change(
                 "planner/_torch/dynamo.py",
-                "    reset_code(inspect.unwrap(compiled).__code__)\n",
-                "    pass\n",
+                "    eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)\n",
+                "    assert eval_frame.cached_backends is not None\n",
             ),
-            Change("planner/capture/capture.py", "            let_go(runners)\n", "            pass\n"),
         ),
-        ("tests/test_let_go.py::test_models_and_inputs[_plans-Layers]",),
+        ("tests/test_let_go.py::test_what_was_compiled_of_code_behind_a_break[_applies]",),
     ),
     Mutation(
         "random-numbers-of-imports",

@@ -102,12 +102,14 @@ IN_PLACE = [
     Mutation(
         "running-statistics-in-evaluation",
         "The backward of a batch normalisation in evaluation is given the running statistics it was done by.",
-        "It is given none, as in training.",
+        "It is given the mean in the variance's place.",
         (
             Change(
                 "planner/graph/passes/running_statistics.py",
-                "node.args[_TRAIN] is True and ",
-                "",
+                "        if node.args[_TRAIN] is True and ",
+                "        if node.args[_TRAIN] is False:\n"
+                "            node.update_arg(_RUNNING[1], node.args[_RUNNING[0]])\n"
+                "        elif ",
             ),
         ),
         ("tests/test_running_statistics.py::test_steps_are_equal_and_hold_none",),
