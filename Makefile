@@ -12,9 +12,12 @@ NO_PYTHON := no Python 3.11 or newer with venv was found (tried $(PYTHONS)). Ins
 TORCH ?= torch==2.13.0
 TIMM ?= timm==1.0.31
 # Trainers that tests train with, in $(VENV)/trainers, where tests/conftest.py looks for them; without their
-# dependencies, so that no other PyTorch comes with them: Lightning, TRL and what these need.
+# dependencies, so that no other PyTorch comes with them: Lightning, TRL, Sentence Transformers and what
+# these need.
 TRAINERS ?= lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 trl==1.16.0 datasets==5.2.0 \
-	pyarrow==26.0.1 pandas==3.1.1 dill==0.4.1 xxhash==4.1.0 multiprocess==0.70.19
+	pyarrow==26.0.1 pandas==3.1.1 dill==0.4.1 xxhash==4.1.0 multiprocess==0.70.19 \
+	sentence-transformers==6.2.0 scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 cloudpickle==3.1.3 narwhals==2.29.0 \
+	threadpoolctl==3.8.0
 TORCHVISION ?= torchvision==0.28.0
 OUT ?= out
 # Hundreds of processes of tests import PyTorch: the first compiles it.
@@ -45,7 +48,7 @@ $(BIN)/.installed: pyproject.toml | $(BIN)/.made
 	$(PIP) --no-deps "$(TIMM)"
 	touch $@
 
-$(BIN)/.trainers: pyproject.toml | $(BIN)/.made
+$(BIN)/.trainers: pyproject.toml Makefile | $(BIN)/.made
 	$(PIP) --no-deps --upgrade --target $(VENV)/trainers $(TRAINERS)
 	touch $@
 

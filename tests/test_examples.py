@@ -16,7 +16,8 @@ _EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "name", ["hugging_face", "accelerate_loop", "lightning_module", "diffusers_unet", "trl_sft"]
+    "name",
+    ["hugging_face", "accelerate_loop", "lightning_module", "diffusers_unet", "trl_sft", "sentence_pairs"],
 )
 def test_an_example_trains_to_the_same_weights(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)  # there is one in a process

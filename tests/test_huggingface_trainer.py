@@ -9,6 +9,7 @@ import torch.nn.functional as functional
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
+from planner._torch import modules
 from planner.errors import PlanWarning
 from planner.integrations.huggingface import PlannerCallback
 from planner.runtime.install import installed_plan
@@ -224,3 +225,24 @@ def test_the_loss_of_tokens_of_trl_is_planned(tmp_path: Path) -> None:
     assert ours.peak == pytest.approx(ours.plan.predicted.dynamic_peak_bytes, rel=0.005)
     theirs = train([]).model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.model.state_dict().items())
+
+
+class _ArgumentsOfSentenceTransformers(TrainingArguments):
+    __module__ = "sentence_transformers.sentence_transformer.training_args"
+
+
+def test_a_plan_of_the_model_under_a_loss_that_calls_it_often_is_warned_of(tmp_path: Path) -> None:
+    arguments, model = _four_steps(_ArgumentsOfSentenceTransformers, tmp_path), small_language_model()
+    of_model = PlannerCallback("60%")
+    with pytest.warns(PlanWarning, match=r"PlannerCallback\(module=loss\)"):
+        of_model.on_train_begin(arguments, None, None, model=model)
+    of_model.on_train_end(arguments, None, None, model=model)
+    loss = torch.nn.Sequential(model)
+    callback = PlannerCallback("60%", module=loss)
+    with no_plan_warnings():
+        callback.on_train_begin(arguments, None, None, model=model)
+    assert modules.installed_call(loss) is not None
+    callback.on_train_end(arguments, None, None, model=model)
+    assert modules.installed_call(loss) is None
+    with pytest.raises(TypeError, match=r"module is a str: expected the torch\.nn\.Module"):
+        PlannerCallback("60%", module="loss")  # type: ignore[arg-type]

@@ -55,3 +55,13 @@ def test_what_is_padded() -> None:
     for wrong in (0, "long", True):
         with pytest.raises(TypeError, match="expected the number of tokens"):
             PlannerCallback("60%", max_length=wrong)  # type: ignore[arg-type]
+
+
+def test_each_column_is_padded_by_its_own_length() -> None:
+    columns, other = [_batch(8), _batch(10), _batch(13)], torch.ones(3, 8)
+    ((found, labels), _) = Padded(12)((columns, other), {})
+    assert [tuple(t.shape) for column in found for t in column.values()] == [
+        *[(3, 12), (3, 12), (3,)] * 2, (3, 13), (3, 13), (3,),
+    ]  # fmt: skip
+    assert columns[0]["words"].shape == (3, 8)
+    assert labels is other

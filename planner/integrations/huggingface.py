@@ -25,6 +25,7 @@ from planner.lazy.first_call import install_lazily
 from planner.planning.options import PlanKeywords, shows_options
 from planner.runtime.install import remove
 from planner.runtime.shapes.policy import OnNewShape
+from planner.training_step.inputs import InputError
 from planner.training_step.step import find_loss
 
 
@@ -40,6 +41,10 @@ class PlannerCallback(TrainerCallback):
     In TRL's trainers the loss is computed of what their models return for each token; that is planned for.
     So is the loss that the trainer computes of the logits with ``label_smoothing_factor``.
 
+    Sentence Transformers' trainers compute the loss by a module that calls the model for each column of the
+    data. Plan that module: ``PlannerCallback(budget="8GiB", module=loss)``, with the loss that the trainer is
+    given.
+
     A ``compute_loss`` of your own may differentiate something else of the output than its loss. Say what:
     ``loss=lambda output: output.logits.sum()``. Or plan what it does itself, without this callback, with
     :func:`planner.step` around a function ``(model, inputs)`` that ``compute_loss`` calls.
@@ -53,6 +58,7 @@ class PlannerCallback(TrainerCallback):
         on_new_shape: OnNewShape = "replan",
         cache: str | os.PathLike[str] | None = None,
         max_length: int | None = None,
+        module: torch.nn.Module | None = None,
         **options: Unpack[PlanKeywords],
     ) -> None:
         """Store what to plan with.
@@ -62,17 +68,31 @@ class PlannerCallback(TrainerCallback):
             max_length: Tokens of the longest sequence that will come. The plan is made for a batch that is
                 padded to it, and shorter ones run by that; if it is left out, the plan is for the first
                 batch, and longer ones are planned for when they come.
+            module: What to plan instead of the trainer's model: a module that the trainer calls for the loss,
+                and that calls the model.
             **options: See :class:`planner.planning.options.PlanOptions`.
 
         Raises:
-            InputError: ``max_length`` is no number of tokens.
+            InputError: ``max_length`` is no number of tokens, or ``module`` no module.
         """
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise InputError(
+                f"module is a {type(module).__name__}: expected the torch.nn.Module that the trainer calls"
+            )
+        self._module = module
         self._budget, self._on_new_shape, self._cache, self._options = budget, on_new_shape, cache, options
         self._longest = None if max_length is None else Padded(checked_length(max_length))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Have the model planned at its first training call."""
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        libraries = {kind.__module__.partition(".")[0] for kind in type(args).__mro__}
+        if self._module is None and "sentence_transformers" in libraries:
+            warn(
+                "Sentence Transformers' losses call the model once for each column, so that a plan of the "
+                "model alone does not bound the step. Plan the loss that the trainer is given: "
+                "PlannerCallback(module=loss)"
+            )
         name = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
         if getattr(model, f"is_{name}_checkpointing", False):
             getattr(model, f"{name}_checkpointing_disable")()
@@ -87,20 +107,21 @@ class PlannerCallback(TrainerCallback):
         options.setdefault("accumulate", True if args.gradient_accumulation_steps > 1 else None)
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         options.setdefault("optimizer", inner if isinstance(inner, torch.optim.Optimizer) else None)
-        if any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__):
+        if "trl" in libraries:
             options.setdefault("loss", _loss_of_tokens)
         if args.label_smoothing_factor:
             options.setdefault("loss", _SmoothedLoss.of(model, args.label_smoothing_factor))
         options.setdefault("loss", _loss_of_output)
+        planned = model if self._module is None else self._module
         wanted = wanted_lazily(
-            model, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
+            planned, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
         if wanted is not None:
-            install_lazily(model, replace(wanted, enlarge=self._longest))
+            install_lazily(planned, replace(wanted, enlarge=self._longest))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the plan."""
-        remove(kwargs["model"])
+        remove(kwargs["model"] if self._module is None else self._module)
 
 
 def _loss_of_output(output: Any) -> Any:

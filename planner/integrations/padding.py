@@ -1,11 +1,13 @@
 """Batches padded to the longest sequence that is expected."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from planner._torch import pytree
 from planner.training_step.inputs import InputError
 from planner.training_step.step import map_tensors, tensors_in
 
@@ -15,7 +17,9 @@ class Padded:
     """Pads the tensors of a batch to a number of tokens; longer ones stay as they are.
 
     The sequence is the second dimension of the tensors that are as long there as most are. What they are
-    padded with does not matter: only sizes are planned.
+    padded with does not matter: only sizes are planned. Mappings in a list, as Sentence Transformers has one
+    for each column of the data, are batches each by itself;
+    nothing beside them is padded.
 
     Attributes:
         length: The number of tokens.
@@ -26,9 +30,22 @@ class Padded:
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found = Counter(int(t.shape[1]) for t in tensors_in((args, kwargs)) if t.dim() >= 2)
+        batch = args, kwargs
+        padded: tuple[tuple[Any, ...], dict[str, Any]]
+        if any(map(_is_columns, pytree.tree_leaves(batch, is_leaf=_is_columns))):
+            padded = pytree.tree_map(self._columns, batch, is_leaf=_is_columns)
+        else:
+            padded = self._batch(batch)
+        return padded
+
+    def _columns(self, leaf: Any) -> Any:
+        return type(leaf)([self._batch(column) for column in leaf]) if _is_columns(leaf) else leaf
+
+    def _batch(self, tree: Any) -> Any:
+        """One batch, whose sequences all have the same length."""
+        found = Counter(int(t.shape[1]) for t in tensors_in(tree) if t.dim() >= 2)
         if not found:
-            return args, kwargs
+            return tree
         ((tokens, _),) = found.most_common(1)
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,8 +54,11 @@ class Padded:
             more = tensor.new_zeros(len(tensor), self.length - tokens, *tensor.shape[2:])
             return torch.cat([tensor.detach(), more], 1).requires_grad_(tensor.requires_grad)
 
-        longest: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(padded, (args, kwargs))
-        return longest
+        return map_tensors(padded, tree)
+
+
+def _is_columns(tree: Any) -> bool:
+    return type(tree) in (list, tuple) and bool(tree) and all(isinstance(one, Mapping) for one in tree)
 
 
 def checked_length(length: object) -> int:
