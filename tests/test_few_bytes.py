@@ -34,6 +34,42 @@ def test_what_is_read_stays_until_all_that_runs_together_is_done() -> None:
     assert plan.predicted.dynamic_peak_bytes == (40 * 40 + 40 * 32 + 40 * 32) * 4 + 8 + 12
 
 
+class Curved(nn.Module):
+    """Second derivatives in the forward, which PyTorch begins with zeros that take nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        return (h @ torch.func.hessian(lambda row: (row.sin() * row).sum())(h[0])).tanh().sum()
+
+
+def test_zeros_that_are_known_to_be_zeros_take_nothing() -> None:
+    torch.manual_seed(0)
+    plan = exact_plan_of(Curved(), (torch.randn(8, 8),))
+    assert plan.baseline.dynamic_peak_bytes == 2504
+
+
+class Shaped(nn.Module):
+    """Finds a size on the meta device, in memory that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        there = torch.empty(64, 64, device="meta")
+        return (self.layer(x) / (there @ there.t()).shape[0]).tanh().sum()
+
+
+def test_what_is_on_the_meta_device_takes_nothing() -> None:
+    torch.manual_seed(0)
+    plan = exact_plan_of(Shaped(), (torch.randn(8, 8),))
+    assert plan.baseline.dynamic_peak_bytes == 8 * 8 * 4 * 2 + 8 * 4 + 8
+
+
 def test_results_that_nobody_reads_stay_until_all_that_runs_together_is_done() -> None:
     graph = FxGraph()
     x, y = (graph.placeholder(name) for name in ("x", "y"))
