@@ -4,6 +4,34 @@ from benchmarks.mutations.record import Change, Mutation
 
 IN_PLACE = [
     Mutation(
+        "what-runs-together",
+        "What runs again as one step of the schedule holds what it has read until its end, as is predicted.",
+        "It is freed after the first operation, and the peak is less.",
+        (
+            Change(
+                "planner/lowering/partition.py",
+                "            node.meta[RUN_TOGETHER] = emitted.meta[RUN_TOGETHER] = self._steps\n",
+                "",
+            ),
+        ),
+        ("tests/test_few_bytes.py::test_what_is_read_stays_until_all_that_runs_together_is_done",),
+    ),
+    Mutation(
+        "unread-results-of-what-runs-together",
+        "Results that nobody reads stay until the step of the schedule that made them ends, as is predicted.",
+        "They are freed at once.",
+        (
+            Change(
+                "planner/lowering/codegen.py",
+                "unused_until[ends.get(node, node)] = unused",
+                "unused_until[node] = unused",
+            ),
+        ),
+        (
+            "tests/test_few_bytes.py::test_results_that_nobody_reads_stay_until_all_that_runs_together_is_done",
+        ),
+    ),
+    Mutation(
         "sums-in-place",
         "Gradients of a single image lie in memory as the engine's sums in place leave them.",
         "Sums are new tensors.",

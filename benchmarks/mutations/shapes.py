@@ -4,6 +4,26 @@ from benchmarks.mutations.record import Change, Mutation
 
 SHAPES = [
     Mutation(
+        "known-zeros",
+        "Zeros that PyTorch knows to be zeros take no memory.",
+        "They are counted.",
+        (
+            Change(
+                "planner/_torch/without_data/plain.py",
+                "return 0 if known or",
+                "return 0 if",
+            ),
+        ),
+        ("tests/test_few_bytes.py::test_zeros_that_are_known_to_be_zeros_take_nothing",),
+    ),
+    Mutation(
+        "on-meta",
+        "What is on the meta device takes no memory.",
+        "It takes what it takes where it is measured.",
+        (Change("planner/costs/eager_timeline.py", "not any(sizes) and on_meta(call)", "False"),),
+        ("tests/test_few_bytes.py::test_what_is_on_the_meta_device_takes_nothing",),
+    ),
+    Mutation(
         "ends-of-loops",
         "What a loop does between regions is captured in later steps, too, if nothing follows the last.",
         "Dynamo gives up what goes on after a region once nothing was left to do there.",

@@ -253,8 +253,8 @@ STEPS = [
         (
             Change(
                 "planner/lowering/codegen.py",
-                "                self.lines.append(call)\n            self._delete(dead)\n",
-                "                self.lines.append(call)\n",
+                "            self._delete(dead, unused_until.get(node, ()))\n",
+                "",
             ),
         ),
         ("tests/test_install.py::test_the_plan_is_really_run",),

@@ -9,7 +9,7 @@ import numpy as np
 from planner._torch import operators
 from planner.allocator.training_loop import Allocations, step_allocations
 from planner.costs.devices import Device, round_bytes
-from planner.costs.host_tensors import made_on_host
+from planner.costs.host_tensors import made_on_host, on_meta
 from planner.costs.made_up.found_elements import told_sizes
 from planner.costs.roofline import Costs, roofline
 from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
@@ -172,6 +172,8 @@ def real_sizes(call: Call | None, memory: OpMemory, sizes: list[int]) -> list[in
     """
     if call is not None and operators.sized_by_data(call.func) and told_sizes(call) is None:
         return sizes
+    if call is not None and not any(sizes) and on_meta(call):
+        return sizes  # it was measured as if it were on the device
     measured = [size for size in memory.output_bytes if size]
     on_host = made_on_host(call.func) if call is not None else []
     if len(on_host) == len(sizes):

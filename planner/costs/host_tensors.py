@@ -1,4 +1,4 @@
-"""Tensors that an operator of a GPU makes, or reads, on the host.
+"""Tensors that an operator of a GPU makes, or reads, on the host, and those on the meta device.
 
 The memory-efficient attention keeps its seed and its offset in the memory of the host, and its backward reads
 them there: an address on the GPU would end the process. Tensors without data say that they are on the GPU.
@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from planner._torch import fake
 from planner._torch.tensors import schema_of
+from planner._torch.without_data.plain import device_of
+from planner.training_step.call import Call
 
 aten = torch.ops.aten
 
@@ -38,3 +41,13 @@ def made_on_host(func: Any) -> list[bool]:
     if names is None:
         return []
     return [r.name in names for r in schema_of(func).returns if isinstance(r.type, torch.TensorType)]
+
+
+def on_meta(call: Call) -> bool:
+    """Whether a call in a step asks for the meta device, or reads tensors there."""
+    return any(
+        leaf.type == "meta"
+        if isinstance(leaf, torch.device)
+        else fake.is_fake(leaf) and device_of(leaf).type == "meta"
+        for leaf in fake.tree_leaves((call.args, call.kwargs))
+    )

@@ -2,13 +2,15 @@
 
 The function takes its arguments *boxed*, in a list that it empties, so that the caller keeps none
 of them alive; every intermediate is deleted right after its last use. That is what makes the
-executed step free memory exactly when the simulated one does.
+executed step free memory exactly when the simulated one does. What runs again together, as one step of the
+schedule, frees at its end.
 """
 
 import linecache
 import math
 import operator
 import re
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -30,6 +32,7 @@ from planner.graph.dying_operands import writing
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.passes.in_place_accumulation import add_as_in_place, is_sum_in_place
 from planner.lowering.gradients_handed_out import hand_out_no_views
+from planner.lowering.partition import RUN_TOGETHER
 from planner.lowering.view_elimination import simplify
 
 aten = torch.ops.aten
@@ -90,7 +93,8 @@ class _Writer:
         nodes = list(self.graph.nodes)
         inputs = [n for n in nodes if n.op == "placeholder"]
         self._results = set(nodes[-1].all_input_nodes)
-        last_use, unpacked = _last_uses(nodes), _unpacked(nodes)
+        last_use, unpacked, ends = _last_uses(nodes), _unpacked(nodes), _ends(nodes)
+        unused_until: dict[Node, list[str]] = {}
         for i, node in enumerate(nodes):
             self.names[node] = f"v{i}"
         if inputs:
@@ -116,18 +120,17 @@ class _Writer:
                 ]
                 self.lines.append(f"{', '.join(names)}, = {call}")
                 unused = [n for n, t in zip(names, targets, strict=True) if t is None or not t.users]
-                if unused:
-                    self.lines.append(f"del {', '.join(unused)}")
+                unused_until[ends.get(node, node)] = unused
             elif node.users:
                 self.lines.append(f"{self.names[node]} = {call}")
             else:
                 self.lines.append(call)
-            self._delete(dead)
+            self._delete(dead, unused_until.get(node, ()))
         body = "".join(f"    {line}\n" for line in self.lines)
         return f"def {name}(args):\n{body}", self.constants
 
-    def _delete(self, nodes: list[Node]) -> None:
-        names = [self.names[n] for n in nodes if n.op != "get_attr"]
+    def _delete(self, nodes: list[Node], unused: Sequence[str] = ()) -> None:
+        names = [*unused, *(self.names[n] for n in nodes if n.op != "get_attr")]
         if names:
             self.lines.append(f"del {', '.join(names)}")
 
@@ -240,18 +243,26 @@ def _unpacked(nodes: list[Node]) -> _Unpacked:
 
 
 def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
-    unpacked = _unpacked(nodes)
+    unpacked, ends = _unpacked(nodes), _ends(nodes)
+    place = {node: i for i, node in enumerate(nodes)}
     last: dict[Node, Node] = {}
     for node in nodes:
         if node in unpacked.members:
             continue
+        end = ends.get(node, node)
         for used in node.all_input_nodes:
-            last[used] = node
+            last[used] = max(last.get(used, end), end, key=place.__getitem__)
     freed: dict[Node, list[Node]] = {}
     for used, user in last.items():
         if user.op != "output" and used not in unpacked.tuples:
             freed.setdefault(user, []).append(used)
     return freed
+
+
+def _ends(nodes: list[Node]) -> dict[Node, Node]:
+    """Of all that runs together the last of it, after which what it has read is freed."""
+    last = {node.meta[RUN_TOGETHER]: node for node in nodes if RUN_TOGETHER in node.meta}
+    return {node: last[node.meta[RUN_TOGETHER]] for node in nodes if RUN_TOGETHER in node.meta}
 
 
 def _attribute(module: GraphModule, path: str) -> Any:

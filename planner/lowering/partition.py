@@ -31,6 +31,9 @@ from planner.graph.signs import emit_masked, gradient_of, relu_before, save_sign
 
 _USER_OUTPUTS = "user_outputs"
 _UNCHECKED = "saved_tensor_with_no_vc_check"
+RUN_TOGETHER = "planner_run_together"
+"""Key in a node's ``meta``, of an operation that runs again and of all that write over its result: a number
+that they share. They are one step of the schedule, at the end of which it frees what they have read."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class _Backward:
         self.saved: dict[Node, Node] = {}
         self.states: dict[JointOp, Node] = {}
         self.sizes: dict[Node, Node] = {}
+        self._steps = 0  # of what runs again
         self._version = [0] * len(joint.storage_bytes)
         self._current: dict[Node, tuple[tuple[int, ...], Node]] = {}
         self.backward_nodes = _backward_nodes(joint)
@@ -138,9 +142,11 @@ class _Backward:
         for storage in op.allocates if op in self.packed else op.allocates_again:
             self._version[storage] += 1
         self._current[op.node] = (self._versions(op.node), node)
+        self._steps += 1
         for writer in op.writers:
             emitted = writer.rule.emit_again(self.graph, writer.node, self._node_again, None)
             self._current[writer.node] = (self._versions(writer.node), emitted)
+            node.meta[RUN_TOGETHER] = emitted.meta[RUN_TOGETHER] = self._steps
 
     def _masked(self, op: JointOp, relu: JointOp) -> Node:
         self.states[relu] = signs = self._placeholder(f"{relu.node.name}_signs", None)

@@ -31,7 +31,7 @@ from planner._torch.tensors import (
     storage_number,
 )
 from planner._torch.tracing.inside_compile import not_compiled
-from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of
+from planner._torch.without_data.plain import ASKS_FOR_DEVICE, device_asked_for, device_of, stored_bytes
 from planner._torch.without_data.products import PRODUCTS, GradientsOfProducts
 from planner.errors import CaptureError
 from planner.training_step.call import Call, signature_of, sizes_by_data
@@ -278,7 +278,7 @@ class StepRecorder(autograd.InfrastructureMode):
         for tensor in written:
             if (number := self.index_of(tensor)) >= 0:
                 storage = self.recording.storages[number]
-                storage.bytes = max(storage.bytes, tensor.untyped_storage().nbytes())
+                storage.bytes = max(storage.bytes, stored_bytes(tensor))
 
     def _append(
         self,
@@ -294,7 +294,7 @@ class StepRecorder(autograd.InfrastructureMode):
             if key in self._known:
                 continue
             number = len(self.recording.storages)
-            self.recording.storages.append(Storage(storage.nbytes(), kind=device_of(tensor).type))
+            self.recording.storages.append(Storage(stored_bytes(tensor), kind=device_of(tensor).type))
             self._born_under.append(node)
             self._known[key] = number
             self._references[number] = weakref.ref(storage, self._on_death(key, number))

@@ -45,6 +45,13 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     return device
 
 
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor's storage takes: none on the meta device, and none of what PyTorch knows to be
+    zeros, as forward differentiation makes it."""
+    known = torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.ZeroTensor)
+    return 0 if known or device_of(tensor).type == "meta" else tensor.untyped_storage().nbytes()
+
+
 def device_asked_for(args: Sequence[Any]) -> torch.device:
     """What :data:`ASKS_FOR_DEVICE` returns, by its arguments."""
     device: torch.device = fake_tensors._device_handler(args)
