@@ -185,6 +185,8 @@ def _round_like_eager() -> None:
             handlers[whole] = _whole(handlers[whole])
     ask_handler_of(torch.bilinear)
     handlers[torch.bilinear] = _not_under_autocast
+    ask_handler_of(torch.fused_moving_avg_obs_fake_quant)
+    handlers[torch.fused_moving_avg_obs_fake_quant] = _not_of_the_first_channels
 
 
 def _whole(taken_apart: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,6 +203,20 @@ def _not_under_autocast(_variable: Any, tx: Any, *_: Any, **__: Any) -> Any:
             gb_type="a bilinear product under autocast",
             context="",
             explanation="Autocast casts inside of its kernel.",
+            hints=[],
+        )
+
+
+def _not_of_the_first_channels(
+    _variable: Any, tx: Any, _tensor: Any, _observed: Any, _quantised: Any, lowest: Any, *_: Any, **__: Any
+) -> Any:
+    """What observes each channel begins with no numbers, and makes room for them when it first runs: an
+    operation of a graph cannot."""
+    if _is_ours(tx) and 0 in (lowest.size or ()):
+        unimplemented(
+            gb_type="the first run of what observes channels",
+            context="",
+            explanation="Its tensors get their sizes there.",
             hints=[],
         )
 
@@ -338,13 +354,24 @@ def nothing_for_logs_alone() -> Iterator[None]:
         yield
 
 
+_FOLLOWED = (
+    "nn/modules/transformer",
+    "nn/modules/container",
+    "ao/quantization/quantize",
+    "ao/quantization/fake_quantize",
+    "ao/quantization/observer",
+)
+"""Files of PyTorch's with code of modules, without their ending."""
+
+
 @contextlib.contextmanager
 def go_on_inside_modules() -> Iterator[None]:
     """Where a graph breaks inside nn.Transformer or a container, go on inside: Dynamo follows calls into
-    PyTorch's modules, but after a break it leaves them to run as written."""
-    folder = Path(torch.nn.modules.__file__).parent.as_posix()
+    PyTorch's modules, but after a break it leaves them to run as written. It follows none into what
+    quantisation in training puts around every module, which would leave no graph at all."""
+    folder = Path(torch.__file__).parent.as_posix()
     files = get_legacy_mod_inlinelist()
-    added = {f"{folder}/{name}" for name in ("transformer", "container")} - files
+    added = {f"{folder}/{name}" for name in _FOLLOWED} - files
     files |= added
     try:
         yield
