@@ -50,6 +50,32 @@ def _reused_buffers(made: str, key: str) -> Change:
 
 MODELS = [
     Mutation(
+        "first-channels",
+        "What observes each channel, in quantisation in training, runs as written until it has its size.",
+        "Its operation is captured with no channels, and the first step ends in an error.",
+        (
+            Change(
+                "planner/_torch/tracing/dynamo_patches.py",
+                "if _is_ours(tx) and 0 in (lowest.size or ()):",
+                "if False:",
+            ),
+        ),
+        (
+            "tests/test_quantisation_in_training.py"
+            "::test_what_observes_each_channel_first_finds_out_how_many_there_are",
+        ),
+    ),
+    Mutation(
+        "hooks-of-quantisation",
+        "What quantisation in training puts around modules is followed.",
+        "Dynamo leaves out all of it, and there is no plan.",
+        (Change("planner/_torch/tracing/dynamo_patches.py", '    "ao/quantization/quantize",\n', ""),),
+        (
+            "tests/test_quantisation_in_training.py"
+            "::test_the_weights_and_what_was_observed_are_those_of_the_unplanned_steps",
+        ),
+    ),
+    Mutation(
         "frozen-layers",
         "Frozen layers are planned as frozen, and stay so.",
         "A module is captured with all of its parameters trainable.",

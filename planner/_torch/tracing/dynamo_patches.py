@@ -359,7 +359,6 @@ _FOLLOWED = (
     "nn/modules/container",
     "ao/quantization/quantize",
     "ao/quantization/fake_quantize",
-    "ao/quantization/observer",
 )
 """Files of PyTorch's with code of modules, without their ending."""
 
