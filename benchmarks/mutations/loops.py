@@ -38,6 +38,32 @@ ABSENT_IS_ZERO = Change(
 
 LOOPS = [
     Mutation(
+        "carried-history",
+        "What a module keeps of a forward, and goes on from, is set back before each pass of planning.",
+        "A pass differentiates what the one before has, which is an error.",
+        (
+            Change(
+                "planner/capture/capture.py",
+                "        if CARRIED_HISTORY in self.notes:\n            self._python.put_back_history()\n",
+                "",
+            ),
+        ),
+        ("tests/test_carried_history.py::test_neurons_that_are_set_back_between_steps_are_planned",),
+    ),
+    Mutation(
+        "carried-history-verified",
+        "verify sets it back before each step that it times, too.",
+        "The second one differentiates what the first has.",
+        (
+            Change(
+                "planner/verification/verify.py",
+                "                if carries:\n                    before.python.put_back_history()\n",
+                "",
+            ),
+        ),
+        ("tests/test_carried_history.py::test_neurons_that_are_set_back_between_steps_are_planned",),
+    ),
+    Mutation(
         "functions-without-gradients",
         "Autograd functions between graphs do nothing where no gradient arrives.",
         "They are called with zeros, and weights behind them get gradients of zeros.",

@@ -16,15 +16,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from planner._torch import dynamo, fake
-from planner._torch.autocast_state import autocast_regions, region_of_its_own
+from planner._torch.autocast_state import region_of_its_own
 from planner._torch.autograd import no_saved_tensors_hooks
-from planner._torch.cuda.autocast import autocast_of_cuda
-from planner._torch.cuda.kernels import dispatched_in_python, kernels_of_cuda
+from planner._torch.cuda.kernels import dispatched_in_python
 from planner._torch.distributed import holds_dtensors
 from planner._torch.layouts.shape_functions import layouts_of_kernels
 from planner._torch.tracing.breaks import graph_breaks
@@ -40,6 +39,7 @@ from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.graphs.runners import UntracedFunctions, captured_graphs, collector, let_go, split_up
 from planner.capture.module_calls import Bound, Marked, run_forward
 from planner.capture.on_a_copy import RunOfACopy, on_a_copy
+from planner.capture.on_its_device import as_on_its_device
 from planner.capture.recurrent_layers import recurrent_calls
 from planner.capture.repeated.left_out import LayersLeftOut
 from planner.capture.repeated.lengthened import IrregularError
@@ -50,6 +50,7 @@ from planner.lowering.lowerings import chosen_lowering
 from planner.module_parts import buffers_of, parameters_of
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
+from planner.training_step.carried_history import CARRIED_HISTORY, is_of_carried_history
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder
@@ -178,7 +179,7 @@ class _Capture:
     def run_eagerly(self) -> Recording:
         """Record the step operation by operation, and no more."""
         with layouts_of_kernels(), contextlib.ExitStack() as stack:
-            self._as_on_its_device(stack)
+            as_on_its_device(self._cuda, stack)
             stack.callback(self._python.restore)
             return self._recorded_eagerly()
 
@@ -193,7 +194,7 @@ class _Capture:
     def _run(self, runners: list[GraphRunner], regions: Sequence[str], decided: bool) -> CapturedStep:
         module, report = self.copied.module, self.report
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
-            autocast = self._as_on_its_device(stack)
+            autocast = as_on_its_device(self._cuda, stack)
             # Hooks of the copy write where those of the original do.
             stack.callback(self._python.restore)
             report("running the eager step", 0.1)
@@ -260,14 +261,6 @@ class _Capture:
             overwritten=[name for r in runners for name in r.written_inputs()],
         )
 
-    def _as_on_its_device(self, stack: contextlib.ExitStack) -> Any:
-        """Let the copy run the kernels of its device from here on; returns the regions of autocast."""
-        if self._cuda is None:
-            return autocast_regions()
-        of_cuda = self._cuda
-        stack.enter_context(kernels_of_cuda(of_cuda.capability, of_cuda.attention, cudnn=of_cuda.cudnn))
-        return stack.enter_context(autocast_of_cuda())
-
     def _compiled_pass(
         self, target: torch.nn.Module, runners: list[GraphRunner], layers: LayersLeftOut | None
     ) -> tuple[Recording, int]:
@@ -316,11 +309,17 @@ class _Capture:
 
     def _recorded_eagerly(self, layers: LayersLeftOut | None = None) -> Recording:
         """The step as it is, once what a first forward sets up is there."""
-        for _ in range(2):
-            recording, _ = self._recorded(self.copied.module, "running the step", layers=layers)
-            if not self._leaves_tensors:
-                break
-        return recording
+        record = partial(self._recorded, self.copied.module, "running the step", layers=layers)
+        recording, _ = record()
+        if not self._leaves_tensors:
+            return recording
+        try:
+            return record()[0]
+        except CaptureError as error:
+            if not is_of_carried_history(error.__cause__):
+                raise
+        self.notes.append(CARRIED_HISTORY)
+        return record()[0]
 
     def _recorded(
         self,
@@ -355,9 +354,8 @@ class _Capture:
         for runner in runners:
             runner.record_to(recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else lengths_are_read(not runners)
-        leaving_out: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if without is not None:
-            leaving_out = without.recorded_by(recorder, compiled=bool(runners))
+        whole, compiled = contextlib.nullcontext(), bool(runners)
+        leaving_out = whole if without is None else without.recorded_by(recorder, compiled=compiled)
         with self._pass(doing), leaving_out, dispatched, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
@@ -379,6 +377,8 @@ class _Capture:
         """A context in which the copy runs, from the same state each time, the original's too."""
         self.copied.reset()
         self._given.restore()
+        if CARRIED_HISTORY in self.notes:
+            self._python.put_back_history()
         self._generators.restore()
         self._before.generators.restore()
         for tensor in self._resident:

@@ -89,6 +89,22 @@ class PythonState:
         for space, name, value in self._globals:
             space[name] = value
 
+    def put_back_history(self) -> None:
+        """Where tensors that gradients would flow through have been left since, put back what was there."""
+        for container in self._empty:
+            if _has_history(container):
+                container.clear()
+        for container, saved in self._contents.values():
+            if not isinstance(container, dict):
+                if _has_history(container):
+                    put_back(container, saved)
+                continue
+            for name in [name for name, value in container.items() if _has_history(value)]:
+                if name in saved:
+                    container[name] = saved[name]
+                else:
+                    del container[name]
+
     def _look(self, left: int) -> None:
         pending, seen, contents, empty = self._pending[left], self._seen, self._contents, self._empty
         while pending:
@@ -194,6 +210,15 @@ def _same(container: Any, saved: Any) -> bool:
     if not isinstance(container, dict):
         return all(map(is_, container, saved))
     return all(map(is_, container, saved)) and all(map(is_, container.values(), saved.values()))
+
+
+def _has_history(value: Any) -> bool:
+    """Whether a tensor, or one in nested containers, was computed of what requires a gradient."""
+    if issubclass(type(value), torch.Tensor):
+        return value.grad_fn is not None
+    if type(value) in _IS_CONTAINER or type(value) is tuple:
+        return any(map(_has_history, value.values() if isinstance(value, dict) else value))
+    return False
 
 
 def _content(cell: CellType) -> Any:

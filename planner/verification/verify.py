@@ -21,6 +21,7 @@ from planner.planning.options import check_options
 from planner.progress import Progress
 from planner.runtime.install import check_fits, installed_plan, put_in
 from planner.runtime.installed import InstalledCall
+from planner.training_step.carried_history import is_of_carried_history
 from planner.training_step.inputs import InputError, Inputs, read_step
 from planner.training_step.snapshot import StepSnapshot
 from planner.training_step.step import Loss, Outputs, checked_outputs, tensors_in
@@ -182,7 +183,17 @@ def verify(
             put(call)
             return Outcome(model, step, state.python.generators)
 
-        reference = outcome(original)
+        carries = False
+        try:
+            reference = outcome(original)
+        except RuntimeError as error:
+            if not is_of_carried_history(error):
+                raise
+            carries = True
+            restore()
+            before.python.put_back_history()
+            state = StepSnapshot.take(model, step, "module", earlier=before)
+            reference = outcome(original)
         spread = Spread(reference, allowed=device.type != "cpu")
         for _ in range(unplanned - 1):
             spread.add(outcome(original))
@@ -200,6 +211,8 @@ def verify(
         def runner(call: Callable[..., Any] | None) -> Callable[[], object]:
             def run() -> object:
                 put(call)
+                if carries:
+                    before.python.put_back_history()
                 return step.run(model)
 
             return run
