@@ -279,12 +279,15 @@ def test_a_second_derivative_by_what_the_output_was_multiplied_with() -> None:
 
 
 @pytest.mark.heavy
-def test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one() -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one(times: int) -> None:
     model, twin, x = _critic()
 
     def loop(model: nn.Module, together: bool = False) -> torch.Tensor:
         output = model(x).mean()
         (slope,) = torch.autograd.grad(output, x, create_graph=True)
+        if times == 2:
+            (slope,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
         if not together:
             output.backward(retain_graph=True)
         loss = slope.square().sum() + (output if together else 0.0)

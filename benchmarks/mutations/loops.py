@@ -38,6 +38,22 @@ ABSENT_IS_ZERO = Change(
 
 LOOPS = [
     Mutation(
+        "second-derivatives-in-a-loss",
+        "A loss of an output and of its second derivative is warned of.",
+        "Only one of the first is.",
+        (
+            Change(
+                "planner/hooks/double_backward.py",
+                "in (*gradients, *through_views.values()):",
+                "in gradients:",
+            ),
+        ),
+        (
+            "tests/test_loops_losses.py"
+            "::test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one[2]",
+        ),
+    ),
+    Mutation(
         "carried-history",
         "What a module keeps of a forward, and goes on from, is set back before each pass of planning.",
         "A pass differentiates what the one before has, which is an error.",

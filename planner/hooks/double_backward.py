@@ -139,13 +139,15 @@ class DoubleBackward(GraphHook):
                 "plan, and the step may exceed the budget"
             )
         args = tuple(map(_there, kept[0]))
-        outputs = as_written(self._graph)(*args)
+        wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
+        # All that is computed of this run's gradients leads through these, if only by what was saved.
+        through_views = {i: args[i].view_as(args[i]) for i in wanted}
+        outputs = as_written(self._graph)(*(through_views.get(i, a) for i, a in enumerate(args)))
         pairs = [
             (outputs[self._outputs[i]], g)
             for i, g in enumerate(given)
             if g is not None and i in self._outputs
         ]
-        wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
         gradients = torch.autograd.grad(
             [output for output, _ in pairs],
             [args[i] for i in wanted],
@@ -154,9 +156,9 @@ class DoubleBackward(GraphHook):
             allow_unused=True,
         )
         differentiated = through.by_another_run(self._several_runs)
-        for gradient in gradients:
-            if gradient is not None and gradient.grad_fn is not None:
-                gradient.grad_fn.register_prehook(differentiated)
+        for tensor in (*gradients, *through_views.values()):
+            if tensor is not None and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(differentiated)
         replaced = {self._places[i]: g for i, g in zip(wanted, gradients, strict=True)}
         return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(found))
 
