@@ -78,7 +78,9 @@ class Count:
     seconds: float = 0.0
 
 
-def build(name: str, layers: int, words: int, side: int = 96) -> tuple[nn.Module, dict[str, Any]]:
+def build(
+    name: str, layers: int, words: int, images: int = 8, side: int = 96
+) -> tuple[nn.Module, dict[str, Any]]:
     """A model by name, with arguments of a step whose output has a ``loss`` or is one."""
     torch.manual_seed(0)
     if name != "resnet50":
@@ -87,8 +89,8 @@ def build(name: str, layers: int, words: int, side: int = 96) -> tuple[nn.Module
     import transformers
 
     model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=100))
-    images, labels = torch.randn(8, 3, side, side), torch.randint(0, 100, (8,))
-    return model.train(), {"pixel_values": images, "labels": labels}
+    pixels, labels = torch.randn(images, 3, side, side), torch.randint(0, 100, (images,))
+    return model.train(), {"pixel_values": pixels, "labels": labels}
 
 
 def step(model: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -135,7 +137,7 @@ def in_kernels(run: Callable[[], None]) -> tuple[float, float]:
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Count, and time, the unplanned and the planned step of one model."""
-    eager, kwargs = build(name, options.layers, options.words, options.side)
+    eager, kwargs = build(name, options.layers, options.words, options.images, options.side)
     planned = copy.deepcopy(eager)
     plan = planner.plan(planned, kwargs=kwargs, budget="1TiB", solver="none", outputs="dropped")
     plan.apply(planned)
@@ -200,7 +202,8 @@ def main() -> None:
     parser.add_argument(
         "--words", type=int, default=256, help="length of their sequences, of which there are 2"
     )
-    parser.add_argument("--side", type=int, default=96, help="of ResNet-50's 8 images, in pixels")
+    parser.add_argument("--images", type=int, default=8, help="of ResNet-50")
+    parser.add_argument("--side", type=int, default=96, help="of these images, in pixels")
     parser.add_argument("--repeats", type=int, default=0, help="timed steps of each kind; 0 for none")
     parser.add_argument("--all", action="store_true", help="print every operator")
     parser.add_argument("--kernels", action="store_true", help="tell kernels that any plan runs apart")
