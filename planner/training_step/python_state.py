@@ -212,12 +212,13 @@ def _same(container: Any, saved: Any) -> bool:
     return all(map(is_, container, saved)) and all(map(is_, container.values(), saved.values()))
 
 
-def _has_history(value: Any) -> bool:
+def _has_history(value: Any, deep: int = 4) -> bool:
     """Whether a tensor, or one in nested containers, was computed of what requires a gradient."""
     if issubclass(type(value), torch.Tensor):
         return value.grad_fn is not None
-    if type(value) in _IS_CONTAINER or type(value) is tuple:
-        return any(map(_has_history, value.values() if isinstance(value, dict) else value))
+    if deep and (type(value) in _IS_CONTAINER or type(value) is tuple):  # containers may hold each other
+        held = value.values() if isinstance(value, dict) else value
+        return any(_has_history(one, deep - 1) for one in held)
     return False
 
 
