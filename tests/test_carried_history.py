@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 import planner
-from planner.training_step.carried_history import CARRIED_HISTORY
+from planner.capture.carried_history import CARRIED_HISTORY
 from planner.verification.measure import measure_peak
 from tests.side_by_side import no_plan_warnings
 

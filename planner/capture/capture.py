@@ -32,6 +32,7 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.without_data.ctc_loss import lengths_are_read
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
+from planner.capture.carried_history import CARRIED_HISTORY, is_of_carried_history
 from planner.capture.decided_by_data import told_by_data
 from planner.capture.differences import notes_on, warn_of_cpu_kernels, warn_of_other_gradients
 from planner.capture.external_accumulation import ask_for_per_use_gradients
@@ -50,7 +51,6 @@ from planner.lowering.lowerings import chosen_lowering
 from planner.module_parts import buffers_of, parameters_of
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
-from planner.training_step.carried_history import CARRIED_HISTORY, is_of_carried_history
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder

@@ -14,6 +14,7 @@ from planner._torch.autocast_state import what_is_noted_stays
 from planner._torch.cuda.recurrent_state import make_dropout_states
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
+from planner.capture.carried_history import is_of_carried_history
 from planner.errors import PlanMismatch
 from planner.interrupts import at_stages, held_interrupts
 from planner.planfile.plan import PlanRecord
@@ -21,7 +22,6 @@ from planner.planning.options import check_options
 from planner.progress import Progress
 from planner.runtime.install import check_fits, installed_plan, put_in
 from planner.runtime.installed import InstalledCall
-from planner.training_step.carried_history import is_of_carried_history
 from planner.training_step.inputs import InputError, Inputs, read_step
 from planner.training_step.snapshot import StepSnapshot
 from planner.training_step.step import Loss, Outputs, checked_outputs, tensors_in
