@@ -238,10 +238,12 @@ def test_a_plan_of_the_model_under_a_loss_that_calls_it_often_is_warned_of(tmp_p
         of_model.on_train_begin(arguments, None, None, model=model)
     of_model.on_train_end(arguments, None, None, model=model)
     loss = torch.nn.Sequential(model)
+    model.gradient_checkpointing_enable()
     callback = PlannerCallback("60%", module=loss)
     with no_plan_warnings():
         callback.on_train_begin(arguments, None, None, model=model)
     assert modules.installed_call(loss) is not None
+    assert not model.is_gradient_checkpointing
     callback.on_train_end(arguments, None, None, model=model)
     assert modules.installed_call(loss) is None
     with pytest.raises(TypeError, match=r"module is a str: expected the torch\.nn\.Module"):

@@ -56,7 +56,7 @@ MODELS = [
         (
             Change(
                 "planner/_torch/tracing/dynamo_patches.py",
-                "if _is_ours(tx) and 0 in (lowest.size or ()):",
+                'if _is_ours(tx) and 0 in (getattr(lowest, "size", None) or ()):',
                 "if False:",
             ),
         ),

@@ -93,9 +93,8 @@ class PlannerCallback(TrainerCallback):
                 "model alone does not bound the step. Plan the loss that the trainer is given: "
                 "PlannerCallback(module=loss)"
             )
-        name = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
-        if getattr(model, f"is_{name}_checkpointing", False):
-            getattr(model, f"{name}_checkpointing_disable")()
+        planned = model if self._module is None else self._module
+        if [part for part in planned.modules() if _switched_off(part)]:
             tell("the model's own gradient checkpointing is switched off: the plan goes in its place")
         options: PlanKeywords = {"outputs": "dropped", **self._options}
         if args.torch_compile and options.get("backend", "eager") == "eager":
@@ -112,7 +111,6 @@ class PlannerCallback(TrainerCallback):
         if args.label_smoothing_factor:
             options.setdefault("loss", _SmoothedLoss.of(model, args.label_smoothing_factor))
         options.setdefault("loss", _loss_of_output)
-        planned = model if self._module is None else self._module
         wanted = wanted_lazily(
             planned, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
@@ -122,6 +120,16 @@ class PlannerCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the plan."""
         remove(kwargs["model"] if self._module is None else self._module)
+
+
+def _switched_off(part: torch.nn.Module) -> bool:
+    """Switch a model's own checkpointing off; returns whether it was on. It may lie in a module of another
+    library's."""
+    name = "activation" if hasattr(part, "activation_checkpointing_disable") else "gradient"
+    if not getattr(part, f"is_{name}_checkpointing", False):
+        return False
+    getattr(part, f"{name}_checkpointing_disable")()
+    return True
 
 
 def _loss_of_output(output: Any) -> Any:

@@ -18,8 +18,7 @@ class Padded:
 
     The sequence is the second dimension of the tensors that are as long there as most are. What they are
     padded with does not matter: only sizes are planned. Mappings in a list, as Sentence Transformers has one
-    for each column of the data, are batches each by itself;
-    nothing beside them is padded.
+    for each column of the data, are batches each by itself; nothing beside them is padded.
 
     Attributes:
         length: The number of tokens.

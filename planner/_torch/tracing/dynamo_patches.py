@@ -207,12 +207,11 @@ def _not_under_autocast(_variable: Any, tx: Any, *_: Any, **__: Any) -> Any:
         )
 
 
-def _not_of_the_first_channels(
-    _variable: Any, tx: Any, _tensor: Any, _observed: Any, _quantised: Any, lowest: Any, *_: Any, **__: Any
-) -> Any:
+def _not_of_the_first_channels(_variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """What observes each channel begins with no numbers, and makes room for them when it first runs: an
     operation of a graph cannot."""
-    if _is_ours(tx) and 0 in (lowest.size or ()):
+    lowest = args[3] if len(args) > 3 else kwargs.get("running_min")
+    if _is_ours(tx) and 0 in (getattr(lowest, "size", None) or ()):
         unimplemented(
             gb_type="the first run of what observes channels",
             context="",
