@@ -5,7 +5,7 @@ from typing import Literal
 
 from solvers.model.graph import Graph
 from solvers.programs import ilp
-from solvers.programs.neighbourhood import has_layers
+from solvers.programs.neighbourhood import STRETCHES, has_layers
 
 Effort = Literal["fast", "best"]
 """Answers in seconds, or as good as they get: see ``EFFORTS``."""
@@ -38,10 +38,14 @@ class PortfolioSettings:
             should be of use.
         small_program_seconds: The process seconds that each kind of program gets on small graphs.
         walled_programs: Programs with walls get this many times as long: they are solved at several sizes.
-        layers_beyond, stretches_beyond: Graphs that are nearer to the bound than this are done without a
-            search part by part (:mod:`solvers.programs.neighbourhood`): those of layers, each
-            a captured graph, and others.
-        longest_in_stretches: So are others with more forward operations.
+        behind: Where another form of the same step has an answer, and this one's after the quick ways is
+            slower by more than this, the slow ways are left out.
+        parts_beyond: Graphs that are nearer to the bound than this are done without a search part by part
+            (:mod:`solvers.programs.neighbourhood`).
+        longest_in_stretches: So are those with more forward operations that are not of layers, each a
+            captured graph.
+        parts_enough: A search part by part ends this near to the bound.
+        parts_stretches: How many forward operations it looks at together at most, where they are no layers.
         parts_work, parts_nodes: What the programs of this search take together, in iterations of the simplex
             method, and the nodes of the tree of each; 10,000 iterations take one to two seconds.
         usual_length: Larger graphs get more process seconds, in proportion to their forward operations.
@@ -72,9 +76,11 @@ class PortfolioSettings:
     program_least_share: float = 1 / 120
     small_program_seconds: float = 6.0
     walled_programs: float = 3.0
-    layers_beyond: float = 0.0
-    stretches_beyond: float = 0.0
+    behind: float = float("inf")
+    parts_beyond: float = 0.0
     longest_in_stretches: float = float("inf")
+    parts_enough: float = 0.0
+    parts_stretches: tuple[int, ...] = STRETCHES
     parts_work: int = 400_000
     parts_nodes: int = 20
     usual_length: int = 4_000
@@ -86,13 +92,12 @@ class PortfolioSettings:
     large_trading_share: float = 1 / 200
     polishing_rounds: int = 3
 
-    def parts_beyond(self, graph: Graph) -> float:
-        """How near to the bound an answer is not improved part by part; micro-batches in flight never are."""
-        if graph.in_flight is not None:
-            return float("inf")
-        if has_layers(graph):
-            return self.layers_beyond
-        return float("inf") if graph.forward_length > self.longest_in_stretches else self.stretches_beyond
+    def parts_pay(self, graph: Graph, distance: float) -> bool:
+        """Whether an answer this far from the bound is improved part by part; that of micro-batches in
+        flight never is."""
+        if graph.in_flight is not None or distance <= self.parts_beyond:
+            return False
+        return graph.forward_length <= self.longest_in_stretches or has_layers(graph)
 
     def patience(self, forward_length: int, time_limit: float) -> float:
         """The process seconds that each kind of program gets."""
@@ -113,9 +118,11 @@ EFFORTS: dict[Effort, PortfolioSettings] = {
         met=5e-4,
         small_twice_beyond=2e-3,
         small_programs_beyond=1e-2,
-        layers_beyond=5e-3,
-        stretches_beyond=2e-2,
+        behind=2e-2,
+        parts_beyond=5e-3,
         longest_in_stretches=1000,
+        parts_enough=2e-3,
+        parts_stretches=STRETCHES[:1],
         parts_work=20_000,
         parts_nodes=1,
     ),

@@ -1,11 +1,6 @@
 """The portfolio, ``solver="auto"``: run what fits the graph and the time, polish, return the best.
 
-In this order, each offering its schedules to one search: recompute nothing; a lower bound that
-holds for every schedule (see ``bound``), which ends the search as soon as it is met; sqrt(n); the
-single-recompute program from coarse to fine, with the recursive and chain forms, which recompute
-more than once, in between; the exact program where the graph is small, and of one part after the
-other where it is not; local polish by simulation and exchanges. At the time limit the best so far is
-returned.
+What is run for a budget, and in which order, is in :mod:`solvers.one_budget`.
 
 :func:`sweep` answers many budgets and is monotone by construction: from the smallest budget to the
 largest, every schedule found for one is a candidate for all that follow.
@@ -15,32 +10,24 @@ Not optimal in general; the solution's ``gap`` says how far it can be from the o
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
-from solvers import sqrt_n
-from solvers.chains import lower_sets, rotor
-from solvers.effort import EFFORTS, Effort, PortfolioSettings
-from solvers.least import bisect, floor_bytes
-from solvers.local.exchange import exchange
-from solvers.local.polish import delay, polish, trade
+from solvers import one_budget, sqrt_n
+from solvers.chains import rotor
+from solvers.effort import Effort, PortfolioSettings
+from solvers.least import bisect
 from solvers.model.arrays import Schedule
 from solvers.model.constraints import NO_CONSTRAINTS, Constraints
 from solvers.model.graph import Graph
 from solvers.model.incumbent import Search
 from solvers.model.solution import Progress, Solution, Status
-from solvers.programs import exact_ilp, ilp, neighbourhood, row_generation
-from solvers.programs.lower_bound import (
-    CAPTURED_ORDER,
-    INTEGER_SECONDS,
-    Bound,
-    at_more_moments,
-    lower_bound,
-    tightened,
-)
+from solvers.one_budget import Attempt, Shared, attempt
+from solvers.programs import exact_ilp, ilp
+from solvers.programs.lower_bound import lower_bound
 
-NAME = "auto"
+NAME = one_budget.NAME
 
 
 def solve(
@@ -54,6 +41,7 @@ def solve(
     most_seconds: float = float("inf"),
     minimum: bool = True,
     effort: Effort = "best",
+    rival: float = float("inf"),
 ) -> Solution:
     """Run the portfolio on one budget.
 
@@ -69,6 +57,8 @@ def solve(
         minimum: Whether an infeasible answer is to have the least peak of all, the one that a budget of
             None has; else it has the least that was met on the way, sooner.
         effort: How long to go on where the answer is hardly getting better.
+        rival: Seconds of an answer to another form of the same step; an answer that is far from these after
+            the quick solvers is not given the slow ones.
 
     Returns:
         The fastest schedule found, with a bound that holds for every schedule, optimal where the two
@@ -80,33 +70,10 @@ def solve(
     limit = shared.settings.seconds if time_limit is None else time_limit
     left = max(0.0, limit - (time.perf_counter() - begin))
     if budget is not None:
-        return _solve(shared, budget, left, progress, known, minimum)
+        return _solve(shared, budget, left, progress, known, minimum, rival)
     if np.isinf(most_seconds):
         return _least(shared, left, progress, known)
     return _least_within(shared, most_seconds, left, progress)
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What the budgets of one graph share."""
-
-    programs: ilp.Programs
-    lazy: row_generation.LazyRows
-    tables: rotor.Tables
-    floor: int
-    settings: PortfolioSettings
-    least: list[Solution] = field(default_factory=list)
-
-    @staticmethod
-    def of(graph: Graph, constraints: Constraints, effort: Effort) -> "Shared":
-        """Nothing solved so far."""
-        return Shared(
-            ilp.Programs(graph, constraints),
-            row_generation.LazyRows(graph, constraints),
-            rotor.Tables(),
-            floor_bytes(graph),
-            EFFORTS[effort],
-        )
 
 
 def sweep(
@@ -166,15 +133,16 @@ def _solve(
     progress: Progress | None,
     known: Sequence[Schedule],
     minimum: bool = True,
+    rival: float = float("inf"),
 ) -> Solution:
     """The fastest schedule for one budget; where there is none and ``minimum`` is asked for, the least peak
     of all."""
     begin = time.perf_counter()
-    search, bound = _attempt(shared, budget, time_limit, progress, known)
-    if search.fastest is not None or not minimum:
-        return _judge(search, bound, shared.settings.optimal_gap)
-    assert search.least is not None
-    lowest = _least(shared, time_limit, progress, [search.least.schedule])
+    this = attempt(shared, budget, time_limit, progress, known, rival=rival)
+    if this.search.fastest is not None or not minimum:
+        return _judge(this)
+    assert this.search.least is not None
+    lowest = _least(shared, time_limit, progress, [this.search.least.schedule])
     met = lowest.peak_bytes <= budget
     return replace(
         lowest,
@@ -214,14 +182,14 @@ def _least(
         last = n + 1 == settings.least_rounds
         budget = best.peak_bytes - (best.peak_bytes > proven)
         left = max(0.0, time_limit - search.elapsed)
-        attempt, bound = _attempt(shared, budget, left / 2, None, [best.schedule], parts=last)
-        assert attempt.least is not None
-        if attempt.least.peak_bytes < best.peak_bytes:
-            best = attempt.least
+        this = attempt(shared, budget, left / 2, None, [best.schedule], parts=last)
+        assert this.search.least is not None
+        if this.search.least.peak_bytes < best.peak_bytes:
+            best = this.search.least
         elif budget == best.peak_bytes:
             if not last:
-                _improve_part_by_part(attempt, bound, settings)
-            best = attempt.fastest or best
+                this.improve_part_by_part()
+            best = this.search.fastest or best
             break
         else:
             proven = best.peak_bytes  # as far as is known
@@ -259,135 +227,25 @@ def _least_within(
     patience = shared.settings.patience(graph.forward_length, time_limit)
     ilp.descend(search, programs, seconds=patience)
 
-    def attempt(budget: int, seconds: float, known: Sequence[Schedule]) -> Solution:
+    def tried(budget: int, seconds: float, known: Sequence[Schedule]) -> Solution:
         if lower_bound(graph, budget, time_limit=seconds / 4, integer_seconds=0.0).seconds > most_seconds:
             return best.infeasible()
-        search, bound = _attempt(shared, budget, seconds, None, known)
-        return _judge(search, bound, shared.settings.optimal_gap)
+        return _judge(attempt(shared, budget, seconds, None, known))
 
     best = search.solution()
     left, failures = time_limit - search.elapsed, shared.settings.least_failures
-    best = bisect(attempt, shared.floor - 1, best, most_seconds, left, most_failures=failures)
-    faster = attempt(best.peak_bytes, max(0.0, time_limit - search.elapsed), [best.schedule])
+    best = bisect(tried, shared.floor - 1, best, most_seconds, left, most_failures=failures)
+    faster = tried(best.peak_bytes, max(0.0, time_limit - search.elapsed), [best.schedule])
     best = faster if faster.feasible and faster.seconds <= best.seconds else best
     search.tell("least peak", 1.0)
     return replace(best, solve_seconds=search.elapsed)
 
 
-def _attempt(
-    shared: Shared,
-    budget: int,
-    time_limit: float,
-    progress: Progress | None,
-    known: Sequence[Schedule],
-    *,
-    parts: bool = True,
-) -> tuple[Search, Bound]:
-    """Run the portfolio on one budget, to the search part by part or without: everything found, and the
-    bound."""
-    programs, settings = shared.programs, shared.settings
-    graph = programs.graph
-    search = Search(NAME, graph, budget, settings.last_start * time_limit, progress, programs.constraints)
-    large = graph.forward_length > ilp.FINE
-    everything = search.try_everything()
-    for schedule in known:
-        search.try_schedule(schedule)
-    if search.fits(everything):
-        return search, Bound(graph.base_seconds, CAPTURED_ORDER)
-    if budget < shared.floor:
-        return search, Bound(float("inf"), CAPTURED_ORDER)
-    patience = settings.patience(graph.forward_length, time_limit)
-    bound = first_bound(graph, budget, time_limit)
-    if np.isinf(bound.seconds):
-        return search, bound
-    search.begin_stage((0.0, 0.2), 0.4)
-    row_generation.improve(search, budget, shared.lazy, seconds=patience)
-    if not _done(search, bound, settings) and not (large and _distance(search, bound) <= settings.near):
-        bound = tightened(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
-    enough = bound.seconds + settings.met * graph.base_seconds
-    if not large:
-        search.begin_stage((0.15, 0.2), settings.small_trading_share)
-        _improve_locally(search, bound, settings, trading=_distance(search, bound) > settings.near)
-    far = _distance(search, bound) > settings.near
-    if not _done(search, bound, settings) and far:
-        search.begin_stage((0.2, 0.3), 0.4)
-        sqrt_n.improve(search)
-    twice_beyond = settings.nearer if large else settings.small_twice_beyond
-    if not _done(search, bound, settings) and _distance(search, bound) > twice_beyond:
-        search.begin_stage((0.3, 0.5), 0.5)
-        if far or not large:
-            rotor.improve(search, budget, everything.peak_bytes, shared.tables)
-        else:
-            counts = rotor.COUNTS[:1]
-            rotor.improve(search, budget, everything.peak_bytes, shared.tables, counts=counts, kinds=1)
-    programs_beyond = settings.near if large else settings.small_programs_beyond
-    if not _done(search, bound, settings) and _distance(search, bound) > programs_beyond:
-        left = max(time_limit - search.elapsed, 1e-9)
-        search.begin_stage((0.5, 0.9), min(1.0, search.wall(settings.walled_programs * patience) / left))
-        ilp.improve(search, budget, programs, enough=enough)
-    search.begin_stage((0.9, 1.0), settings.large_trading_share if large else settings.small_trading_share)
-    if not _done(search, bound, settings) and _distance(search, bound) > settings.far:
-        lower_sets.improve(search, budget, everything.peak_bytes)
-    if not _done(search, bound, settings) and exact_ilp.count_slots(graph) <= settings.exact_slots:
-        seconds = search.wall(settings.exact_seconds)
-        exact_ilp.answer(search, exact_ilp.find_slots(graph), budget, seconds=seconds)
-    _improve_locally(search, bound, settings, trading=far or not large)
-    if parts:
-        _improve_part_by_part(search, bound, settings)
-    search.begin_stage((0.0, 1.0))
-    if _distance(search, bound) > settings.met:
-        bound = at_more_moments(graph, budget, bound, search.wall(min(INTEGER_SECONDS, patience / 4)))
-    search.tell("polished", 1.0)
-    return search, bound
-
-
-def _improve_part_by_part(search: Search, bound: Bound, settings: PortfolioSettings) -> None:
-    """Improve the best schedule by programs of parts of it, where that can still pay."""
-    if not _done(search, bound, settings) and _distance(search, bound) > settings.parts_beyond(search.graph):
-        search.begin_stage((0.95, 1.0))
-        neighbourhood.improve(search, work=settings.parts_work, nodes=settings.parts_nodes)
-
-
-def _improve_locally(search: Search, bound: Bound, settings: PortfolioSettings, *, trading: bool) -> None:
-    """Improve the best schedule by simulation, until a round brings nothing."""
-    assert search.budget is not None
-    for _ in range(settings.polishing_rounds):
-        if search.fastest is None or search.out_of_time() or _done(search, bound, settings):
-            break
-        before = search.fastest.seconds
-        delay(search, search.fastest)
-        polish(search, search.fastest, search.budget)
-        exchange(search, search.fastest, search.budget)
-        if trading:
-            trade(search, search.fastest, rounds=1)
-        if search.fastest.seconds >= before:
-            break
-
-
-def first_bound(graph: Graph, budget: int, time_limit: float) -> Bound:
-    """Seconds that no schedule for a budget undercuts, in a small share of so many wall seconds."""
-    moments = 1 if graph.forward_length > ilp.FINE else 4
-    return lower_bound(graph, budget, moments=moments, time_limit=time_limit / 4, integer_seconds=0.0)
-
-
-def _distance(search: Search, bound: Bound) -> float:
-    """How far the best schedule is above the bound, relative to the seconds of the step."""
-    if search.fastest is None:
-        return float("inf")
-    return (search.fastest.seconds - bound.seconds) / search.graph.base_seconds
-
-
-def _done(search: Search, bound: Bound, settings: PortfolioSettings) -> bool:
-    """Whether all the time is up, not only the stage's, or the best schedule is as good as can be proven."""
-    late = search.time_limit is not None and search.elapsed > search.time_limit
-    return late or _distance(search, bound) <= settings.met
-
-
-def _judge(search: Search, bound: Bound, optimal_gap: float) -> Solution:
+def _judge(this: Attempt) -> Solution:
     """The best schedule with the bound; optimal when it meets it."""
-    solution = search.solution()
+    solution = this.search.solution()
     if not solution.feasible:
         return solution
-    seconds = min(bound.seconds, solution.seconds)
-    met = solution.seconds <= seconds * (1 + optimal_gap)
+    seconds = min(this.bound.seconds, solution.seconds)
+    met = solution.seconds <= seconds * (1 + this.settings.optimal_gap)
     return replace(solution, bound_seconds=seconds, status=Status.OPTIMAL if met else Status.FEASIBLE)

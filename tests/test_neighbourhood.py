@@ -1,6 +1,7 @@
 """Large neighbourhood search: parts of a schedule found anew."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -201,7 +202,12 @@ def test_the_portfolio_asks_for_it_once(
     if rounds is not None:
         monkeypatch.setitem(EFFORTS, effort, replace(EFFORTS[effort], least_rounds=rounds))
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(neighbourhood, "improve", lambda search, *, work, nodes: asked.append((work, nodes)))
+
+    def noted(search: Search, *, work: int, nodes: int, enough: float, stretches: Sequence[int]) -> None:
+        assert search.fastest is None or search.fastest.seconds > enough
+        asked.append((work, nodes))
+
+    monkeypatch.setattr(neighbourhood, "improve", noted)
     counts = []
     for seed in range(6):
         graph = random_dag(seed, 40, regions=3)
@@ -215,10 +221,26 @@ def test_the_portfolio_asks_for_it_once(
     assert max(counts) == 1
 
 
-def test_layers_are_improved_sooner_where_answers_are_to_be_fast() -> None:
+def test_long_graphs_are_improved_by_layers_only_where_answers_are_to_be_fast() -> None:
     several, one = layers(3), chain(24, 100)
     assert {op.region for op in several.ops} - {GLUE_REGION} == {0, 1, 2}
-    fast = EFFORTS["fast"]
-    assert EFFORTS["best"].parts_beyond(one) == 0 < fast.parts_beyond(several) < fast.parts_beyond(one)
-    assert replace(fast, longest_in_stretches=20).parts_beyond(one) == float("inf")
-    assert fast.parts_beyond(replace(one, in_flight=InFlight(2))) == float("inf")
+    fast, best = EFFORTS["fast"], EFFORTS["best"]
+    assert fast.parts_pay(one, 0.006)
+    assert not fast.parts_pay(one, 0.004)
+    assert best.parts_pay(one, 0.004)
+    assert not replace(fast, longest_in_stretches=20).parts_pay(one, 1.0)
+    assert replace(fast, longest_in_stretches=20).parts_pay(several, 1.0)
+    assert not fast.parts_pay(replace(one, in_flight=InFlight(2)), 1.0)
+
+
+def test_it_ends_where_the_schedule_is_fast_enough() -> None:
+    graph = layers(4)
+    search = searching(graph, budget_of(graph, 0.5), "sqrt_n")
+    assert search.fastest is not None
+    begin = search.fastest
+    neighbourhood.improve(search, work=100_000, nodes=20, enough=begin.seconds)
+    assert search.fastest is begin
+    neighbourhood.improve(search, work=100_000, nodes=20, enough=begin.seconds * (1 - 1e-6))
+    first = search.fastest.seconds
+    neighbourhood.improve(search, work=100_000, nodes=20)
+    assert search.fastest.seconds < first < begin.seconds

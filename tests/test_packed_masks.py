@@ -18,7 +18,6 @@ from planner.planning.encodings import Solved
 from planner.planning.solve_for import solve_for
 from planner.planning.solve_many import _monotone
 from planner.report.simulated import simulated
-from solvers import portfolio
 from solvers.model.graph import Graph
 from solvers.model.solution import Solution, Status
 from solvers.programs.lower_bound import Bound
@@ -109,13 +108,13 @@ def test_what_cannot_be_better_is_not_searched(monkeypatch: pytest.MonkeyPatch) 
     assert plan.solver.bound_covers == "schedules that pack no masks"
     assert len(searched) == 1
     # Where no schedule without bits is within the budget, as far as bounds tell.
-    first_bound = portfolio.first_bound
+    first_bound = solve.first_bound
 
     def proven(graph: Graph, budget: int, seconds: float) -> Bound:
         bound = first_bound(graph, budget, seconds)
         return bound if any("pack_bits" in op.name for op in graph.ops) else Bound(math.inf, bound.moment)
 
-    monkeypatch.setattr(portfolio, "first_bound", proven)
+    monkeypatch.setattr(solve, "first_bound", proven)
     plan = step.plan(int(1.1 * least))
     assert len(searched) == 2
     assert plan.solver.bound_covers == "schedules that pack masks"

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers import Graph, check, milp, portfolio, simulate
+from solvers.chains import lower_sets
+from solvers.effort import EFFORTS
 from solvers.model.incumbent import Search
-from solvers.programs import exact_ilp, neighbourhood
+from solvers.programs import exact_ilp, ilp, neighbourhood, row_generation
 from solvers.registry import SOLVERS
 from tests.graphs import graphs, random_dag, transformer
 
@@ -83,8 +85,8 @@ def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest
     graph = transformer(4)
     budget = simulate(graph, graph.base_schedule).peak_bytes // 2
     found = portfolio.solve(graph, budget, time_limit=2)
-    monkeypatch.setattr(portfolio.row_generation, "improve", slow)
-    monkeypatch.setattr(portfolio.lower_sets, "improve", lambda *_: None)
+    monkeypatch.setattr(row_generation, "improve", slow)
+    monkeypatch.setattr(lower_sets, "improve", lambda *_: None)
     again = portfolio.solve(graph, budget, time_limit=2)
     assert again.feasible
     assert again.seconds <= 1.05 * found.seconds
@@ -94,7 +96,7 @@ def test_a_stage_that_takes_too_long_does_not_end_the_search(monkeypatch: pytest
 @pytest.mark.parametrize("share", [None, 0.5, 0.7])
 def test_what_is_found_fast_is_hardly_worse(share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than the best but for the search part by part, which is what the best takes its time for."""
-    monkeypatch.setattr(neighbourhood, "improve", lambda search, *, work, nodes: None)
+    monkeypatch.setattr(neighbourhood, "improve", lambda search, **_: None)
     graph = transformer(2)
     budget = None if share is None else int(share * simulate(graph, graph.base_schedule).peak_bytes)
     fast, best = (portfolio.solve(graph, budget, effort=effort) for effort in ("fast", "best"))
@@ -109,7 +111,7 @@ def test_the_exact_program_gets_a_second_where_answers_are_to_be_fast(
 ) -> None:
     given: list[float] = []
     monkeypatch.setattr(Search, "wall", lambda _, seconds: seconds)
-    monkeypatch.setattr(neighbourhood, "improve", lambda search, *, work, nodes: None)
+    monkeypatch.setattr(neighbourhood, "improve", lambda search, **_: None)
     monkeypatch.setattr(exact_ilp, "answer", lambda search, slots, budget, *, seconds: given.append(seconds))
     graph = transformer(1)
     for effort, most in (("fast", 1.0), ("best", float("inf"))):
@@ -117,3 +119,24 @@ def test_the_exact_program_gets_a_second_where_answers_are_to_be_fast(
         portfolio.solve(graph, None, effort=effort)
         assert given
         assert max(given) == pytest.approx(most, abs=0.1)
+
+
+def test_what_is_far_behind_another_form_is_not_given_the_slow_solvers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow: list[str] = []
+    monkeypatch.setattr(ilp, "improve", lambda *_, **__: slow.append("programs"))
+    monkeypatch.setattr(neighbourhood, "improve", lambda *_, **__: slow.append("parts"))
+    graph = transformer(4)
+    budget = int(0.4 * simulate(graph, graph.base_schedule).peak_bytes)
+    alone = portfolio.solve(graph, budget, effort="fast")
+    assert alone.feasible
+    assert slow == ["programs", "parts"]
+    behind = EFFORTS["fast"].behind * graph.base_seconds
+    for rival, expected in ((alone.seconds - 1.1 * behind, []), (alone.seconds, ["programs", "parts"])):
+        slow.clear()
+        found = portfolio.solve(graph, budget, effort="fast", rival=rival)
+        assert (found.seconds, slow) == (alone.seconds, expected)
+    slow.clear()
+    portfolio.solve(graph, budget, effort="best", rival=0.0)
+    assert slow == ["programs", "parts"]

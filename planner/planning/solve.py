@@ -1,5 +1,6 @@
 """From a captured step and a budget to a plan, by a solver."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
 from solvers.model.solution import Solution
 from solvers.model.solver import Solve
+from solvers.one_budget import first_bound
 from solvers.programs.lower_bound import NOT_BOUNDED, Bound, tightened
 from solvers.registry import SOLVERS
 
@@ -66,7 +68,12 @@ def _solved(
     offer = offered(prepared, constraints)
 
     def solve(
-        graph: Graph, constraints: Constraints, progress: Progress, room: int | None, seconds: float
+        graph: Graph,
+        constraints: Constraints,
+        progress: Progress,
+        rival: float,
+        room: int | None,
+        seconds: float,
     ) -> Solution:
         return solve_for(
             graph,
@@ -77,11 +84,12 @@ def _solved(
             effort=options.effort,
             progress=progress,
             constraints=constraints,
+            rival=rival,
         )
 
-    def without(progress: Progress) -> Solved:
+    def without(progress: Progress, rival: float = math.inf) -> Solved:
         # In as much time as without an offer, or what is found could be worse than that.
-        again = partial(solve, problem.graph, constraints, progress)
+        again = partial(solve, problem.graph, constraints, progress, rival)
         solution = again(room, options.time_limit)
         solution = reserving_no_more(prepared, solution, wanted, again, time_limit=options.time_limit)
         solved = Solved(solution, problem)
@@ -93,19 +101,21 @@ def _solved(
         return without(part_of(report, 0.0, 0.93))
     masks = offer.problem.graph
 
-    def packing(progress: Progress) -> Solved:
-        solution = solve(masks, _constraints(prepared, masks), progress, room, options.time_limit / 2)
+    def packing(progress: Progress, rival: float = math.inf) -> Solved:
+        given = _constraints(prepared, masks)
+        solution = solve(masks, given, progress, rival, room, options.time_limit / 2)
         return followed(problem, offer, solution)
 
     ways = [_Way(problem.graph, without), _Way(masks, packing)]
     if room is not None and options.solver == portfolio.NAME:
-        bounds = [portfolio.first_bound(way.graph, room, options.time_limit) for way in ways]
+        bounds = [first_bound(way.graph, room, options.time_limit) for way in ways]
         ways = [replace(way, bound=bound) for way, bound in zip(ways, bounds, strict=True)]
         ways.sort(key=lambda way: way.bound.seconds)  # without masks first where both are the same
     first, second = ways
-    solved = first.solve(part_of(report, 0.0, 0.46))
+    solved = first.solve(part_of(report, 0.0, 0.46), math.inf)
     if first.solve is without and keeps_everything(solved):
         return solved
+    rival = math.inf
     if room is not None and fits(solved, room):
         settings = EFFORTS[options.effort]
         enough = solved.solution.seconds - settings.other_form * problem.graph.base_seconds
@@ -114,15 +124,17 @@ def _solved(
             bound = tightened(second.graph, room, bound, settings.small_program_seconds / 4)
         if bound.seconds >= enough:
             return solved
-    return better(solved, second.solve(part_of(report, 0.46, 0.93)), room)
+        rival = solved.solution.seconds
+    return better(solved, second.solve(part_of(report, 0.46, 0.93), rival), room)
 
 
 @dataclass(frozen=True)
 class _Way:
-    """One of the problems, how to solve it, and seconds that no schedule of it undercuts."""
+    """One of the problems, how to solve it, where the answer to the other takes so many seconds, and seconds
+    that no schedule of it undercuts."""
 
     graph: Graph
-    solve: Callable[[Progress], Solved]
+    solve: Callable[[Progress, float], Solved]
     bound: Bound = NOT_BOUNDED
 
 

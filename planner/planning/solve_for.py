@@ -21,6 +21,7 @@ def solve_for(
     effort: Effort,
     progress: Progress | None = None,
     constraints: Constraints | None = None,
+    rival: float = float("inf"),
 ) -> Solution:
     """The schedule for a budget by a solver.
 
@@ -33,6 +34,7 @@ def solve_for(
         effort: How long the portfolio searches.
         progress: Called with what is being done, and how much of it is done.
         constraints: Values that are always kept or always recomputed.
+        rival: Seconds of an answer to another form of the same step, as for :func:`solvers.portfolio.solve`.
 
     Returns:
         The solution. Where nothing fits it is infeasible, with the least peak that the solver reaches, which
@@ -43,7 +45,13 @@ def solve_for(
     """
     if room is not None and solver == portfolio.NAME:
         return portfolio.solve(
-            graph, room, time_limit=time_limit, progress=progress, constraints=constraints, effort=effort
+            graph,
+            room,
+            time_limit=time_limit,
+            progress=progress,
+            constraints=constraints,
+            effort=effort,
+            rival=rival,
         )
     if room is not None:
         solution = SOLVERS[solver](

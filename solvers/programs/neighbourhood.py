@@ -36,7 +36,14 @@ GAP = 1e-4
 """Relative gap of a part's re-runs at which its program counts as solved."""
 
 
-def improve(search: Search, *, work: int, nodes: int) -> None:
+def improve(
+    search: Search,
+    *,
+    work: int,
+    nodes: int,
+    enough: float = 0.0,
+    stretches: Sequence[int] = STRETCHES,
+) -> None:
     """Improve the fastest schedule that fits.
 
     Unless the time limit comes in between, the answer depends on no clock: ranks of a cluster that plan each
@@ -47,9 +54,11 @@ def improve(search: Search, *, work: int, nodes: int) -> None:
         work: How much the programs of all parts may take together, see :class:`solvers.programs.slots.Runs`;
             no other part is begun then.
         nodes: Of the tree of each program, at most.
+        enough: Seconds at which the schedule is fast enough.
+        stretches: How many forward operations a part has at most where parts are no layers.
     """
-    for most in (LAYER,) if has_layers(search.graph) else STRETCHES:
-        work -= _improve_parts(search, find_parts(search.graph, most), work, nodes)
+    for most in (LAYER,) if has_layers(search.graph) else stretches:
+        work -= _improve_parts(search, find_parts(search.graph, most), work, nodes, enough)
 
 
 def has_layers(graph: Graph) -> bool:
@@ -58,12 +67,14 @@ def has_layers(graph: Graph) -> bool:
     return len(lengths) > 1 and max(lengths.values()) <= LAYER
 
 
-def _improve_parts(search: Search, parts: Sequence[Sequence[BaseOp]], work: int, nodes: int) -> int:
+def _improve_parts(
+    search: Search, parts: Sequence[Sequence[BaseOp]], work: int, nodes: int, enough: float
+) -> int:
     """Returns how much work it was."""
     used, settled, signatures = 0, set[int](), list[object | None]()
     while search.fastest is not None and len(settled) < len(parts):
         for n, part in reversed(list(enumerate(parts))):
-            if n in settled or used >= work or search.out_of_time():
+            if n in settled or used >= work or search.fastest.seconds <= enough or search.out_of_time():
                 return used
             before = search.fastest.seconds
             used += improve_part(search, part, nodes=nodes)

@@ -70,6 +70,8 @@ answer."""
 _ONLY_LOGGED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (guards, "profile_guard_manager", lambda *_: 0.0),
     (symbolic_convert, "get_stack_above_dynamo", StackSummary),
+    # It reads each file that a call is in, from begin to end.
+    (symbolic_convert, "get_funcname", lambda *_: None),
     # Every weight of a module is noted again for each module around it.
     (OutputGraph, "add_fqn_info_for_inlined_modules", lambda *_: None),
     # It tells of a setting, at the first number that code asks a tensor for. No plan is made with that.
@@ -341,7 +343,7 @@ def nothing_for_logs_alone() -> Iterator[None]:
     It times guards with empty caches of the processor, some 20 ms a graph, and looks up stacks of breaks and
     of side effects.
     """
-    names = ("guards", "graph_breaks", "side_effects")
+    names = ("guards", "graph_breaks", "side_effects", "trace_call", "trace_source")
     if traces_are_written() or any(log_state.is_artifact_enabled(name) for name in names):
         yield
         return
