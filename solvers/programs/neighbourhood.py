@@ -110,8 +110,8 @@ def improve_part(search: Search, part: Sequence[BaseOp], *, nodes: int) -> int:
     assert search.budget is not None
     graph = search.graph
     slots, start = find_slots(graph, search.fastest.schedule, part)
-    if not any(slot.optional for slot in slots):
-        return 0
+    if not any(used and slot.optional for slot, used in zip(slots, start, strict=True)):
+        return 0  # nothing of it runs again
     found = best_runs(
         graph,
         slots,
