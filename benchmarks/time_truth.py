@@ -200,6 +200,8 @@ def compare(name: str, options: argparse.Namespace) -> list[str]:
             measured = peak_of(ours, steps[key])
             if measured > 1.005 * plan.predicted.dynamic_peak_bytes:
                 warnings.warn(f"{name}, {key}: {measured:,} bytes, more than predicted", stacklevel=1)
+    if not steps:
+        return infeasible
     seconds, taken = ratios(unplanned, steps, options.repeats)
     rows = [f"| {name} | unplanned ({1e3 * seconds:.0f} ms) | | | | |"]
     for key, ratio in taken.items():
