@@ -37,7 +37,7 @@ from planner.planning.solve import plan_prepared, room_bytes
 from planner.training_step.step import Step
 from planner.user_plan import Plan
 from solvers.model.constraints import NO_CONSTRAINTS
-from solvers.portfolio import first_bound
+from solvers.one_budget import first_bound
 from solvers.programs.lower_bound import at_more_moments, tightened
 from tests.zoo import Built, WithLoss, build
 

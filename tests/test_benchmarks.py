@@ -1,8 +1,12 @@
 """The methods of the frontier benchmark: valid schedules, published properties, and an honest verdict."""
 
+import ast
+import importlib
+import importlib.util
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +213,41 @@ def test_no_script_is_called_like_a_module_of_python() -> None:
     ]
     assert scripts
     assert [path for path in scripts if path.stem in sys.stdlib_module_names] == []
+
+
+def missing_names(tree: ast.AST) -> Iterator[str]:
+    """What a script imports of the product, or asks one of its modules for, that is not there."""
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("planner", "solvers"):
+            assert node.module is not None
+            if importlib.util.find_spec(node.module) is None:
+                yield node.module
+                continue
+            module = importlib.import_module(node.module)
+            for name in (each.name for each in node.names):
+                whole = f"{node.module}.{name}"
+                if hasattr(module, "__path__") and importlib.util.find_spec(whole) is not None:
+                    modules[name] = importlib.import_module(whole)
+                elif not hasattr(module, name):
+                    yield whole
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used = modules.get(node.value.id)
+            if used is not None and not hasattr(used, node.attr):
+                yield f"{used.__name__}.{node.attr}"
+
+
+def test_scripts_ask_the_product_for_nothing_that_it_has_not() -> None:
+    """Most of them run for minutes, and in no test."""
+    lines = "from solvers import portfolio\nfrom solvers.gone import a\nfrom planner import b\nportfolio.c\n"
+    assert list(missing_names(ast.parse(lines))) == ["solvers.gone", "planner.b", "solvers.portfolio.c"]
+    scripts = [path for folder in ("benchmarks", "examples") for path in (mutate.ROOT / folder).rglob("*.py")]
+    assert len(scripts) > 50
+    missing = {
+        path.name: found for path in scripts if (found := list(missing_names(ast.parse(path.read_text()))))
+    }
+    assert missing == {}
 
 
 def test_every_mutation_fits_the_code_and_names_tests_that_there_are() -> None:
