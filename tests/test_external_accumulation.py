@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.autograd.graph import get_gradient_edge
 
 import planner
 from planner.hooks import external_accumulation_check
@@ -150,14 +151,100 @@ def test_nothing_is_warned_of_without_reason(loop: Callable[[nn.Module], None]) 
         assert torch.equal(found.grad, expected.grad)
 
 
+class Layers(nn.Module):
+    """Layers of which each is a graph, all by the same code, that uses its input and its weight twice."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.sigmoid(x) * torch.tanh(self.mix(torch.tanh(self.mix(x))))
+            torch._dynamo.graph_break()
+            return x
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Branches(nn.Module):
+    """Two results of which each is used, several times, by the same code in a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.first(x), self.second(x)
+        return (first * second).mean() + self.spread(first) + self.spread(second)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sigmoid(x) * torch.tanh(x)
+        torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    return _planned(Layers(3).train(), torch.randn(16, 32, requires_grad=True))
+
+
+def _branches() -> nn.Module:
+    torch.manual_seed(0)
+    return _planned(Branches().train(), torch.randn(16, 32))
+
+
+@pytest.mark.parametrize("build", [_layers, _branches])
+def test_the_same_code_is_looked_at_each_time_it_runs(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    with no_plan_warnings():
+        for _ in range(2):
+            model(torch.randn(16, 32)).square().mean().backward()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("differentiate", [_backward, _gradients])
+@pytest.mark.parametrize("layer", range(3))
+def test_one_of_several_layers_is_warned_of(
+    layer: int, differentiate: Callable[[torch.Tensor, nn.Module], None]
+) -> None:
+    model = _layers()
+    x = torch.randn(16, 32, requires_grad=True)
+    weight = model.get_submodule(f"layers.{layer}.mix").weight
+    loss = model(x).square().mean() + 0.01 * weight.square().sum()
+    with pytest.warns(planner.PlanWarning, match=r"\(32, 32\).* from outside"):
+        differentiate(loss, model)
+
+
+def test_hooks_go_with_the_forward_that_made_them() -> None:
+    """Of a forward without a backward too, where a weight's node outlives it."""
+    model = _tied()
+    node = get_gradient_edge(model.get_parameter("words.weight")).node
+    for _ in range(3):
+        model(_words())
+    seen = []
+    handle = node.register_prehook(lambda gradients: seen.append(gradients))
+    with no_plan_warnings():
+        model(_words()).square().mean().backward()
+    handle.remove()
+    assert len(seen) == 1
+
+
 @pytest.mark.heavy
 def test_looking_costs_no_memory_and_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     watch = external_accumulation_check.ExternalAccumulationCheck._watch
 
-    def counted(self: Any, position: int, tensor: torch.Tensor) -> Any:
+    def counted(self: Any, run: object, position: int, tensor: torch.Tensor) -> Any:
         looked.append(position)
-        return watch(self, position, tensor)
+        return watch(self, run, position, tensor)
 
     monkeypatch.setattr(external_accumulation_check.ExternalAccumulationCheck, "_watch", counted)
     torch.manual_seed(0)

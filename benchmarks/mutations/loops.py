@@ -327,6 +327,17 @@ LOOPS = [
         ("tests/test_external_accumulation.py::test_a_weight_that_is_used_elsewhere_too_is_warned_of_once",),
     ),
     Mutation(
+        "gradients-from-outside-by-run",
+        "Of code that runs several times in a step, each run's gradients are looked at.",
+        "What a run returned is not noted as its own.",
+        (
+            Change(
+                "planner/hooks/external_accumulation_check.py", "                self._sums = run.sums\n", ""
+            ),
+        ),
+        ("tests/test_external_accumulation.py::test_one_of_several_layers_is_warned_of[0-_backward]",),
+    ),
+    Mutation(
         "iterators-taken-whole",
         "An iterator that a call takes whole between two graphs is left empty, as in eager.",
         "The code behind a graph is not told.",

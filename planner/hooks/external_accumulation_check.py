@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from planner._torch import autograd
 from planner._torch.joint import aot, aot_metadata
@@ -23,6 +23,23 @@ from planner._torch.tensors import has_hooks
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.graph.accumulation import is_sum
 from planner.graph.trace import TracedGraph
+
+
+class _Run:
+    """One run of a graph, which may run several times in a step; its autograd node keeps it.
+
+    Attributes:
+        sums: Where the sums that its backward returned are, by the position of the input.
+        handles: Hooks where leaves accumulate, which may outlive the step: removed with the run.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[int, int] = {}
+        self.handles: list[Any] = []
+
+    def __del__(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
 
 class ExternalAccumulationCheck(GraphHook):
@@ -36,8 +53,8 @@ class ExternalAccumulationCheck(GraphHook):
         self._warn = warn
         self._warned = False
         self._places: dict[int, int] = {}
-        self._handed_out: dict[int, int] = {}
-        self._handles: dict[int, Any] = {}
+        self._sums: dict[int, int] = {}  # of the run whose backward it is
+        self._asked = WeakIdKeyDictionary()  # by tensor, what looks at its gradient in this backward
 
     def on_traced(self, traced: TracedGraph) -> None:
         flat: Sequence[Any] = traced.joint.graph.output_node().args[0]  # type: ignore[assignment]
@@ -57,57 +74,76 @@ class ExternalAccumulationCheck(GraphHook):
             results = compiled(args)
             for position, place in self._places.items():
                 if results[place] is not None:
-                    self._handed_out[position] = results[place].data_ptr()
+                    self._sums[position] = results[place].data_ptr()
             return results
 
         return run
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         if not self._warned and torch.is_grad_enabled():
+            run = _Run()
             watched = [
-                self._watch(position, args[position])
+                self._watch(run, position, args[position])
                 for position in self._places
                 if args[position].requires_grad and not has_hooks(args[position])  # they may hand on another
             ]
 
             def before(_gradients: tuple[torch.Tensor | None, ...]) -> None:
+                self._sums = run.sums
                 for asked_for in watched:
                     asked_for()
 
             node.register_prehook(before)
 
-    def _watch(self, position: int, tensor: torch.Tensor) -> Callable[[], None]:
-        """Watch what arrives where a gradient is accumulated.
+    def _watch(self, run: _Run, position: int, tensor: torch.Tensor) -> Callable[[], None]:
+        """Watch what arrives where a gradient is accumulated, to which a run of the graph gives a sum.
 
         Returns:
             What is called in a backward, before the graph's own: ``torch.autograd.grad`` takes the gradient
             before it is accumulated, and only hooks on the tensor see it then.
         """
-        edge, alive = get_gradient_edge(tensor), TensorWeakRef(tensor)
-        output = edge.output_nr  # a hook on a node must not hold the node: nothing would free both
+        edge, alive, sums = get_gradient_edge(tensor), TensorWeakRef(tensor), run.sums
+        output = (
+            edge.output_nr
+        )  # a hook on a node must not hold the node, or the run: nothing would free both
 
         def see(gradient: torch.Tensor | None) -> None:
-            if self._warned or gradient is None or torch.is_grad_enabled():
+            if self._warned or gradient is None or torch.is_grad_enabled() or position not in sums:
                 return
-            if gradient.layout is not torch.strided or gradient.data_ptr() != self._handed_out.get(position):
+            if gradient.layout is not torch.strided or gradient.data_ptr() != sums.pop(position):
                 self._tell(gradient)
 
         def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            handle.remove()
             see(gradients[output])
 
         def asked_for() -> None:
             there = alive()
-            if there is None or has_hooks(there) or (there.is_leaf and autograd.runs_leaf(edge.node)):
+            if there is None or (there.is_leaf and autograd.runs_leaf(edge.node)):
                 return
-            autograd.after_this_backward(there.register_hook(see).remove)
+            if there in self._asked:
+                self._asked[there].append(see)
+            elif not has_hooks(there):
+                self._ask(there, [see])
 
         handle = edge.node.register_prehook(look)
         if tensor.is_leaf:  # its node may outlive the step
-            if position in self._handles:
-                self._handles[position].remove()
-            self._handles[position] = handle
+            run.handles.append(handle)
         return asked_for
+
+    def _ask(self, tensor: torch.Tensor, seeing: list[Callable[[torch.Tensor], None]]) -> None:
+        """Have all that look at a tensor's gradient called with it, in the backward that is running."""
+
+        def arrived(gradient: torch.Tensor) -> None:
+            for see in seeing:
+                see(gradient)
+
+        def ended() -> None:
+            handle.remove()
+            self._asked.pop(tensor, None)
+
+        self._asked[tensor] = seeing
+        handle = tensor.register_hook(arrived)
+        autograd.after_this_backward(ended)
 
     def _tell(self, gradient: torch.Tensor) -> None:
         self._warned = True
