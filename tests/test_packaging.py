@@ -95,6 +95,51 @@ def test_the_package_names_addresses_and_the_readme_how_to_install() -> None:
     assert {"plot", "dev"} <= extras <= set(project["optional-dependencies"])
 
 
+BUILD = """
+import torch
+
+def build():
+    layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)]
+    return torch.nn.Sequential(*layers), (torch.randn(512, 32),)
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="the lowest versions were not built for this Python")
+def test_the_lowest_versions_that_are_allowed_will_do(tmp_path: Path) -> None:
+    """All but PyTorch's, which is tried by ``make compat``; pip gets them from its index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = dict(
+        re.fullmatch(r"(\w+)>=([\d.]+),<\d+", each).groups() for each in project["dependencies"][1:]
+    )
+    assert {"pulp", "highspy", "typer"} <= set(lowest)
+    (tmp_path / "train.py").write_text(BUILD)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'lowest'}{os.pathsep}{ROOT}"}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pins = [f"{name}=={version}" for name, version in lowest.items()]
+    run("-m", "pip", "install", "--quiet", "--target", "lowest", *pins)
+    versions = "import importlib.metadata as m, sys; print(*(m.version(name) for name in sys.argv[1:]))"
+    found = zip(run("-c", versions, *lowest).split(), lowest.values(), strict=True)
+    assert all(re.fullmatch(rf"{re.escape(version)}(\.0)*", there) for there, version in found)
+    run("-m", "planner", "plan", "train.py:build", "--budget", "80%", "-o", "plan.json")
+    assert "planned" in run("-m", "planner", "show", "plan.json")
+    run("-m", "planner", "verify", "train.py:build", "plan.json")
+    run("-m", "planner", "sweep", "train.py:build", "--points", "3", "-o", "plans")
+    assert "--budget" in run("-m", "planner", "plan", "--help")
+
+
 # ---- make ----------------------------------------------------------------------------------------------
 
 PYTHON = """#!/bin/sh
