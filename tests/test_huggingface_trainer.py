@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as functional
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.trainer_pt_utils import LabelSmoother
 
 from planner._torch import modules
 from planner.errors import PlanWarning
+from planner.integrations import huggingface
 from planner.integrations.huggingface import PlannerCallback
 from planner.runtime.install import installed_plan
 from planner.verification.measure import measure_peak
@@ -168,6 +170,20 @@ def test_the_loss_of_smoothed_labels_is_planned(tmp_path: Path, capsys: pytest.C
     assert ours.peak == pytest.approx(ours.plan.predicted.dynamic_peak_bytes, rel=0.005)
     theirs = train([]).model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.model.state_dict().items())
+
+
+def test_smoothed_labels_of_a_transformers_that_does_not_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 4 passes its smoother no number of labels."""
+    newer = LabelSmoother.__call__
+
+    def older(self: Any, model_output: Any, labels: Any, shift_labels: bool = False) -> Any:
+        return newer(self, model_output, labels, shift_labels)
+
+    monkeypatch.setattr(LabelSmoother, "__call__", older)
+    logits = torch.randn(2, 5, 7, requires_grad=True)
+    loss = huggingface._SmoothedLoss(0.1, shifts=True, counted=True)({"logits": logits})
+    labels = torch.zeros(2, 5, dtype=torch.long)
+    assert torch.equal(loss, LabelSmoother(0.1)({"logits": logits}, labels, True))
 
 
 def test_compilation_that_the_trainer_is_asked_for_is_warned_of(tmp_path: Path) -> None:

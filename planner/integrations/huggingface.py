@@ -169,8 +169,10 @@ class _SmoothedLoss:
             return None
         label = torch.zeros((), dtype=torch.long, device=logits.device)
         labels = label.expand(logits.shape[:-1])  # which ones does not matter, and memory they have already
-        count = 1 if self.counted else None
-        return LabelSmoother(self.factor)({"logits": logits}, labels, self.shifts, num_items_in_batch=count)
+        more: dict[str, Any] = {}
+        if "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters:  # not in version 4
+            more["num_items_in_batch"] = 1 if self.counted else None
+        return LabelSmoother(self.factor)({"logits": logits}, labels, self.shifts, **more)
 
 
 def _loss_of_tokens(output: Any) -> Any:
