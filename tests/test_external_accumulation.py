@@ -237,6 +237,15 @@ def test_hooks_go_with_the_forward_that_made_them() -> None:
     assert len(seen) == 1
 
 
+def test_looking_holds_nothing_that_is_passed_between_graphs() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(3).train(), torch.randn(512, 32)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", costs="roofline")
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
 @pytest.mark.heavy
 def test_looking_costs_no_memory_and_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []

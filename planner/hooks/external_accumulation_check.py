@@ -139,8 +139,10 @@ class ExternalAccumulationCheck(GraphHook):
 
         def ended() -> None:
             handle.remove()
-            self._asked.pop(tensor, None)
+            if (there := alive()) is not None:
+                self._asked.pop(there, None)
 
+        alive = TensorWeakRef(tensor)  # what is called at the end must not hold its memory until then
         self._asked[tensor] = seeing
         handle = tensor.register_hook(arrived)
         autograd.after_this_backward(ended)
