@@ -103,9 +103,8 @@ class ExternalAccumulationCheck(GraphHook):
             before it is accumulated, and only hooks on the tensor see it then.
         """
         edge, alive, sums = get_gradient_edge(tensor), TensorWeakRef(tensor), run.sums
-        output = (
-            edge.output_nr
-        )  # a hook on a node must not hold the node, or the run: nothing would free both
+        output = edge.output_nr
+        # A hook on a node must hold neither the node nor the run: nothing would free them.
 
         def see(gradient: torch.Tensor | None) -> None:
             if self._warned or gradient is None or torch.is_grad_enabled() or position not in sums:
