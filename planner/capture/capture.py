@@ -16,7 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -93,6 +93,37 @@ def capture(
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
     run = partial(_Capture.run, regions=regions, decided=decided)
     return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
+
+
+def record_saving(
+    module: torch.nn.Module,
+    step: Step,
+    recorder_of: Callable[[torch.nn.Module], Callable[..., StepRecorder]],
+    around: Callable[[torch.nn.Module, Any], torch.nn.Module],
+    progress: Progress | None = None,
+    *,
+    cuda: CudaKernels | None = None,
+    accumulate: bool | None = None,
+    rank: Rank | None = None,
+) -> CapturedStep:
+    """Record one training step on a copy of the module, eagerly and by another recorder.
+
+    Args:
+        recorder_of: Given the copy, makes what makes the recorder of the second pass.
+        around: Puts that recorder around the module's call.
+
+    All else is as for :func:`capture`.
+
+    Raises:
+        CaptureError: If the step cannot be run.
+    """
+    if (hindrance := hindering_mode()) is not None:
+        raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
+
+    def use(copied: "_Capture") -> CapturedStep:
+        return copied.run_saving(recorder_of, around)
+
+    return _on_a_copy(module, step, use, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
 def record_eagerly(
@@ -182,6 +213,44 @@ class _Capture:
             as_on_its_device(self._cuda, stack)
             stack.callback(self._python.restore)
             return self._recorded_eagerly()
+
+    def run_saving(
+        self,
+        recorder_of: Callable[[torch.nn.Module], Callable[..., StepRecorder]],
+        around: Callable[[torch.nn.Module, Any], torch.nn.Module],
+    ) -> CapturedStep:
+        """Record the step twice, the second time by another recorder: no graph is captured."""
+        module = self.copied.module
+        with layouts_of_kernels(), contextlib.ExitStack() as stack:
+            autocast = as_on_its_device(self._cuda, stack)
+            stack.callback(self._python.restore)
+            self.report("running the eager step", 0.1)
+            eager = self._recorded_eagerly()
+            self._eager_runs = True
+            self.report("running the step whose saved tensors are dropped", 0.5)
+            recording, _ = self._record(
+                module, "running the step", recorder_of=recorder_of(module), around=around
+            )
+        self.report("captured", 1.0)
+        return CapturedStep(
+            [],
+            eager,
+            recording,
+            self.parameters,
+            self.buffers,
+            self.inputs,
+            list(self.gradients.values()),
+            self.arriving,
+            with_data=self.copied.data,
+            autocast=autocast,
+            notes=[
+                *self.notes,
+                *self.copied.notes,
+                *told_by_data(self.copied.answers),
+                *[NO_LOSS] * (self._no_loss and self.copied.step.in_flight is None),
+            ],
+            uncompiled=list(self._uncompiled),
+        )
 
     def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
@@ -343,14 +412,16 @@ class _Capture:
         doing: str,
         runners: Sequence[GraphRunner] = (),
         without: LayersLeftOut | None = None,
+        recorder_of: Callable[..., StepRecorder] = StepRecorder,
+        around: Callable[[torch.nn.Module, Any], torch.nn.Module] = lambda call, recorder: call,
     ) -> tuple[Recording, int]:
         """Run the step under a recorder; returns also how many events the module's forward had."""
         if not self._eager_runs and holds_dtensors(self.copied.module):
             with self._pass(doing):  # what they compute to learn how an operator is distributed they remember
                 self.copied.step.run(call)
         gradients, foreign = list(self.gradients.values()), self._before.about_to_run
-        recorder = StepRecorder(fake.fake_mode(), self._resident, gradients, self._cuda is None, foreign)
-        marked = Marked(call, recorder)
+        recorder = recorder_of(fake.fake_mode(), self._resident, gradients, self._cuda is None, foreign)
+        marked = Marked(around(call, recorder), recorder)
         for runner in runners:
             runner.record_to(recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else lengths_are_read(not runners)

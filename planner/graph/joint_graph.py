@@ -25,6 +25,7 @@ from planner._torch.tensors import call_tensors, stored_elements
 from planner.graph.dying_operands import write_into_dying_operands, writing
 from planner.graph.replay import rule_of
 from planner.graph.replay_rule import ReplayRule
+from planner.training_step.user_lines import users_line
 
 aten = torch.ops.aten
 
@@ -68,6 +69,11 @@ class JointOp:
         if self.written is not None:
             return False
         return self.rule.repeatable(self.node) and not self.reads_mutated
+
+    @property
+    def line(self) -> str | None:
+        """The user's line that it comes from, as in ``net.py:12``."""
+        return users_line(self.node.meta.get("stack_trace"))
 
     @property
     def read_again(self) -> Sequence[Node]:

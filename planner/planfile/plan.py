@@ -17,6 +17,7 @@ from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
 from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program, ViewsRecord
 from planner.planfile.json_layout import laid_out
+from planner.planfile.replay_record import ReplayRecord
 from planner.planfile.schema import (
     Footprint,
     InconsistentError,
@@ -45,6 +46,7 @@ __all__ = [
     "ParallelRecord",
     "PlanRecord",
     "Program",
+    "ReplayRecord",
     "Resident",
     "SolverRecord",
     "StepRecord",
@@ -56,7 +58,7 @@ __all__ = [
     "plan_schema",
 ]
 
-Coverage = Literal["one-graph", "several-graphs", "partly-captured"]
+Coverage = Literal["one-graph", "several-graphs", "partly-captured", "replayed"]
 
 SCHEMA_VERSION = 2
 LARGEST_FILE_BYTES = 512 * 2**20
@@ -73,7 +75,7 @@ class PlanRecord(Record):
     created_with: dict[Label, Label] = Field(max_length=100, description="versions of what made the plan")
     coverage: Coverage = Field(
         description="how much of the forward is captured: by one graph, by several that are planned as "
-        "one step, or but for operations between graphs that run as written"
+        "one step, or but for operations between graphs that run as written; replayed: no graph is captured"
     )
     model: ModelRecord
     target: Target
@@ -119,6 +121,9 @@ class PlanRecord(Record):
     step: StepRecord | None = Field(
         default=None,
         description="what operations read and make, for readers: with it the schedule can be simulated again",
+    )
+    replay: ReplayRecord | None = Field(
+        default=None, description="how the calls of the step are put together, where it is followed by replaying"
     )
 
     @property
@@ -190,6 +195,10 @@ class PlanRecord(Record):
                 raise InconsistentError(message, "graphs", index, "places")
         if self.step is not None:
             self._check_step(self.step)
+        if (self.target.backend == "replay") != (self.replay is not None):
+            raise InconsistentError("it is there for plans of the backend 'replay', and for no others", "replay")
+        if self.replay is not None:
+            self._check_replay(self.replay)
         return self
 
     def _check_step(self, step: StepRecord) -> None:
@@ -201,6 +210,22 @@ class PlanRecord(Record):
             most = lengths[graph] if graph >= 0 else len(step.outside)
             if op >= most:
                 raise InconsistentError(f"{op} is not one of {most}", "step", "ops", position)
+
+    def _check_replay(self, replay: ReplayRecord) -> None:
+        if self.step is None or len(self.graphs) != 1:
+            raise InconsistentError("one graph and `step` belong to a plan that is replayed", "replay")
+        values, ops = len(self.step.value_bytes), len(self.graphs[0].ops)
+        for name, below in (
+            ("ids", ops),
+            ("entries", ops),
+            ("operands", values),
+            ("results", values),
+            ("written", values),
+            ("saves", values),
+        ):
+            largest = max(getattr(replay, name), default=-1)
+            if largest >= below:
+                raise InconsistentError(f"{largest} is not below {below}", "replay", name)
 
     @property
     def made_with(self) -> object:

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 if TYPE_CHECKING:
     import numpy as np
 
-BackendName = Literal["eager", "inductor"]
-"""What runs a plan's graphs: operators one by one, or the programs that Inductor makes of them."""
+BackendName = Literal["eager", "replay", "inductor"]
+"""What runs a plan: graphs, operator by operator; eager itself, of which operators are replayed; or the programs
+that Inductor makes of the graphs."""
 
 MOST_OPS = 2_000_000
 MOST_STEPS = 2_000_000
@@ -238,8 +239,8 @@ class Target(Record):
     )
     backend: BackendName = Field(
         default="eager",
-        description="what runs the graphs: eager's operators one by one, or the programs that Inductor makes "
-        "of them",
+        description="what runs the graphs: eager's operators one by one, the programs that Inductor makes of "
+        "them; or replay: the module as it is, of which operators run again",
     )
     backend_options: dict[Label, bool | int | float | Name] = Field(
         default={}, max_length=100, description="options of Inductor"

@@ -13,9 +13,19 @@ def check_backend(options: PlanOptions) -> None:
     """
     if options.in_flight is not None and options.parallel is not None:
         raise OptionError("in_flight=: expected none with parallel=; a stage of a pipeline is one process's")
-    if options.backend == "eager":
+    if options.backend != "inductor":
         if options.backend_options:
-            raise OptionError("backend_options=: expected none with backend='eager'; they are Inductor's")
+            raise OptionError(
+                f"backend_options=: expected none with backend={options.backend!r}; they are Inductor's"
+            )
+        if options.backend == "replay" and options.in_flight is not None:
+            raise OptionError(
+                "in_flight=: expected none with backend='replay'; stages of pipelines run by backend='eager'"
+            )
+        if options.backend == "replay" and options.regions is not None:
+            raise OptionError(
+                "regions=: expected none with backend='replay': gradients leave when eager's do without them"
+            )
         return
     if options.in_flight is not None:
         raise OptionError(

@@ -41,6 +41,8 @@ from planner.planning.prepare import Prepared, strides_in_memory, unmeasured
 from planner.planning.step_record import step_record
 from planner.problem.build import Problem
 from planner.problem.emitted_step import EmittedStep
+from planner.replay.capture import ReplayedStep
+from planner.replay.problem import ReplayProblem, replay_record
 from planner.training_step.step import Step
 from planner.version import __version__
 from solvers.model import indices
@@ -174,6 +176,7 @@ def make_plan(
         else [LiveModule(module="", bytes=peak_bytes)],
         notes=[*map(shortened, notes)],
         step=step_record(captured, problem) if emitted is None else None,
+        replay=replay_record(problem) if isinstance(problem, ReplayProblem) else None,
     ).remember(prepared.options)
 
 
@@ -192,6 +195,8 @@ def failed(failures: Mapping[str, str]) -> str:
 
 def _coverage(captured: CapturedStep) -> tuple[Coverage, list[str]]:
     """How much of the forward the graphs cover, and what to know about that."""
+    if isinstance(captured, ReplayedStep):
+        return "replayed", []
     count = sum(g.joint is not None for g in captured.graphs)
     notes = []
     if captured.breaks:

@@ -42,6 +42,8 @@ from planner.problem.allocations import planned_allocations
 from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing, find_packings
 from planner.progress import Progress, no_report
+from planner.replay.capture import ReplayedStep, capture_replayed
+from planner.replay.problem import build_replayed
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import RegionError, find_regions
 from planner.training_step.step import Step, tensors_in, unique_storages
@@ -178,22 +180,33 @@ def prepare(
             f"attention={options.attention!r} is for plans for a GPU that is not here: {here} does not use it"
         )
     cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
-    captured = capture(
-        model,
-        step,
-        lambda text, fraction: progress(text, 0.8 * fraction),
-        cuda=cuda,
-        accumulate=options.accumulate,
-        regions=regions,
-        rank=rank,
-        decided=options.backend == "inductor",
-    )
+    replaying = options.backend == "replay"
+    if replaying:
+        captured: CapturedStep = capture_replayed(
+            model,
+            step,
+            lambda text, fraction: progress(text, 0.8 * fraction),
+            cuda=cuda,
+            accumulate=options.accumulate,
+            rank=rank,
+        )
+    else:
+        captured = capture(
+            model,
+            step,
+            lambda text, fraction: progress(text, 0.8 * fraction),
+            cuda=cuda,
+            accumulate=options.accumulate,
+            regions=regions,
+            rank=rank,
+            decided=options.backend == "inductor",
+        )
     captured.notes.extend(notes)
     joints = [g.joint for g in captured.graphs if g.joint is not None]
     if options.backend == "eager" and has_products(joints):
         captured.notes.append(PRODUCTS)
         warn(PRODUCTS)
-    if has_sparse(captured.eager):
+    if has_sparse(captured.eager) and not replaying:
         captured.notes.append(SPARSE_TENSORS)
         warn(SPARSE_TENSORS)
     if captured.overwritten and options.inputs == "unchanged":
@@ -208,8 +221,14 @@ def prepare(
     source = find_costs(options.costs, captured, target, meter, progress)
     workspaces = meter or cuda_scratch(target)
     copying = options.inputs == "overwritten"
-    problem = build_problem(captured, target, workspaces, source, copying=copying, in_flight=step.in_flight)
-    packings = find_packings(captured, problem, target, meter, source)
+    if isinstance(captured, ReplayedStep):
+        problem: Problem = build_replayed(captured, target, workspaces, source)
+        packings: tuple[Packing, ...] = ()
+    else:
+        problem = build_problem(
+            captured, target, workspaces, source, copying=copying, in_flight=step.in_flight
+        )
+        packings = find_packings(captured, problem, target, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)
     if like is not None:

@@ -10,7 +10,6 @@ from planner.capture.captured_step import CapturedStep
 from planner.planfile.graph_record import OpRecord
 from planner.planfile.step_record import StepRecord
 from planner.problem.build import Problem
-from planner.training_step.user_lines import users_line
 from solvers.model.arrays import Integers
 from solvers.model.graph import Graph, Op, Phase
 
@@ -40,7 +39,7 @@ def step_record(captured: CapturedStep, problem: Problem) -> StepRecord:
             continue
         ops.append(source.op)
         if (key := (source.graph, source.op)) not in known:
-            line = _short(users_line(joint.ops[source.op].node.meta.get("stack_trace")))
+            line = _short(joint.ops[source.op].line)
             known[key] = -1 if line is None else lines.setdefault(line, len(lines))
         line_of.append(known[key])
     replayed = {int(op.replay): i for i, op in enumerate(base) if op.replay is not None}

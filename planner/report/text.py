@@ -22,6 +22,7 @@ _COVERAGES = {
     "one-graph": "as one graph",
     "several-graphs": "as several graphs",
     "partly-captured": "in part: graphs, and operations between them that run as written",
+    "replayed": "as it runs, operator by operator",
 }
 
 

@@ -35,6 +35,7 @@ from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
+from planner.runtime.replayed import ReplayedCall
 from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked
 from planner.runtime.shapes.shape_key import shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
@@ -98,7 +99,7 @@ def put_in(
     *,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
-) -> "PlannedCall":
+) -> "PlannedCall | ReplayedCall":
     """Install a plan that is known to be for this module; the one that is there already is replaced."""
     there = modules.installed_call(model)
     previous = take_out(model)
@@ -130,8 +131,10 @@ def _install(
     previous: Callable[..., Any] | None = None,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
-) -> "PlannedCall":
-    call = PlannedCall(model, plan, previous, on_new_shape, loss)
+) -> "PlannedCall | ReplayedCall":
+    kind: type[PlannedCall] | type[ReplayedCall]
+    kind = ReplayedCall if plan.target.backend == "replay" else PlannedCall
+    call = kind(model, plan, previous, on_new_shape, loss)
     install(model, call)
     return call
 
@@ -139,7 +142,7 @@ def _install(
 def installed_plan(model: torch.nn.Module) -> PlanRecord | None:
     """The plan that a module trains by, or None."""
     installed = modules.installed_call(model)
-    return installed.plan if isinstance(installed, PlannedCall) else None
+    return installed.plan if isinstance(installed, PlannedCall | ReplayedCall) else None
 
 
 def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape = "reapply") -> Companion:

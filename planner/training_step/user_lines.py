@@ -22,11 +22,11 @@ def line_of(error: BaseException) -> str | None:
     """
     found = None
     for frame in traceback.extract_tb(error.__traceback__):
-        if _is_users(frame.filename):
+        if is_users_file(frame.filename):
             found = (frame.filename, str(frame.lineno), frame.line or frame.name)
     quoted = str(error).partition("from user code")[2]
     for match in _IN_TEXT.finditer(quoted):
-        if _is_users(match["file"]):
+        if is_users_file(match["file"]):
             found = (match["file"], match["line"], match["code"] or match["name"])
     if found is None:
         return None
@@ -43,10 +43,11 @@ def users_line(stack: str | None) -> str | None:
     """
     found = [(match["file"], match["line"]) for match in _IN_TEXT.finditer(stack or "")]
     found = [place for place in found if not place[0].startswith(f"{_OURS}/")]
-    users = [place for place in found if _is_users(place[0])]
+    users = [place for place in found if is_users_file(place[0])]
     return ":".join((users or found)[-1]) if found else None
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a file of Python code is neither PyTorch's nor ours."""
     return not file.startswith((*_NOT_THE_USERS, "<")) and Path(file).suffix == ".py"

@@ -1,0 +1,64 @@
+"""How the calls of a step are put together, for plans that are followed by replaying operators.
+
+With it a plan is followed where nothing was captured: calls are counted, and what a call reads and makes is
+looked up by its position. Values are numbered as in :class:`planner.planfile.step_record.StepRecord`.
+"""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from planner.planfile.schema import MOST_OPS, Count, InconsistentError, Index, Name, Record
+
+_MOST = 2_000_000
+_MOST_READS = 20_000_000
+_Or = Annotated[int, Field(ge=-1, lt=MOST_OPS)]
+OrNone = Annotated[list[_Or], Field(max_length=_MOST_READS)]
+Counts = Annotated[list[Count], Field(max_length=_MOST)]
+
+
+class ReplayRecord(Record):
+    """The calls of operators in the module's forward, views left out, and what autograd saves of them."""
+
+    operators: list[Name] = Field(max_length=_MOST, description="as in aten.addmm.default, by position")
+    ids: OrNone = Field(description="for each position the operation of the plan's graph; -1: none")
+    operand_counts: Counts = Field(description="how many tensors each call is given")
+    operands: OrNone = Field(description="the values that they lie in; -1: they were there before the step")
+    result_counts: Counts = Field(description="how many tensors each call returns")
+    results: OrNone = Field(description="the values that they are, where the call makes them; -1: none")
+    written_counts: Counts = Field(description="how many tensors each call writes")
+    written: OrNone = Field(description="the values that they lie in; -1: none")
+    saves: OrNone = Field(
+        description="for each tensor that autograd saves, in order, its value, where it can be made again; "
+        "-1: it is kept"
+    )
+    asked: list[Index] = Field(
+        max_length=_MOST, description="those of them that the backward asks for, in order"
+    )
+    entries: list[Index] = Field(
+        max_length=_MOST, description="for each of these the operation of the plan's graph behind it"
+    )
+
+    def __repr__(self) -> str:
+        return f"<ReplayRecord: {len(self.operators)} calls, {len(self.saves)} saved tensors>"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        count = len(self.operators)
+        for name, expected in (
+            ("ids", count),
+            ("operand_counts", count),
+            ("operands", sum(self.operand_counts)),
+            ("result_counts", count),
+            ("results", sum(self.result_counts)),
+            ("written_counts", count),
+            ("written", sum(self.written_counts)),
+            ("entries", len(self.asked)),
+        ):
+            found = len(getattr(self, name))
+            if found != expected:
+                raise InconsistentError(f"{found} entries where the others ask for {expected}", name)
+        largest = max(self.asked, default=-1)
+        if largest >= len(self.saves):
+            raise InconsistentError(f"{largest} is not below {len(self.saves)}", "asked")
+        return self

@@ -1,0 +1,109 @@
+"""Which calls of operators are counted, in the recording of a step and in every planned step alike.
+
+A plan names a call by its position among the calls of the module's forward. Views are left out: they make
+nothing, and a tensor that is made again takes the place in its storage that it had.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from planner._torch import operators
+from planner._torch.tensors import SPARSE
+
+aten = torch.ops.aten
+
+QUERIES = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
+"""What a tensor of a subclass is asked, which looks like a call of an operator."""
+
+_MADE_ELSEWHERE = frozenset({aten.lift_fresh.default, aten.lift.default})
+_BATCH_NORMS = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+    )
+    if hasattr(aten, name)
+)
+"""Their arguments begin with input, weight, bias, running mean, running variance."""
+_RESHAPES_STORAGE = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "inductor::resize_storage_bytes_"})
+
+_counted: dict[Any, bool] = {}
+
+
+def is_counted(func: Any) -> bool:
+    """Whether a call of an operator has a position."""
+    known = _counted.get(func)
+    if known is None:
+        known = _counted[func] = (
+            operators.is_operator(func)
+            and not func.is_view
+            and func not in _MADE_ELSEWHERE
+            and func._schema.name not in QUERIES
+        )
+    return known
+
+
+def tensors_among(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results of an operator, in order; of sparse ones none."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout not in SPARSE:
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_among(value)
+
+
+def results_of(out: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an operator returned, in order."""
+    return tensors_among(out if isinstance(out, list | tuple) else (out,))
+
+
+def operands_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an operator was given, in order."""
+    yield from tensors_among(args)
+    if kwargs:
+        yield from tensors_among(kwargs.values())
+
+
+def is_batch_norm(func: Any) -> bool:
+    """Whether an operator updates running statistics, which its schema need not say."""
+    return func in _BATCH_NORMS
+
+
+def without_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a batch normalisation that runs again: the first run has updated the statistics.
+
+    In evaluation it reads them, and writes none.
+    """
+    return args if not args[5] else (*args[:3], None, None, *args[5:])
+
+
+def written_operands(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments that it writes, as its schema says."""
+    if not func._schema.is_mutable:
+        return []
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+        written += tensors_among((given,))
+    return written
+
+
+def can_run_again(func: Any) -> bool:
+    """Whether a second call, with the same arguments and generator state, gives the same results and has no
+    other effect, as far as the operator itself is concerned."""
+    name = func._schema.name
+    return not (
+        operators.is_collective(func)
+        or name in _RESHAPES_STORAGE
+        or name in ("aten::_local_scalar_dense", "aten::_assert_async", "aten::record_stream")
+        or func is aten._cudnn_rnn.default
+        or func in operators.KEPT_BY_PYTORCH
+        or name == "aten::_batch_norm_with_update"
+    )

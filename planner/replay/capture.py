@@ -1,0 +1,59 @@
+"""The training step of a module, recorded for being followed by replaying."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from planner.capture.capture import record_saving
+from planner.capture.captured_step import CapturedStep, CudaKernels
+from planner.parallel.rank import Rank
+from planner.progress import Progress
+from planner.replay.recorder import AroundForward, Saved, SavesRecorder
+from planner.training_step.step import Step
+
+
+@dataclass
+class ReplayedStep(CapturedStep):
+    """A step that no graph was captured of.
+
+    Attributes:
+        saved: What its calls are, and what autograd saves and asks for. ``compiled`` is the recording in which
+            nothing saved is held.
+    """
+
+    saved: Saved = field(default_factory=Saved)
+
+
+def capture_replayed(
+    module: torch.nn.Module,
+    step: Step,
+    progress: Progress | None = None,
+    *,
+    cuda: CudaKernels | None = None,
+    accumulate: bool | None = None,
+    rank: Rank | None = None,
+) -> ReplayedStep:
+    """Record one training step, on a copy of the module; arguments and errors are those of
+    :func:`planner.capture.capture.capture`."""
+    recorders: list[SavesRecorder] = []
+
+    def recorder_of(copied: torch.nn.Module) -> Any:
+        def make(*of_step: Any) -> SavesRecorder:
+            recorders.append(SavesRecorder(copied, *of_step))
+            return recorders[-1]
+
+        return make
+
+    captured = record_saving(
+        module,
+        step,
+        recorder_of,
+        AroundForward,
+        progress,
+        cuda=cuda,
+        accumulate=accumulate,
+        rank=rank,
+    )
+    there = {f.name: getattr(captured, f.name) for f in fields(captured)}
+    return ReplayedStep(**there, saved=recorders[-1].saved)

@@ -1,0 +1,455 @@
+"""A planned step at work: the forward as it was written, and what it drops made again when autograd asks for it.
+
+The forward runs under a dispatch mode that counts the calls of operators. Where the plan runs a call again,
+its arguments are noted. What the plan drops is dropped when autograd saves it. The backward is autograd's own:
+when a node asks for what was dropped, the calls that the plan names there run again.
+
+Nothing is taken on trust. A tensor counts as the value that the plan expects only if it lies in the very
+storage that the noted call made, and nothing was written to that since but by calls that are noted, too. All
+else is kept, as without a plan.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import enable_reentrant_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner._torch import operators
+from planner._torch.autograd import graph_is_kept
+from planner._torch.tensors import is_wrapper
+from planner.errors import InputsChanged
+from planner.graph.replay.rng import generator_state, run_from_state
+from planner.replay.calls import is_batch_norm, is_counted, operands_of, results_of, without_statistics
+from planner.replay.program import Call, Program, Run
+
+_CHANGED = (
+    "a tensor of shape {} that the plan reads again in the backward was changed in place after the forward "
+    "read it: change a copy, or after the backward"
+)
+Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+
+
+class Steps:
+    """The program of a plan, with the operators of this process in the place of their names."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.calls, self.saves = program.calls, program.saves
+        self.names = program.operators
+        self.operators: list[Any] = [None] * len(program.operators)  # as they are first met
+        self.asks = frozenset(program.runs) | frozenset(program.free)
+
+    def is_expected(self, position: int, func: Any) -> bool:
+        """Whether an operator is the one of a position."""
+        if position >= len(self.names):
+            return False
+        if str(func) != self.names[position]:
+            return False
+        self.operators[position] = func
+        return True
+
+
+class _Look:
+    """How a tensor lies in a slot."""
+
+    __slots__ = ("geometry", "slot")
+
+    def __init__(self, slot: int, tensor: torch.Tensor) -> None:
+        self.slot = slot
+        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+class _Held:
+    """A tensor that a call reads and that is there throughout, at the version that it had."""
+
+    __slots__ = ("owner", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = tensor._version
+        # Inside of a dispatch mode an alias counts its writes by itself, but for one of a leaf.
+        self.owner = self.tensor = tensor
+        if tensor.grad_fn is not None:
+            base = tensor._base
+            if base is not None and base.grad_fn is None:
+                self.owner, self.tensor = base, tensor.detach()
+            else:
+                self.owner = self.tensor = _alias(tensor)
+
+    def there(self) -> torch.Tensor:
+        if self.owner._version != self.version:
+            raise InputsChanged(_CHANGED.format(tuple(self.tensor.shape)))
+        return self.tensor
+
+
+class _Packed:
+    """What autograd holds in the place of a tensor that it saved and the plan drops."""
+
+    __slots__ = ("__weakref__", "geometry", "save", "slot", "step")
+
+    def __init__(self, step: "FollowedStep", save: int, slot: int, tensor: torch.Tensor) -> None:
+        self.step, self.save, self.slot = step, save, slot
+        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+class _Recipe:
+    """A call with its arguments, as it can run again."""
+
+    __slots__ = ("args", "func", "kwargs", "state")
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: Any, state: Any) -> None:
+        self.func, self.args, self.kwargs, self.state = func, args, kwargs, state
+
+
+class FollowedStep:
+    """One forward of a planned module and its backward.
+
+    Attributes:
+        matched: Whether each call so far was the one that the plan has at its position.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.calls, self.operators, self.saves = steps.calls, steps.operators, steps.saves
+        self.position = self.save = 0
+        self.matched = True
+        self.followed = False  # the whole forward was as planned: the backward follows the schedule
+        self.refs: dict[int, Any] = {}  # by slot, a weak reference to its storage
+        self.versions: dict[int, int] = {}
+        self.slots: dict[int, torch.Tensor | None] = {}
+        self.kept: set[int] = set()  # slots in which is what the forward itself made
+        self.recipes: dict[int, _Recipe] = {}
+        self.waiting: dict[int, int] = {}  # by slot: how many saves have not been handed out
+
+    # ---- forward --------------------------------------------------------------------------------------
+
+    def run(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call of the forward that the plan has something to do with."""
+        position = self.position - 1
+        state = recipe = None
+        if call.recorded:
+            if operators.may_draw(func):
+                state = _generator_state(args, kwargs)
+            operands = iter(call.operands)
+            noted = [self._noted(a, operands) for a in args]
+            named = {k: self._noted(v, operands) for k, v in kwargs.items()} if kwargs else kwargs
+            recipe = _Recipe(func, noted, named, state)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if recipe is not None:
+            self.recipes[position] = recipe
+        if call.results:
+            made = (out,) if isinstance(out, torch.Tensor) else tuple(results_of(out))
+            for j, slot, kept in call.results:
+                tensor = made[j]
+                self.refs[slot] = weakref.ref(tensor.untyped_storage())
+                self.versions[slot] = tensor._version
+                if kept:
+                    self.slots[slot] = _alias(tensor)
+                    self.kept.add(slot)
+        for slot in call.written:
+            if recipe is not None and self._is(slot, args[0]):
+                self.versions[slot] += 1  # PyTorch counts it when this call has returned
+            else:
+                self.refs.pop(slot, None)
+        return out
+
+    def _is(self, slot: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a slot's storage, as the noted calls left it."""
+        ref = self.refs.get(slot)
+        return (
+            ref is not None
+            and ref() is tensor.untyped_storage()
+            and tensor._version == self.versions[slot]
+        )
+
+    def _noted(self, argument: Any, operands: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            slot = next(operands, -1)
+            if slot >= 0 and self._is(slot, argument):
+                return _Look(slot, argument)
+            if slot >= 0:
+                self.matched = False
+            return _Held(argument)
+        if isinstance(argument, list | tuple):
+            return [self._noted(a, operands) for a in argument]
+        return argument
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds of a tensor that it saves."""
+        save = self.save
+        self.save = save + 1
+        slot = self.saves[save] if save < len(self.saves) else -1
+        if slot < 0:
+            if save in self.steps.asks:
+                return _Kept(self, save, tensor)
+            return tensor, tensor._version
+        makers = self.steps.program.makers.get(slot, (-1,))
+        if not self._is(slot, tensor) or any(m not in self.recipes for m in makers):
+            self.matched = False
+            return tensor, tensor._version
+        self.waiting[slot] = self.waiting.get(slot, 0) + 1
+        return _Packed(self, save, slot, tensor)
+
+    def finished(self) -> None:
+        """The forward is over."""
+        self.followed = (
+            self.matched and self.position == len(self.calls) and self.save == len(self.saves)
+        )
+
+    # ---- backward -------------------------------------------------------------------------------------
+
+    def unpack(self, packed: _Packed) -> torch.Tensor:
+        """What a node gets that asks for what was dropped."""
+        slot, save = packed.slot, packed.save
+        self.before(save)
+        base = self._in_slot(slot)
+        if base is None:
+            base = self._made_again(slot)
+        tensor = _look(base, packed.geometry)
+        self.waiting[slot] -= 1
+        self.after(save, slot)
+        return tensor
+
+    def before(self, save: int) -> None:
+        """Run again what the plan runs again before a save is handed out."""
+        if self.followed and (runs := self.steps.program.runs.get(save)):
+            keep = graph_is_kept()
+            with _plain():
+                for run in runs:
+                    self._run_again(run, keep)
+
+    def after(self, save: int, slot: int = -1) -> None:
+        """Let go of what the plan lets go of behind a save."""
+        if graph_is_kept():
+            return
+        if self.followed:
+            for freed in self.steps.program.free.get(save, ()):
+                self.slots[freed] = None
+        elif slot >= 0 and self.waiting[slot] <= 0:
+            self.slots[slot] = None
+
+    def _run_again(self, run: Run, keep: bool) -> None:
+        first = run.calls[0]
+        if first not in self.recipes:
+            return  # a backward before this one has let go of it
+        made = self._results(run.calls)
+        for j, slot in run.store:
+            self.slots[slot] = made[j]
+            self.kept.discard(slot)
+        if not keep:
+            for slot in run.free:
+                self.slots[slot] = None
+            if run.last:
+                for call in run.calls:
+                    self.recipes.pop(call, None)
+
+    def _results(self, calls: Sequence[int], others: dict[int, torch.Tensor] | None = None) -> list[Any]:
+        """The results of a call and of those that write over them."""
+        made: list[Any] = []
+        own: dict[int, torch.Tensor] = {} if others is None else others
+        for number, position in enumerate(calls):
+            recipe = self.recipes[position]
+            args = [self._given(a, own) for a in recipe.args]
+            kwargs = {k: self._given(v, own) for k, v in recipe.kwargs.items()} if recipe.kwargs else {}
+            func = recipe.func
+            if is_batch_norm(func):
+                args = list(without_statistics(tuple(args)))
+            if recipe.state is not None:
+                out = run_from_state(*recipe.state, func, *args, **kwargs)
+            else:
+                out = func(*args, **kwargs)
+            if number == 0:
+                made = [out] if isinstance(out, torch.Tensor) else list(results_of(out))
+                if len(calls) > 1:
+                    call = self.calls[position]
+                    assert call is not None
+                    own = {**own, **{slot: made[j] for j, slot, _ in call.results}}
+        return made
+
+    def _given(self, noted: Any, own: dict[int, torch.Tensor]) -> Any:
+        if type(noted) is _Look:
+            base = own.get(noted.slot)
+            if base is None:
+                base = self._in_slot(noted.slot)
+            if base is None:
+                base = self._made_again(noted.slot)
+            return _look(base, noted.geometry)
+        if type(noted) is _Held:
+            return noted.there()
+        if type(noted) is list:
+            return [self._given(one, own) for one in noted]
+        return noted
+
+    def _made_again(self, slot: int) -> torch.Tensor:
+        """A value that is asked for where the schedule has not made it: whatever that needs is made, too."""
+        if (there := self._there(slot)) is not None:
+            return there
+        makers = self.steps.program.makers
+        needed, pending = {slot}, [slot]
+        while pending:
+            for position in makers[pending.pop()]:
+                for look in _looks(self.recipes[position]):
+                    if look.slot not in needed and self._there(look.slot) is None:
+                        needed.add(look.slot)
+                        pending.append(look.slot)
+        found: dict[int, torch.Tensor] = {}
+        done: set[int] = set()
+        with _plain():
+            for one in sorted(needed, key=lambda s: makers[s][0]):
+                calls = makers[one]
+                if calls[0] in done:
+                    continue
+                done.add(calls[0])
+                first = self.calls[calls[0]]
+                assert first is not None
+                every = sorted({c for _, s, _ in first.results for c in makers.get(s, ())})
+                for (_, s, _), made in zip(
+                    first.results, self._picked(every, found, first), strict=True
+                ):
+                    found[s] = made
+                    if self.waiting.get(s, 0) > 0:
+                        self.slots[s] = made
+                        self.kept.discard(s)
+        return found[slot]
+
+    def _picked(self, calls: Sequence[int], found: dict[int, torch.Tensor], first: Call) -> list[torch.Tensor]:
+        made = self._results(calls, found)
+        return [made[j] for j, _, _ in first.results]
+
+    def _in_slot(self, slot: int) -> torch.Tensor | None:
+        """What is in a slot; of what the forward put there, as it was by then.
+
+        Raises:
+            InputsChanged: It was changed in place since.
+        """
+        base = self.slots.get(slot)
+        if base is not None and slot in self.kept and base._version != self.versions[slot]:
+            raise InputsChanged(_CHANGED.format(tuple(base.shape)))
+        return base
+
+    def _there(self, slot: int) -> torch.Tensor | None:
+        base = self._in_slot(slot)
+        if base is not None:
+            return base
+        ref = self.refs.get(slot)
+        storage = None if ref is None else ref()
+        if storage is None:
+            return None
+        # Python holds it still; what was written to it meanwhile shows in its version, which the saves have.
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class _Kept:
+    """A tensor that the plan keeps and behind whose being asked for it has something to do."""
+
+    __slots__ = ("save", "step", "tensor", "version")
+
+    def __init__(self, step: FollowedStep, save: int, tensor: torch.Tensor) -> None:
+        self.step, self.save, self.tensor, self.version = step, save, tensor, tensor._version
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """What a node gets that asks for a tensor that it saved."""
+    if type(packed) is _Packed:
+        return packed.step.unpack(packed)
+    if type(packed) is _Kept:
+        packed.step.before(packed.save)
+        packed.step.after(packed.save)
+        tensor, version = packed.tensor, packed.version
+    else:
+        tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
+            f"{version} instead"
+        )
+    return tensor  # type: ignore[no-any-return]
+
+
+class Following(TorchDispatchMode):
+    """Counts the calls of a planned forward, and notes those that run again."""
+
+    def __init__(self, step: FollowedStep) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.step = step
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(map(is_wrapper, types)):
+            return NotImplemented
+        if not is_counted(func):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        step = self.step
+        position = step.position
+        if step.matched:
+            step.position = position + 1
+            if position < len(step.calls) and (
+                step.operators[position] is func or step.steps.is_expected(position, func)
+            ):
+                call = step.calls[position]
+                if call is not None:
+                    return step.run(call, func, args, kwargs)
+            else:
+                step.matched = False
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def followed(steps: Steps, forward: Callable[[], Any]) -> tuple[Any, FollowedStep]:
+    """Run a forward by a plan; returns its output, and what followed it."""
+    step = FollowedStep(steps)
+    with torch.autograd.graph.saved_tensors_hooks(step.pack, unpack), Following(step):
+        output = forward()
+    step.finished()
+    return output, step
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without history, with the same count of writes; inside of a dispatch mode."""
+    with enable_reentrant_dispatch(), torch.no_grad():
+        return tensor.detach()
+
+
+def _look(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    size, stride, offset, dtype = geometry
+    if base.dtype is dtype:
+        return base.as_strided(size, stride, offset)
+    made = torch.empty(0, dtype=dtype, device=base.device)
+    return made.set_(base.untyped_storage(), offset, size, stride)
+
+
+def _looks(recipe: _Recipe) -> list[_Look]:
+    found: list[_Look] = []
+    pending = [*recipe.args, *(recipe.kwargs or {}).values()]
+    while pending:
+        one = pending.pop()
+        if type(one) is _Look:
+            found.append(one)
+        elif type(one) is list:
+            pending += one
+    return found
+
+
+def _generator_state(args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | None]:
+    """The state of the generators that an operator draws from, and whose they are."""
+    tensor = next(operands_of(args, kwargs), None)
+    device = torch.device("cpu") if tensor is None else tensor.device
+    return generator_state(device.type, device.index), device.type, device.index
+
+
+class _plain:  # noqa: N801
+    """A context in which operators run as below autograd in the forward: nothing is saved, nothing is cast."""
+
+    def __enter__(self) -> None:
+        self._grad = torch.no_grad()
+        self._grad.__enter__()
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self._autocast = [torch.autocast(kind, enabled=False) for kind in kinds]
+        for region in self._autocast:
+            region.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for region in reversed(self._autocast):
+            region.__exit__(*error)
+        self._grad.__exit__(*error)

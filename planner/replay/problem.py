@@ -1,0 +1,426 @@
+"""From a step that is followed by replaying to the problem that solvers see.
+
+Rows are the calls of the forward, then those of the backward in the engine's order. A row before which nodes
+ask for saved tensors is an *entry*: there, and only there, calls of the forward can run again. All other rows
+of the backward are outside of any region, as code between graphs is.
+
+A storage of the forward lives until Python lets go of it, whatever the plan says. Where the plan keeps it for
+a node it lives until autograd lets go of it, which is modelled as a read by the last row of that node.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from planner._torch import operators
+from planner.capture.captured_step import CapturedGraph
+from planner.costs.devices import Device, round_bytes
+from planner.costs.eager_timeline import eager_timeline, real_sizes
+from planner.costs.roofline import Costs, roofline
+from planner.costs.workspace import NOT_RUN, OpMemory, Workspaces
+from planner.graph.replay.rng import generator_state_bytes
+from planner.graph.spec import GraphSpec
+from planner.heap import made_to_stay
+from planner.planfile.replay_record import ReplayRecord
+from planner.problem.build import Problem
+from planner.problem.rows import Source
+from planner.replay.calls import can_run_again
+from planner.replay.capture import ReplayedStep
+from planner.replay.recorder import Made
+from planner.training_step.recorder import Event
+from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
+from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op
+
+STEP_REGION = Region(0)
+
+
+class ReplayOp(NamedTuple):
+    """A row as plan files name it, with the fields that an operation of a captured graph has."""
+
+    index: int
+    name: str
+    module: str
+    backward: bool
+    line: str | None
+
+
+@dataclass
+class ReplayGraph:
+    """What stands in the place of a captured graph: the calls of the module's forward, then the entries of
+    the backward.
+
+    Attributes:
+        ops: Both, in order.
+        forward_length: How many are calls of the forward.
+        fingerprint: Identifies them together with their sizes.
+        structure: Identifies the operators.
+    """
+
+    ops: list[ReplayOp] = field(default_factory=list)
+    forward_length: int = 0
+    fingerprint: str = ""
+    structure: str = ""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How the calls of the step are put together, whatever the schedule; see
+    :class:`planner.planfile.replay_record.ReplayRecord`. Values are those of the problem.
+
+    Attributes:
+        ids: For each position the operation of the graph; -1 for a call that is none.
+        operands, results, written: By position, the values of tensors; -1 for what is no value.
+        saves: For each save its value; -1 where there is none, or it may not be made again.
+        asked: The saves that nodes ask for, in order.
+        entries: For each of these the operation of the graph that is the entry behind it.
+    """
+
+    ids: list[int]
+    operands: list[tuple[int, ...]]
+    results: list[tuple[int, ...]]
+    written: list[tuple[int, ...]]
+    saves: list[int]
+    asked: list[int]
+    entries: list[int]
+
+
+@dataclass(frozen=True)
+class ReplayProblem(Problem):
+    """A problem whose schedules are followed by replaying."""
+
+    replayed: ReplayGraph = field(default_factory=ReplayGraph)
+    wiring: Wiring = field(default_factory=lambda: Wiring([], [], [], [], [], [], []))
+    operators: tuple[str, ...] = ()
+
+    def backward_sequences(self, captured: Any, schedule: Any) -> list[list[list[int]]]:
+        """What the backward runs under a schedule: entries, and calls of the forward that run again."""
+        rows = [self.sources[int(self.graph.base_of[row])] for row in schedule.tolist()]
+        sequence = [source.op for source in rows if source.graph >= 0]
+        return [[sequence[self.replayed.forward_length :]]]
+
+
+@made_to_stay()
+def build_replayed(
+    captured: ReplayedStep, device: Device, meter: Workspaces | None, costs: Costs | None = None
+) -> ReplayProblem:
+    """Make of a recorded step the problem that solvers see.
+
+    Args:
+        captured: The step.
+        device: For seconds and rounding.
+        meter: Measures the workspace of every distinct operation by running it; None counts none.
+        costs: Seconds of operations; None for the device's roofline.
+    """
+    costs = costs or roofline(device)
+    builder = _Builder(captured, device)
+    builder.run()
+    graph = builder.graph(meter, costs)
+    eager = eager_timeline(captured.eager, device, meter, costs)
+    left = sum(
+        graph.values[v].bytes for s, v in builder.value_of.items() if builder.storages[s].died_after is None
+    )
+    captured.graphs[:] = [CapturedGraph(builder.replayed.structure, 0, 1, GraphSpec(), builder.replayed)]  # type: ignore[arg-type]
+    return ReplayProblem(
+        graph,
+        builder.sources,
+        eager,
+        left,
+        replayed=builder.replayed,
+        wiring=builder.wiring(),
+        operators=tuple(map(str, captured.saved.operators)),
+    )
+
+
+class _Row(NamedTuple):
+    event: int
+    op: Op
+    made: tuple[ValueId, ...]
+
+
+class _Builder:
+    def __init__(self, captured: ReplayedStep, device: Device) -> None:
+        self.captured, self.device = captured, device
+        self.recording, self.saved = captured.compiled, captured.saved
+        self.events, self.storages = self.recording.events, self.recording.storages
+        self.value_of: dict[int, ValueId] = {}
+        self.values: list[Value] = []
+        self.rows: list[_Row] = []
+        self.sources: list[Source] = []
+        self.replayed = ReplayGraph()
+        self._row_of: list[int] = []  # by event: the row that it is, or the last one before it
+        self._states: dict[int, ValueId] = {}  # by event
+        self._maker: dict[int, int] = {}  # by storage: the event that made it
+        self._writers: dict[int, list[int]] = {}  # by storage: the events that write it afterwards
+        self._ids: dict[int, int] = {}  # by event: the operation of the graph
+        self._entry_ids: dict[int, int] = {}  # by row
+
+    # ---- what may run again -------------------------------------------------------------------------
+
+    def _find_writers(self) -> None:
+        last_there: dict[int, int] = {}  # by identity of a storage that was there: the last event to write it
+        for index, (event, made) in enumerate(zip(self.events, self.saved.made, strict=True)):
+            for storage in event.allocates:
+                self._maker[storage] = index
+            for storage in made.written:
+                if storage >= 0 and self._maker.get(storage) != index:
+                    self._writers.setdefault(storage, []).append(index)
+            for key in made.there_written:
+                last_there[key] = index
+        self._last_there = last_there
+        self._changed = {
+            s for s, writers in self._writers.items() if writers[-1] >= self.saved.forward_events
+        }
+
+    def _may_run_again(self, index: int) -> bool:
+        """Whether a call, with the calls that write over its results, can run again in the backward."""
+        event = self.events[index]
+        if not event.allocates or not self._repeatable(index, frozenset(event.allocates)):
+            return False
+        return all(
+            storage not in self._changed
+            and storage not in self._asked_for_early
+            and all(self._repeatable(w, frozenset((storage,))) for w in self._writers.get(storage, ()))
+            for storage in event.allocates
+        )
+
+    def _repeatable(self, index: int, own: frozenset[int]) -> bool:
+        made = self.saved.made[index]
+        if made.position < 0:
+            return False
+        func = self.saved.operators[made.position]
+        if not can_run_again(func) or made.there_written:
+            return False
+        if any(storage not in own for storage in made.written):
+            return False
+        # What it reads must be what it read: nothing writes it afterwards.
+        for storage in made.operands:
+            if storage >= 0 and storage not in own and self._writers.get(storage, (-1,))[-1] > index:
+                return False
+        return all(self._last_there.get(key, -1) <= index for key in made.there_read)
+
+    # ---- rows -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Make a row of everything that happened in the step."""
+        saved, events = self.saved, self.events
+        self._find_writers()
+        early = [s for s, at in saved.unpacked if at < saved.forward_events]
+        several = [i for i, save in enumerate(saved.saves) if len(save.unpacked) > 1]
+        self._asked_for_early = {saved.saves[s].storage for s in (*early, *several)} - {-1}
+        again = [self._may_run_again(index) for index in range(len(events))]
+        remade = {s for index, event in enumerate(events) if again[index] for s in event.allocates}
+        self._remade = remade
+        entries = self._entries()
+        released: dict[int, set[int]] = {}  # by event: the storages that autograd lets go of after it
+        for save in saved.saves:
+            if save.storage in remade and save.unpacked and save.released is not None:
+                released.setdefault(save.released, set()).add(save.storage)
+        backward = False
+        pending: set[int] = set()  # storages that were asked for since the last row
+        for index, (event, made) in enumerate(zip(events, saved.made, strict=True)):
+            backward = backward or (event.backward and index >= saved.forward_events)
+            pending |= entries.get(index, set())
+            let_go = released.get(index, set())
+            if not (event.allocates or made.written or pending or let_go):
+                self._row_of.append(len(self.rows) - 1)
+                continue
+            self._row(index, event, made, backward, again[index], pending, let_go)
+            pending = set()
+            self._row_of.append(len(self.rows) - 1)
+        self._hold()
+        forward = [op for op in self.replayed.ops if not op.backward]
+        self.replayed.forward_length = len(forward)
+        names = "\n".join(f"{op.name} {op.module}" for op in self.replayed.ops)
+        sizes = [storage.bytes for storage in self.storages]
+        self.replayed.structure = hashlib.sha256(names.encode()).hexdigest()
+        self.replayed.fingerprint = hashlib.sha256(f"{names} {sizes}".encode()).hexdigest()
+
+    def _entries(self) -> dict[int, set[int]]:
+        """By event the storages that nodes ask for right before it, of those that can be made again."""
+        found: dict[int, set[int]] = {}
+        for number, at in self.saved.unpacked:
+            storage = self.saved.saves[number].storage
+            if storage in self._remade and at < len(self.events):
+                found.setdefault(at, set()).add(storage)
+        return found
+
+    def _row(
+        self,
+        index: int,
+        event: Event,
+        made: Made,
+        backward: bool,
+        again: bool,
+        asked: set[int],
+        let_go: set[int],
+    ) -> None:
+        call = event.call
+        assert call is not None
+        name = str(self.recording.calls[call].func)
+        outputs = tuple(self._value(s, name, made.module) for s in event.allocates)
+        in_forward = made.position >= 0 and not backward and index < self.saved.forward_events
+        reads = {s for s in (*event.reads, *asked, *let_go) if s in self.value_of and s not in event.allocates}
+        entry = backward and bool(asked)
+        source = Source()
+        if in_forward or entry:
+            number = len(self.replayed.ops)
+            source = Source(0, 0, number)
+            self._ids[index] = number
+            if entry:
+                self._entry_ids[len(self.rows)] = number
+            self.replayed.ops.append(ReplayOp(number, name, made.module, backward, made.line))
+        op = Op(
+            tuple(sorted(self.value_of[s] for s in reads)),
+            outputs,
+            phase=Phase(backward),
+            recomputable=again and in_forward,
+            region=STEP_REGION if source.graph >= 0 else GLUE_REGION,
+            name=f"{name} #{source.op}" if source.graph >= 0 else name,
+            module=made.module,
+        )
+        writes = tuple(self.value_of[s] for s in made.written if s in self.value_of and s not in event.allocates)
+        op.writes = tuple(dict.fromkeys(writes))
+        self.rows.append(_Row(index, op, outputs))
+        self.sources.append(source)
+        if in_forward and self._draws(index) and (again or self._writes_remade(made)):
+            state = ValueId(len(self.values))
+            self.values.append(Value(self._state_bytes(), f"generator state of {name}", on_demand=True))
+            self._states[index] = state
+            op.outputs = (*outputs, state)
+
+    def _writes_remade(self, made: Made) -> bool:
+        return any(storage in self._remade for storage in made.written)
+
+    def _draws(self, index: int) -> bool:
+        made = self.saved.made[index]
+        return made.position >= 0 and operators.may_draw(self.saved.operators[made.position])
+
+    def _state_bytes(self) -> int:
+        return generator_state_bytes("cpu") if self.device.kind == "cpu" else 0
+
+    def _value(self, storage: int, name: str, module: str) -> ValueId:
+        value = ValueId(len(self.values))
+        self.values.append(Value(self.storages[storage].bytes, f"{name} @ {module}"))
+        self.value_of[storage] = value
+        return value
+
+    def _hold(self) -> None:
+        """Say how long each storage lives that operations do not hold alone."""
+        kept: dict[int, list[int | None]] = {}
+        for save in self.saved.saves:
+            if save.storage >= 0 and (save.storage not in self._remade or not save.unpacked):
+                kept.setdefault(save.storage, []).append(save.released)
+        end = len(self.rows) - 1
+        for storage, value in self.value_of.items():
+            deaths = [self.storages[storage].died_after, *kept.get(storage, ())]
+            until = end if None in deaths else max(self._row_of[d] for d in deaths if d is not None)
+            self.values[value] = self.values[value]._replace(held_until=base_op(max(until, 0)))
+
+    # ---- costs -----------------------------------------------------------------------------------------
+
+    def graph(self, meter: Workspaces | None, costs: Costs) -> Graph:
+        """The solvers' graph, with seconds and bytes for the device."""
+        calls, outputs = self.recording.calls, self.recording.outputs
+        memories = [NOT_RUN] * len(calls) if meter is None else meter.measure(calls)
+        seconds = [costs.seconds(c.func, c.args, c.kwargs, o) for c, o in zip(calls, outputs, strict=True)]
+        values, row_of_event = list(self.values), {row.event: BaseOp(i) for i, row in enumerate(self.rows)}
+        known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for row in self.rows:
+            call = self.events[row.event].call
+            assert call is not None
+            row.op.seconds, row.op.workspace_bytes = seconds[call], memories[call].workspace_bytes
+            key = call, tuple(values[v].bytes for v in row.made)
+            if row.made and key not in known:
+                known[key] = real_sizes(calls[call], memories[call], list(key[1]))
+            for value, size in zip(row.made, known.get(key, ()), strict=bool(row.made)):
+                values[value] = values[value]._replace(bytes=size)
+        base = [row.op for row in self.rows]
+        ops = list(base)
+        for i, row in enumerate(self.rows):
+            if row.op.recomputable:
+                again = self._again(row, row_of_event, base, memories)
+                if again is not None:
+                    ops[i] = replace(row.op, replay=RowId(len(ops)))
+                    ops.append(again)
+        rounded = (v._replace(bytes=round_bytes(self.device, v.bytes)) for v in values)
+        return Graph(tuple(ops), tuple(rounded), base_length=len(base))
+
+    def _again(
+        self, row: _Row, row_of_event: dict[int, BaseOp], base: Sequence[Op], memories: Sequence[OpMemory]
+    ) -> Op | None:
+        """How a row runs again, where that differs from its first run: with what writes over its results."""
+        own = self.events[row.event].allocates
+        writers = sorted({w for s in own for w in self._writers.get(s, ())})
+        calls = [row.event, *writers]
+        states = [self._states[c] for c in calls if c in self._states]
+        if not writers and not states:
+            return None
+        reads = {
+            self.value_of[s]
+            for c in calls
+            for s in self.saved.made[c].operands
+            if s in self.value_of and s not in own
+        }
+        ops = [base[row_of_event[c]] for c in calls]
+        extra = self._state_bytes() if states else 0
+        return replace(
+            row.op,
+            inputs=(*sorted(reads), *states),
+            outputs=row.made,
+            seconds=sum(op.seconds for op in ops),
+            workspace_bytes=max(op.workspace_bytes for op in ops) + extra,
+            replay=None,
+            writes=(),
+        )
+
+    # ---- how calls are put together ----------------------------------------------------------------------
+
+    def wiring(self) -> Wiring:
+        """The calls of the module's forward, by position, and what autograd saves of them."""
+        count = len(self.saved.operators)
+        ids, operands, results, written = [-1] * count, *([()] * count for _ in range(3))
+
+        def values(storages: Sequence[int]) -> tuple[int, ...]:
+            return tuple(int(self.value_of.get(s, -1)) for s in storages)
+
+        for index, made in enumerate(self.saved.made):
+            if made.position >= 0:
+                ids[made.position] = self._ids.get(index, -1)
+                operands[made.position] = values(made.operands)
+                born = set(self.events[index].allocates)
+                results[made.position] = values([s if s in born else -1 for s in made.results])
+                written[made.position] = values(made.written)
+        saves = [
+            int(self.value_of[s.storage]) if s.storage in self._remade and s.unpacked else -1
+            for s in self.saved.saves
+        ]
+        asked, entries = [], []
+        for number, at in self.saved.unpacked:
+            if saves[number] < 0 or at >= len(self.events):
+                continue
+            row = next(
+                (r for r in range(max(self._row_of[at], 0), len(self.rows)) if self.rows[r].event >= at), None
+            )
+            if row is not None and row in self._entry_ids:
+                asked.append(number)
+                entries.append(self._entry_ids[row])
+        return Wiring(ids, operands, results, written, saves, asked, entries)  # type: ignore[arg-type]
+
+
+def replay_record(problem: ReplayProblem) -> ReplayRecord:
+    """How the calls of a step are put together, as plan files store it."""
+    wiring = problem.wiring
+    return ReplayRecord(
+        operators=list(problem.operators),
+        ids=wiring.ids,
+        operand_counts=[len(values) for values in wiring.operands],
+        operands=[v for values in wiring.operands for v in values],
+        result_counts=[len(values) for values in wiring.results],
+        results=[v for values in wiring.results for v in values],
+        written_counts=[len(values) for values in wiring.written],
+        written=[v for values in wiring.written for v in values],
+        saves=wiring.saves,
+        asked=wiring.asked,
+        entries=wiring.entries,
+    )

@@ -1,0 +1,227 @@
+"""From a plan to what its forward and backward look up: decisions by position, none computed while training.
+
+The schedule says which calls run again before which entry of the backward. Of each run it follows which
+values are in memory by then, which of its results are used, and which values are let go of behind it: what the
+simulator assumes is what the program does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.planfile.plan import PlanRecord
+from planner.planfile.replay_record import ReplayRecord
+from planner.report.simulated import simulated
+from solvers.model.schedule import lifetimes
+
+
+@dataclass(slots=True)
+class Call:
+    """What is done at a call of the forward that the plan has something to do with.
+
+    Attributes:
+        recorded: Whether it is run again, so that its arguments are noted.
+        operands: For each tensor argument the slot that it lies in; -1: it is held itself.
+        results: The results that are slots: position among the results, slot, whether the plan keeps it.
+        written: Slots that it writes.
+    """
+
+    recorded: bool
+    operands: tuple[int, ...]
+    results: tuple[tuple[int, int, bool], ...]
+    written: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Run:
+    """One call, with those that write over its results, that is run again.
+
+    Attributes:
+        calls: Their positions.
+        store: Results that are used later: position among the results, slot.
+        free: Slots that nobody uses behind it.
+        last: Whether it is the last time.
+    """
+
+    calls: tuple[int, ...]
+    store: tuple[tuple[int, int], ...]
+    free: tuple[int, ...]
+    last: bool = False
+
+
+@dataclass(slots=True)
+class Program:
+    """What a planned step looks up.
+
+    Attributes:
+        operators: The operator of each call, as ``str(operator)`` has it.
+        calls: What is done at each; None: it just runs.
+        saves: For each save the slot that is dropped; -1: it is kept.
+        runs: By save, what runs again when it is asked for, before it is handed out.
+        free: By save, the slots that are let go of when it was handed out.
+        makers: By slot, the positions of the call that makes it and of those that write it.
+    """
+
+    operators: tuple[str, ...]
+    calls: list[Call | None]
+    saves: list[int]
+    runs: dict[int, list[Run]] = field(default_factory=dict)
+    free: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def program_of(plan: PlanRecord) -> Program:
+    """The program of a plan.
+
+    Raises:
+        PlanFileError: The plan does not hold together.
+    """
+    assert plan.replay is not None
+    return _Maker(plan, plan.replay).program()
+
+
+class _Maker:
+    def __init__(self, plan: PlanRecord, wiring: ReplayRecord) -> None:
+        self.wiring = wiring
+        again = simulated(plan)
+        self.graph, self.schedule = again.graph, again.schedule
+        places = again.step.places()
+        self.row_of = {op: row for row, (graph, _, op) in enumerate(places) if graph == 0}
+        self.operands = _ragged(wiring.operand_counts, wiring.operands)
+        self.results = _ragged(wiring.result_counts, wiring.results)
+        self.written = _ragged(wiring.written_counts, wiring.written)
+        self.position_of = {
+            self.row_of[op]: position for position, op in enumerate(wiring.ids) if op in self.row_of
+        }
+
+    def program(self) -> Program:
+        wiring, graph, schedule = self.wiring, self.graph, self.schedule
+        lives = lifetimes(graph, schedule)
+        start_of = lives.start.tolist()
+        by_value: dict[int, list[int]] = {}
+        for i, value in enumerate(lives.value.tolist()):
+            by_value.setdefault(value, []).append(i)
+        forward = graph.forward_length
+        base_of = graph.base_of
+
+        def instance(value: int, step: int) -> int:
+            """Which instance of a value a step finds."""
+            there = [i for i in by_value.get(value, ()) if start_of[i] < step]
+            return there[-1] if there else -1
+
+        step_of_row: dict[int, int] = {}
+        reruns: list[tuple[int, int]] = []  # steps, and the positions of calls
+        for step, row in enumerate(schedule.tolist()):
+            base = int(base_of[row])
+            if row < graph.base_length and base not in step_of_row:
+                step_of_row[base] = step
+            elif base in self.position_of:
+                reruns.append((step, self.position_of[base]))
+        writers: dict[int, list[int]] = {}
+        maker: dict[int, int] = {}
+        for position, values in enumerate(self.results):
+            for value in values:
+                if value >= 0:
+                    maker.setdefault(value, position)
+        for position, values in enumerate(self.written):
+            for value in values:
+                if value >= 0 and maker.get(value, position) != position:
+                    writers.setdefault(value, []).append(position)
+
+        def calls_of(position: int) -> tuple[int, ...]:
+            over = sorted({w for v in self.results[position] if v >= 0 for w in writers.get(v, ())})
+            return (position, *over)
+
+        # What uses each instance last: a run, by its step, or a save, which is handed out behind the runs.
+        last_use: dict[int, tuple[int, int, int]] = {}
+        for step, position in reruns:
+            own = set(self.results[position])
+            for call in calls_of(position):
+                for value in self.operands[call]:
+                    if value >= 0 and value not in own and (i := instance(value, step)) >= 0:
+                        last_use[i] = max(last_use.get(i, (-1, 0, 0)), (step, 0, 0))
+        saves = list(wiring.saves)
+        asked: list[tuple[int, int, int]] = []  # saves, the steps of their entries, and instances
+        for order, (save, op) in enumerate(zip(wiring.asked, wiring.entries, strict=True)):
+            row = self.row_of.get(op, -1)
+            step = step_of_row.get(row, -1)
+            i = instance(wiring.saves[save], step) if step >= 0 else -1
+            asked.append((save, step, i))
+            if i < 0 or start_of[i] < forward:
+                saves[save] = -1
+            else:
+                last_use[i] = max(last_use.get(i, (-1, 0, 0)), (step, order + 1, save))
+        never = set(range(len(saves))) - {save for save, _, _ in asked}
+        for save in never:
+            saves[save] = -1
+
+        recorded = {call for _, position in reruns for call in calls_of(position)}
+        slots = {v for _, position in reruns for v in self.results[position] if v >= 0}
+        kept: dict[int, int] = {}  # by slot: the step of the last run that reads its first instance
+        for step, position in reruns:
+            own = set(self.results[position])
+            for call in calls_of(position):
+                for value in self.operands[call]:
+                    if value < 0 or value in own:
+                        continue
+                    slots.add(value)
+                    i = instance(value, step)
+                    if i >= 0 and start_of[i] < forward:
+                        kept[value] = step
+        program = Program(
+            tuple(wiring.operators),
+            [self._call(p, recorded, slots, kept) for p in range(len(wiring.operators))],
+            saves,
+        )
+        for value in slots:
+            if value in maker:
+                program.makers[value] = (maker[value], *writers.get(value, ()))
+
+        last_of = {position: step for step, position in reruns}
+        entry_steps = sorted({step for _, step, _ in asked if step >= 0})
+        trigger: dict[int, int] = {}  # by the step of an entry: the save that sets off its runs
+        for save, step, _ in asked:
+            if step not in trigger or (saves[trigger[step]] < 0 <= saves[save]):
+                trigger[step] = save
+        free_at: dict[int, list[int]] = {}
+        for i, (step, order, save) in last_use.items():
+            value = int(lives.value[i])
+            if order:
+                program.free[save] = (*program.free.get(save, ()), value)
+            else:
+                free_at.setdefault(step, []).append(value)
+        for step, position in reruns:
+            entry = next((e for e in entry_steps if e > step), None)
+            if entry is None:
+                continue
+            store = []
+            free = free_at.get(step, [])
+            for j, value in enumerate(self.results[position]):
+                if value < 0:
+                    continue
+                i = next((i for i in by_value[value] if start_of[i] == step), -1)
+                if i in last_use:
+                    store.append((j, value))
+            run = Run(calls_of(position), tuple(store), tuple(free), last_of[position] == step)
+            program.runs.setdefault(trigger[entry], []).append(run)
+        return program
+
+    def _call(
+        self, position: int, recorded: set[int], slots: set[int], kept: dict[int, int]
+    ) -> Call | None:
+        results = tuple(
+            (j, value, value in kept)
+            for j, value in enumerate(self.results[position])
+            if value in slots and value >= 0
+        )
+        written = tuple(v for v in self.written[position] if v in slots)
+        if position not in recorded and not results and not written:
+            return None
+        operands = tuple(v if v in slots else -1 for v in self.operands[position])
+        return Call(position in recorded, operands, results, written)
+
+
+def _ragged(counts: Sequence[int], flat: Sequence[int]) -> list[tuple[int, ...]]:
+    ends = np.cumsum([0, *counts]).tolist()
+    return [tuple(flat[a:b]) for a, b in zip(ends, ends[1:], strict=False)]

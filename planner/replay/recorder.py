@@ -1,0 +1,271 @@
+"""What a step does that is followed by replaying: its calls, and what autograd saves and asks for.
+
+The step runs once more under :class:`StepRecorder`, with hooks on what the module's forward saves for the
+backward. What is packed is not held, so that a storage dies in the recording when Python lets go of it. What
+is unpacked is a stand-in, a tensor of the same form in memory of its own, whose death says when the node is
+done with it. So one recording gives, of each storage, how long it lives if it is dropped and if it is kept.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as every_module
+
+from planner._torch import fake
+from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
+from planner.replay.calls import is_batch_norm, is_counted, operands_of, results_of, written_operands
+from planner.training_step.recorder import StepRecorder
+from planner.training_step.user_lines import is_users_file
+
+
+@dataclass(slots=True)
+class Save:
+    """One tensor that autograd saved in the module's forward.
+
+    Attributes:
+        storage: The recorded storage that it lies in; -1 where that was there before the step, or is no plain
+            memory of a plain tensor.
+        unpacked: The number of events recorded when a node asked for it, each time.
+        released: The last event recorded when autograd let go of it; None where it outlived the step.
+    """
+
+    storage: int
+    unpacked: list[int] = field(default_factory=list)
+    released: int | None = None
+
+
+@dataclass(slots=True)
+class Made:
+    """One event of the recording that is a call of an operator in the module's forward, or after.
+
+    Attributes:
+        position: Its place among the counted calls of the module's forward; -1 for all others.
+        operands: The recorded storages of its tensor arguments, in order; -1 for others.
+        results: The recorded storages of the tensors that it returned, in order; -1 for others.
+        written: Those that it writes; -1 for others.
+        there_read, there_written: Identities of the storages of other tensors that it reads and writes.
+        module: The name of the module that called it.
+        line: The user's line that called it, as in ``net.py:12``.
+    """
+
+    position: int = -1
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    there_read: tuple[int, ...] = ()
+    there_written: tuple[int, ...] = ()
+    module: str = ""
+    line: str | None = None
+
+
+@dataclass
+class Saved:
+    """What :class:`SavesRecorder` records beside the events.
+
+    Attributes:
+        saves: What autograd saved, in order.
+        unpacked: The saves that nodes asked for, in order, each with the number of events by then.
+        made: One entry for every event.
+        operators: The operators of the counted calls, by position.
+        forward_events: How many events the module's forward had.
+    """
+
+    saves: list[Save] = field(default_factory=list)
+    unpacked: list[tuple[int, int]] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    operators: list[Any] = field(default_factory=list)
+    forward_events: int = 0
+
+
+class SavesRecorder(StepRecorder):
+    """Records one step whose saved tensors are packed; see the module's docstring.
+
+    Args:
+        module: The module whose forward is planned, for the names of its parts.
+        of_step: Further arguments of :class:`StepRecorder`.
+    """
+
+    def __init__(self, module: torch.nn.Module, *of_step: Any, **options: Any) -> None:
+        super().__init__(*of_step, **options)
+        self.saved = Saved()
+        self._names = {id(part): name for name, part in module.named_modules(remove_duplicate=False)}
+        self._inside = [""]
+        self._alive: list[Any] = []  # weak references, which call back while they are held
+        self._in_forward = False
+        product = self._product.is_followed_by_its_bias
+        # In a planned forward a dispatch mode is on, under which a bias is not added in place.
+        self._product.is_followed_by_its_bias = (  # type: ignore[method-assign]
+            lambda args: not self._in_forward and product(args)
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._paused or out is NotImplemented:
+            return out
+        events, made = self.recording.events, self.saved.made
+        if len(events) == len(made):
+            if self._in_forward and is_counted(func):
+                raise AssertionError(f"{func} is counted and was not recorded")
+            return out
+        made += [Made() for _ in range(len(events) - len(made) - 1)]
+        made.append(self._made(func, args, kwargs, out))
+        return out
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The context of the module's forward."""
+        self._in_forward = True
+        before = every_module.register_module_forward_pre_hook(self._enter)
+        after = every_module.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            before.remove()
+            after.remove()
+            self._in_forward = False
+            self.saved.forward_events = len(self.recording.events)
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _enter(self, module: torch.nn.Module, _args: Any) -> None:
+        self._inside.append(self._names.get(id(module), self._inside[-1]))
+
+    def _leave(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        if len(self._inside) > 1:
+            self._inside.pop()
+
+    def _made(self, func: Any, args: Any, kwargs: Any, out: Any) -> Made:
+        position = -1
+        if self._in_forward and is_counted(func):
+            position = len(self.saved.operators)
+            self.saved.operators.append(func)
+        operands = list(operands_of(args, kwargs))
+        writes = [] if is_batch_norm(func) else written_operands(func, args, kwargs)
+        reads = operands[:3] if is_batch_norm(func) and len(args) > 5 and args[5] else operands
+        return Made(
+            position,
+            tuple(map(self.index_of, operands)),
+            tuple(map(self.index_of, results_of(out))),
+            tuple(map(self.index_of, writes)),
+            self._there(reads),
+            self._there(writes),
+            self._inside[-1] if self._in_forward else "",
+            _line() if self._in_forward else None,
+        )
+
+    def _there(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+        return tuple(fake.storage_key(t) for t in tensors if self.index_of(t) < 0)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        saved = self.saved
+        number = -1 if self._paused or not is_plain(tensor) else self.index_of(tensor)
+        save = Save(number)
+        saved.saves.append(save)
+        if number < 0:
+            return tensor
+        form: Any = None
+        if not fake.is_fake(tensor):
+            with self.pause():
+                form = strided_copy(tensor.detach())
+        packed = _Packed(Form.of(tensor) if form is None else form, number, len(saved.saves) - 1)
+        events = self.recording.events
+
+        def released(_: Any) -> None:
+            save.released = None if self._ended else len(events) - 1
+
+        self._alive.append(weakref.ref(packed, released))
+        return packed
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Packed):
+            return packed  # type: ignore[no-any-return]
+        events = len(self.recording.events)
+        self.saved.saves[packed.save].unpacked.append(events)
+        self.saved.unpacked.append((packed.save, events))
+        form, number = packed.form, packed.storage
+        with self.pause():
+            tensor = form.tensor() if isinstance(form, Form) else strided_copy(form)
+        storage = tensor.untyped_storage()
+        key = storage_number(storage)
+        self._known[key] = number
+
+        def forget(_: Any) -> None:
+            if self._known.get(key) == number:
+                del self._known[key]
+
+        self._alive.append(weakref.ref(storage, forget))
+        return tensor
+
+
+class _Packed:
+    """What autograd holds in the place of a tensor that it saved."""
+
+    __slots__ = ("__weakref__", "form", "save", "storage")
+
+    def __init__(self, form: "Form | torch.Tensor", storage: int, save: int) -> None:
+        self.form, self.storage, self.save = form, storage, save
+
+
+class Form(NamedTuple):
+    """How a tensor without data lies in its storage."""
+
+    elements: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Form":
+        """The form of a tensor."""
+        elements = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
+        return cls(
+            elements, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+        )
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor of this form, in memory of its own."""
+        base = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+        return base.as_strided(self.shape, self.strides, self.offset)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain memory, of which a part can be named by its offset, sizes and strides."""
+    return (
+        tensor.layout not in SPARSE
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+        and held_tensors(tensor)[0] is tensor
+    )
+
+
+class AroundForward(torch.nn.Module):
+    """A module's call within :meth:`SavesRecorder.forward`."""
+
+    def __init__(self, module: torch.nn.Module, recorder: SavesRecorder) -> None:
+        super().__init__()
+        self._target, self._recorder = [module], recorder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._recorder.forward():
+            return self._target[0](*args, **kwargs)
+
+
+def _line() -> str | None:
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users_file(file) and not file.endswith("/contextlib.py"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None

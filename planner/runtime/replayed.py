@@ -1,0 +1,101 @@
+"""A module that trains by a plan which is followed by replaying."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner._torch import modules
+from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.inside_compile import not_compiled
+from planner.compiled.calls import Calls
+from planner.errors import warn
+from planner.planfile.budget import format_bytes
+from planner.planfile.plan import PlanRecord
+from planner.replay.follow import Steps, followed
+from planner.replay.program import program_of
+from planner.runtime.earlier_gradients import EarlierGradients
+from planner.runtime.installed import InstalledCall, install
+from planner.runtime.shapes.policy import OnNewShape
+from planner.training_step.step import Loss, differentiates
+
+
+class ReplayedCall(InstalledCall):
+    """What such a module runs in place of its own call.
+
+    Attributes:
+        plan: The plan.
+        on_new_shape, loss: As they were given to :func:`planner.runtime.install.apply`.
+        when_accumulating, when_changed: As of :class:`planner.runtime.install.PlannedCall`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: PlanRecord,
+        previous: Callable[..., Any] | None,
+        on_new_shape: OnNewShape = "reapply",
+        loss: Loss | None = None,
+    ) -> None:
+        super().__init__(model, previous, plan.model.training)
+        self.plan, self.on_new_shape, self.loss = plan, on_new_shape, loss
+        self.when_accumulating: Callable[..., Callable[..., Any] | None] | None = None
+        self.when_changed: Callable[..., Callable[..., Any] | None] | None = None
+        self._steps = Steps(program_of(plan))
+        self._calls = Calls(warn)
+        self._warned_of_path = False
+        self._earlier: EarlierGradients | None = None
+        if plan.resident.gradient_bytes == 0:
+            self._earlier = EarlierGradients(model.modules)
+
+    def install_in(self, copied: torch.nn.Module) -> None:
+        install(copied, ReplayedCall(copied, self.plan, None, self.on_new_shape, self.loss))
+
+    def put_back_in(self) -> None:
+        """Install it again, where a snapshot has put back what was there before."""
+        modules.install_call(self._model, self)
+
+    def pickled(self) -> tuple[Any, ...]:
+        from planner.runtime.install import unpickled
+
+        return unpickled, self.plan.dumps(), self.on_new_shape
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (clone := self.clone()) is not None:
+            return self.run_clone(clone, args, kwargs)
+        model = self._model
+        if model.training is not self._training or not torch.is_grad_enabled():
+            output = self.run_original(*args, **kwargs)
+            if model.training is not self._training and torch.is_grad_enabled():
+                self.unplanned.called_in_other_mode(output)
+            return output
+        if (hindrance := hindering_mode()) is not None:
+            self.unplanned.hindered_call(hindrance)
+            return self.run_original(*args, **kwargs)
+        if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
+            return planned(*args, **kwargs)
+        if self._earlier is not None and self._earlier.are_there() and differentiates(model, args, kwargs):
+            self._earlier = None
+            instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating
+            if (planned := instead(args, kwargs)) is not None:
+                return planned(*args, **kwargs)
+        self.unplanned.planned_call()
+        self._calls.begin()
+        output, step = followed(self._steps, lambda: modules.module_call(model, *args, **kwargs))
+        if not step.followed and not self._warned_of_path:
+            self._warned_of_path = True
+            warn(
+                f"the forward took a path that the plan has not seen: {min(step.position, len(step.calls))} of "
+                f"its {len(step.calls)} calls of operators ran as planned, and what the others made is kept. "
+                "The step may take more than predicted; plan again with inputs that lead along this path"
+            )
+        return output
+
+    def _tell_of_gradients(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        there = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
+        warn(
+            f"gradients of {format_bytes(there)} were there already when the step began, as with several "
+            "micro-batches a step, and the plan is for none: the step may take as much more than predicted. "
+            "Plan with accumulate=True, or call optimizer.zero_grad() before each step"
+        )
