@@ -22,7 +22,15 @@ from planner._torch.autograd import graph_is_kept
 from planner._torch.tensors import is_wrapper
 from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state, run_from_state
-from planner.replay.calls import is_batch_norm, is_counted, operands_of, results_of, without_statistics
+from planner.graph.replay.rnn_reserve import with_reserve
+from planner.replay.calls import (
+    is_batch_norm,
+    is_counted,
+    operands_of,
+    results_of,
+    without_statistics,
+    written_operands,
+)
 from planner.replay.program import Call, Program, Run
 
 _CHANGED = (
@@ -115,6 +123,7 @@ class FollowedStep:
         self.calls, self.operators, self.saves = steps.calls, steps.operators, steps.saves
         self.position = self.save = 0
         self.matched = True
+        self.strayed = False  # something was not the value that the plan has there
         self.followed = False  # the whole forward was as planned: the backward follows the schedule
         self.refs: dict[int, Any] = {}  # by slot, a weak reference to its storage
         self.versions: dict[int, int] = {}
@@ -148,11 +157,10 @@ class FollowedStep:
                 if kept:
                     self.slots[slot] = _alias(tensor)
                     self.kept.add(slot)
-        for slot in call.written:
-            if recipe is not None and self._is(slot, args[0]):
-                self.versions[slot] += 1  # PyTorch counts it when this call has returned
-            else:
-                self.refs.pop(slot, None)
+        if call.written:
+            for slot, tensor in zip(call.written, written_operands(func, args, kwargs), strict=False):
+                if slot >= 0 and self._is(slot, tensor):
+                    self.versions[slot] += 1  # PyTorch counts it when this call has returned
         return out
 
     def _is(self, slot: int, tensor: torch.Tensor) -> bool:
@@ -170,7 +178,7 @@ class FollowedStep:
             if slot >= 0 and self._is(slot, argument):
                 return _Look(slot, argument)
             if slot >= 0:
-                self.matched = False
+                self.strayed = True
             return _Held(argument)
         if isinstance(argument, list | tuple):
             return [self._noted(a, operands) for a in argument]
@@ -187,7 +195,7 @@ class FollowedStep:
             return tensor, tensor._version
         makers = self.steps.program.makers.get(slot, (-1,))
         if not self._is(slot, tensor) or any(m not in self.recipes for m in makers):
-            self.matched = False
+            self.strayed = True
             return tensor, tensor._version
         self.waiting[slot] = self.waiting.get(slot, 0) + 1
         return _Packed(self, save, slot, tensor)
@@ -195,7 +203,7 @@ class FollowedStep:
     def finished(self) -> None:
         """The forward is over."""
         self.followed = (
-            self.matched and self.position == len(self.calls) and self.save == len(self.saves)
+            self.matched and not self.strayed and self.position == len(self.calls) and self.save == len(self.saves)
         )
 
     # ---- backward -------------------------------------------------------------------------------------
@@ -256,7 +264,9 @@ class FollowedStep:
             func = recipe.func
             if is_batch_norm(func):
                 args = list(without_statistics(tuple(args)))
-            if recipe.state is not None:
+            if func is torch.ops.aten.mkldnn_rnn_layer.default:
+                out = with_reserve(func, *args)
+            elif recipe.state is not None:
                 out = run_from_state(*recipe.state, func, *args, **kwargs)
             else:
                 out = func(*args, **kwargs)

@@ -215,8 +215,8 @@ class _Maker:
             for j, value in enumerate(self.results[position])
             if value in slots and value >= 0
         )
-        written = tuple(v for v in self.written[position] if v in slots)
-        if position not in recorded and not results and not written:
+        written = tuple(v if v in slots else -1 for v in self.written[position])
+        if position not in recorded and not results and max(written, default=-1) < 0:
             return None
         operands = tuple(v if v in slots else -1 for v in self.operands[position])
         return Call(position in recorded, operands, results, written)
