@@ -43,6 +43,7 @@ from planner.problem.build import Problem, build_problem
 from planner.problem.encodings import Packing, find_packings
 from planner.progress import Progress, no_report
 from planner.replay.capture import ReplayedStep, capture_replayed
+from planner.replay.masks import find_masks
 from planner.replay.problem import build_replayed
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import RegionError, find_regions
@@ -222,8 +223,9 @@ def prepare(
     workspaces = meter or cuda_scratch(target)
     copying = options.inputs == "overwritten"
     if isinstance(captured, ReplayedStep):
-        problem: Problem = build_replayed(captured, target, workspaces, source)
-        packings: tuple[Packing, ...] = ()
+        replayed = build_replayed(captured, target, workspaces, source)
+        problem: Problem = replayed
+        packings = find_masks(captured, replayed, target, meter, source)
     else:
         problem = build_problem(
             captured, target, workspaces, source, copying=copying, in_flight=step.in_flight

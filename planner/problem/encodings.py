@@ -50,6 +50,7 @@ class Packing:
         pack_seconds, pack_workspace_bytes: Of packing.
         unpack_seconds, unpack_workspace_bytes: Of unpacking; of signs, of the backward that reads them.
         reader: Of signs the base row of that backward; None for a mask.
+        written: The base row that writes the mask last, where that is another one.
     """
 
     row: BaseOp
@@ -60,6 +61,7 @@ class Packing:
     unpack_seconds: float
     unpack_workspace_bytes: int
     reader: BaseOp | None = None
+    written: BaseOp | None = None
 
 
 @collector_off()
@@ -195,11 +197,13 @@ def packed(problem: Problem, packings: Iterable[Packing], *, if_unpacked: bool =
     readers = {p.reader: p for p in chosen.values() if p.reader is not None}
     graph = problem.graph
     forms: list[tuple[str, RowId]] = []
+    packed_after = {row if p.written is None else p.written: row for row, p in chosen.items()}
     for base in graph.base_ops:
         forms.append(("run", base))
-        if base in chosen:
-            forms += [("carry", base)] if if_unpacked and base not in masks else []
-            forms.append(("pack", base))
+        if base in packed_after:
+            row = packed_after[base]
+            forms += [("carry", row)] if if_unpacked and row not in masks else []
+            forms.append(("pack", row))
     base_length = len(forms)
     replaced = {graph.ops[row].replay for row in masks}
     forms += [("run", row) for row in graph.row_ids[graph.base_length :] if row not in replaced]

@@ -23,6 +23,7 @@ from planner._torch.tensors import is_wrapper
 from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state, run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
+from planner.replay import masks
 from planner.replay.calls import (
     COUNTED,
     is_batch_norm,
@@ -50,6 +51,12 @@ class Steps:
         self.names = program.operators
         self.operators: list[Any] = [None] * len(program.operators)  # as they are first met
         self.asks = frozenset(program.runs) | frozenset(program.free)
+        self.masks = {
+            slot
+            for slot in program.bits
+            if masks.is_noise([program.operators[p] for p in program.makers.get(slot, ())])
+            or len(program.makers.get(slot, ())) == 1
+        }
 
     def is_expected(self, position: int, func: Any) -> bool:
         """Whether an operator is the one of a position."""
@@ -112,6 +119,18 @@ class _Recipe:
         self.func, self.args, self.kwargs, self.state = func, args, kwargs, state
 
 
+class _Mask:
+    """A mask that is kept as bits, and what its elements are that are not zero."""
+
+    __slots__ = ("count", "dtype", "kept")
+
+    def __init__(self, mask: torch.Tensor, kept: float) -> None:
+        self.count, self.dtype, self.kept = mask.numel(), mask.dtype, kept
+
+    def unpacked(self, bits: torch.Tensor) -> torch.Tensor:
+        return masks.unpack(bits, self.count, self.dtype, self.kept)
+
+
 class FollowedStep:
     """One forward of a planned module and its backward.
 
@@ -131,6 +150,7 @@ class FollowedStep:
         self.slots: dict[int, torch.Tensor | None] = {}
         self.kept: set[int] = set()  # slots in which is what the forward itself made
         self.recipes: dict[int, _Recipe] = {}
+        self.masks: dict[int, _Mask] = {}  # by slot: those that are kept as bits
         self.waiting: dict[int, int] = {}  # by slot: how many saves have not been handed out
 
     # ---- forward --------------------------------------------------------------------------------------
@@ -158,11 +178,20 @@ class FollowedStep:
                 if kept:
                     self.slots[slot] = _alias(tensor)
                     self.kept.add(slot)
+        if call.packs is not None:
+            self._pack_bits(*call.packs, func, out, args)
         if call.written:
             for slot, tensor in zip(call.written, written_operands(func, args, kwargs), strict=False):
                 if slot >= 0 and self._is(slot, tensor):
                     self.versions[slot] += 1  # PyTorch counts it when this call has returned
         return out
+
+    def _pack_bits(self, slot: int, bits: int, func: Any, out: torch.Tensor, args: Any) -> None:
+        """Keep a mask as bits that the call which has just run has made, or written for the last time."""
+        kept = masks.kept_by(func, out, args)
+        if kept is not None and slot in self.steps.masks and self._is(slot, out) and masks.fills_storage(out):
+            self.slots[bits] = masks.pack(out)
+            self.masks[slot] = _Mask(out, kept)
 
     def _is(self, slot: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a slot's storage, as the noted calls left it."""
@@ -194,12 +223,17 @@ class FollowedStep:
             if save in self.steps.asks:
                 return _Kept(self, save, tensor)
             return tensor, tensor._version
-        makers = self.steps.program.makers.get(slot, (-1,))
-        if not self._is(slot, tensor) or any(m not in self.recipes for m in makers):
+        if not (self._is(slot, tensor) and self._can_be_made(slot)):
             self.strayed = True
             return tensor, tensor._version
         self.waiting[slot] = self.waiting.get(slot, 0) + 1
         return _Packed(self, save, slot, tensor)
+
+    def _can_be_made(self, slot: int) -> bool:
+        if slot in self.masks:
+            return True
+        makers = self.steps.program.makers.get(slot, (-1,))
+        return all(maker in self.recipes for maker in makers)
 
     def finished(self) -> None:
         """The forward is over."""
@@ -240,13 +274,18 @@ class FollowedStep:
             self.slots[slot] = None
 
     def _run_again(self, run: Run, keep: bool) -> None:
-        first = run.calls[0]
-        if first not in self.recipes:
-            return  # a backward before this one has let go of it
-        made = self._results(run.calls)
-        for j, slot in run.store:
-            self.slots[slot] = made[j]
-            self.kept.discard(slot)
+        if run.bits >= 0:
+            for _, slot in run.store:
+                bits = self.slots.get(run.bits)
+                if bits is not None:
+                    self.slots[slot] = self.masks[slot].unpacked(bits)
+                    self.kept.discard(slot)
+        elif run.calls[0] in self.recipes:  # a backward before this one may have let go of it
+            made = self._results(run.calls)
+            for j, slot in run.store:
+                self.slots[slot] = made[j]
+                self.kept.discard(slot)
+            del made
         if not keep:
             for slot in run.free:
                 self.slots[slot] = None
@@ -344,6 +383,8 @@ class FollowedStep:
         base = self._in_slot(slot)
         if base is not None:
             return base
+        if slot in self.masks and (bits := self.slots.get(self.steps.program.bits[slot])) is not None:
+            return self.masks[slot].unpacked(bits)
         ref = self.refs.get(slot)
         storage = None if ref is None else ref()
         if storage is None:

@@ -9,7 +9,7 @@ a node it lives until autograd lets go of it, which is modelled as a read by the
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -87,11 +87,22 @@ class Wiring:
 
 @dataclass(frozen=True)
 class ReplayProblem(Problem):
-    """A problem whose schedules are followed by replaying."""
+    """A problem whose schedules are followed by replaying.
+
+    Attributes:
+        replayed: What its rows are.
+        wiring: How they are put together.
+        operators: The operators of the module's forward, by position.
+        calls_of: For rows that may run again the events that then happen: its own, and those that write over
+            its results. Of the problem in which nothing is packed.
+        row_of_event: The row of each event. Of the same problem.
+    """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
     wiring: Wiring = field(default_factory=lambda: Wiring([], [], [], [], [], [], []))
     operators: tuple[str, ...] = ()
+    calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
+    row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
 
     def backward_sequences(self, captured: Any, schedule: Any) -> list[list[list[int]]]:
         """What the backward runs under a schedule: entries, and calls of the forward that run again."""
@@ -129,6 +140,8 @@ def build_replayed(
         replayed=builder.replayed,
         wiring=builder.wiring(),
         operators=tuple(map(str, captured.saved.operators)),
+        calls_of=builder.calls_of,
+        row_of_event={row.event: base_op(i) for i, row in enumerate(builder.rows)},
     )
 
 
@@ -154,6 +167,7 @@ class _Builder:
         self._writers: dict[int, list[int]] = {}  # by storage: the events that write it afterwards
         self._ids: dict[int, int] = {}  # by event: the operation of the graph
         self._entry_ids: dict[int, int] = {}  # by row
+        self.calls_of: dict[BaseOp, tuple[int, ...]] = {}
 
     # ---- what may run again -------------------------------------------------------------------------
 
@@ -353,6 +367,7 @@ class _Builder:
         own = self.events[row.event].allocates
         writers = sorted({w for s in own for w in self._writers.get(s, ())})
         calls = [row.event, *writers]
+        self.calls_of[row_of_event[row.event]] = tuple(calls)
         states = [self._states[c] for c in calls if c in self._states]
         if not writers and not states:
             return None
@@ -410,17 +425,20 @@ class _Builder:
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:
     """How the calls of a step are put together, as plan files store it."""
-    wiring = problem.wiring
+    wiring, graph = problem.wiring, problem.graph
+    # As in the record of the step: by the order of production. Bits come between the problem's own values.
+    made = [int(v) for op in graph.ops[: graph.base_length] for v in op.outputs]
+    number = {v: i for i, v in enumerate(made)} | {-1: -1}
     return ReplayRecord(
         operators=list(problem.operators),
         ids=wiring.ids,
         operand_counts=[len(values) for values in wiring.operands],
-        operands=[v for values in wiring.operands for v in values],
+        operands=[number[v] for values in wiring.operands for v in values],
         result_counts=[len(values) for values in wiring.results],
-        results=[v for values in wiring.results for v in values],
+        results=[number[v] for values in wiring.results for v in values],
         written_counts=[len(values) for values in wiring.written],
-        written=[v for values in wiring.written for v in values],
-        saves=wiring.saves,
+        written=[number[v] for values in wiring.written for v in values],
+        saves=[number[v] for v in wiring.saves],
         asked=wiring.asked,
         entries=wiring.entries,
     )

@@ -5,7 +5,7 @@ values are in memory by then, which of its results are used, and which values ar
 simulator assumes is what the program does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,7 @@ class Call:
 
     Attributes:
         recorded: Whether it is run again, so that its arguments are noted.
+        packs: The slots of a mask that it writes last, or makes, and of its bits; None for none.
         operands: For each tensor argument the slot that it lies in; -1: it is held itself.
         results: The results that are slots: position among the results, slot, whether the plan keeps it.
         written: Slots that it writes.
@@ -31,6 +32,7 @@ class Call:
     operands: tuple[int, ...]
     results: tuple[tuple[int, int, bool], ...]
     written: tuple[int, ...]
+    packs: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class Run:
 
     Attributes:
         calls: Their positions.
+        bits: The slot of the bits that are unpacked instead; -1: none.
         store: Results that are used later: position among the results, slot.
         free: Slots that nobody uses behind it.
         last: Whether it is the last time.
@@ -48,6 +51,7 @@ class Run:
     store: tuple[tuple[int, int], ...]
     free: tuple[int, ...]
     last: bool = False
+    bits: int = -1
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class Program:
         runs: By save, what runs again when it is asked for, before it is handed out.
         free: By save, the slots that are let go of when it was handed out.
         makers: By slot, the positions of the call that makes it and of those that write it.
+        bits: By the slot of a mask that is packed, the slot of its bits.
     """
 
     operators: tuple[str, ...]
@@ -69,6 +74,7 @@ class Program:
     runs: dict[int, list[Run]] = field(default_factory=dict)
     free: dict[int, tuple[int, ...]] = field(default_factory=dict)
     makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    bits: dict[int, int] = field(default_factory=dict)
 
 
 def program_of(plan: PlanRecord) -> Program:
@@ -86,6 +92,7 @@ class _Maker:
         self.wiring = wiring
         again = simulated(plan)
         self.graph, self.schedule = again.graph, again.schedule
+        self.packed = plan.graphs[0].packed
         places = again.step.places()
         self.row_of = {op: row for row, (graph, _, op) in enumerate(places) if graph == 0}
         self.operands = _ragged(wiring.operand_counts, wiring.operands)
@@ -129,6 +136,23 @@ class _Maker:
                 if value >= 0 and maker.get(value, position) != position:
                     writers.setdefault(value, []).append(position)
 
+        # Masks that are packed, by the position of the call that makes them: their bits.
+        packed = set(self.packed)
+        bits: dict[int, int] = {}
+        for position, op in enumerate(wiring.ids):
+            replay = graph.ops[self.row_of[op]].replay if op in packed else None
+            if replay is not None:
+                bits[position] = int(graph.ops[replay].inputs[0])
+
+        def read_by(position: int) -> Iterator[int]:
+            """The values that a run reads."""
+            if position in bits:
+                yield bits[position]
+                return
+            own = set(self.results[position])
+            for call in calls_of(position):
+                yield from (v for v in self.operands[call] if v >= 0 and v not in own)
+
         def calls_of(position: int) -> tuple[int, ...]:
             over = sorted({w for v in self.results[position] if v >= 0 for w in writers.get(v, ())})
             return (position, *over)
@@ -136,11 +160,9 @@ class _Maker:
         # What uses each instance last: a run, by its step, or a save, which is handed out behind the runs.
         last_use: dict[int, tuple[int, int, int]] = {}
         for step, position in reruns:
-            own = set(self.results[position])
-            for call in calls_of(position):
-                for value in self.operands[call]:
-                    if value >= 0 and value not in own and (i := instance(value, step)) >= 0:
-                        last_use[i] = max(last_use.get(i, (-1, 0, 0)), (step, 0, 0))
+            for value in read_by(position):
+                if (i := instance(value, step)) >= 0:
+                    last_use[i] = max(last_use.get(i, (-1, 0, 0)), (step, 0, 0))
         saves = list(wiring.saves)
         asked: list[tuple[int, int, int]] = []  # saves, the steps of their entries, and instances
         for order, (save, op) in enumerate(zip(wiring.asked, wiring.entries, strict=True)):
@@ -156,24 +178,27 @@ class _Maker:
         for save in never:
             saves[save] = -1
 
-        recorded = {call for _, position in reruns for call in calls_of(position)}
+        recorded = {c for _, position in reruns if position not in bits for c in calls_of(position)}
         slots = {v for _, position in reruns for v in self.results[position] if v >= 0}
         kept: dict[int, int] = {}  # by slot: the step of the last run that reads its first instance
         for step, position in reruns:
-            own = set(self.results[position])
-            for call in calls_of(position):
-                for value in self.operands[call]:
-                    if value < 0 or value in own:
-                        continue
-                    slots.add(value)
-                    i = instance(value, step)
-                    if i >= 0 and start_of[i] < forward:
-                        kept[value] = step
+            for value in read_by(position):
+                slots.add(value)
+                i = instance(value, step)
+                if i >= 0 and start_of[i] < forward:
+                    kept[value] = step
         program = Program(
             tuple(wiring.operators),
             [self._call(p, recorded, slots, kept) for p in range(len(wiring.operators))],
             saves,
         )
+        for position, slot in bits.items():
+            mask = next(v for v in self.results[position] if v >= 0)
+            program.bits[mask] = slot
+            last = calls_of(position)[-1]
+            call = program.calls[last] or Call(False, self.operands[last], (), ())
+            call.packs = (mask, slot)
+            program.calls[last] = call
         for value in slots:
             if value in maker:
                 program.makers[value] = (maker[value], *writers.get(value, ()))
@@ -203,7 +228,9 @@ class _Maker:
                 i = next((i for i in by_value[value] if start_of[i] == step), -1)
                 if i in last_use:
                     store.append((j, value))
-            run = Run(calls_of(position), tuple(store), tuple(free), last_of[position] == step)
+            run = Run(
+                calls_of(position), tuple(store), tuple(free), last_of[position] == step, bits.get(position, -1)
+            )
             program.runs.setdefault(trigger[entry], []).append(run)
         return program
 
