@@ -145,13 +145,13 @@ class _Maker:
                 bits[position] = int(graph.ops[replay].inputs[0])
 
         def read_by(position: int) -> Iterator[int]:
-            """The values that a run reads."""
+    """The values that a run reads, but for what no counted call made: a run's arguments hold that."""
             if position in bits:
                 yield bits[position]
                 return
             own = set(self.results[position])
             for call in calls_of(position):
-                yield from (v for v in self.operands[call] if v >= 0 and v not in own)
+                yield from (v for v in self.operands[call] if v in maker and v not in own)
 
         def calls_of(position: int) -> tuple[int, ...]:
             over = sorted({w for v in self.results[position] if v >= 0 for w in writers.get(v, ())})
