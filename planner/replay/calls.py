@@ -31,14 +31,15 @@ _BATCH_NORMS = frozenset(
 """Their arguments begin with input, weight, bias, running mean, running variance."""
 _RESHAPES_STORAGE = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "inductor::resize_storage_bytes_"})
 
-_counted: dict[Any, bool] = {}
+COUNTED: dict[Any, bool] = {}
+"""What :func:`is_counted` has said."""
 
 
 def is_counted(func: Any) -> bool:
     """Whether a call of an operator has a position."""
-    known = _counted.get(func)
+    known = COUNTED.get(func)
     if known is None:
-        known = _counted[func] = (
+        known = COUNTED[func] = (
             operators.is_operator(func)
             and not func.is_view
             and func not in _MADE_ELSEWHERE

@@ -24,6 +24,7 @@ from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state, run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay.calls import (
+    COUNTED,
     is_batch_norm,
     is_counted,
     operands_of,
@@ -382,6 +383,11 @@ def unpack(packed: Any) -> torch.Tensor:
 class Following(TorchDispatchMode):
     """Counts the calls of a planned forward, and notes those that run again."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be wrapped at each call: a step that is compiled runs without its plan."""
+        return False
+
     def __init__(self, step: FollowedStep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step = step
@@ -389,7 +395,10 @@ class Following(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(is_wrapper, types)):
             return NotImplemented
-        if not is_counted(func):
+        counted = COUNTED.get(func)
+        if counted is None:
+            counted = is_counted(func)
+        if not counted:
             return func(*args, **kwargs) if kwargs else func(*args)
         step = self.step
         position = step.position
