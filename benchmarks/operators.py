@@ -2,8 +2,8 @@
 
     python benchmarks/operators.py [--forms float32,bfloat16] [--kinds train,eval] [--samples 2]
                                    [--cases float32/operator/addmm] [--together 12] [--again failed]
-                                   [--device cuda] [--jobs 8] [--results out/operators.jsonl]
-                                   [--out docs/results/operators.md]
+                                   [--device cuda] [--backend replay] [--jobs 8]
+                                   [--results out/operators.jsonl] [--out docs/results/operators.md]
 
 Samples are PyTorch's own, from the database of its tests: of operators out of place and in place, of
 modules in train mode and, where that differs, in evaluation mode. Some cases together are one step; where
@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -32,11 +32,14 @@ import planner
 from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.operator_cases import FORMS, KINDS, Sample, names, runs, samples, step_of
 from planner.errors import PlanWarning
+from planner.planfile.schema import BackendName
 
 VERDICTS = ("ok", "measured less", "OVER", "DIFFERENT", "told", "refused", "FAILED", "unable")
 
 
-def measure(cases: Sequence[str], most: int, device: str) -> list[dict[str, Any]]:
+def measure(
+    cases: Sequence[str], most: int, device: str, backend: BackendName = "eager"
+) -> list[dict[str, Any]]:
     """Some cases of a form in one step; where that is not well, each by itself, and each of its samples."""
     started = time.process_time()
     rows: list[dict[str, Any]] = [{"model": case} for case in cases]
@@ -53,22 +56,22 @@ def measure(cases: Sequence[str], most: int, device: str) -> list[dict[str, Any]
         chosen.append([sample for sample, reason in zip(found, reasons, strict=True) if reason is None])
         row["samples"], row["without"] = len(chosen[-1]), sorted({r[:300] for r in reasons if r is not None})
     every = [sample for some in chosen for sample in some]
-    result = attempt(every, form) if every else {}
+    result = attempt(every, form, backend) if every else {}
     for row, some in zip(rows, chosen, strict=True):
         if not some:
             row["results"] = []
         elif verdict_of(result) == "ok" or len(every) == 1:
             row["results"], row["with"] = [result], list(cases)
         elif len(cases) > 1:
-            row.update(measure([row["model"]], most, device)[0])
+            row.update(measure([row["model"]], most, device, backend)[0])
         else:
-            row["together"], row["results"] = result, [attempt([sample], form) for sample in some]
+            row["together"], row["results"] = result, [attempt([one], form, backend) for one in some]
     for row in rows:
         row["seconds"] = round((time.process_time() - started) / len(rows), 1)
     return rows
 
 
-def attempt(chosen: Sequence[Sample], form: str) -> dict[str, Any]:
+def attempt(chosen: Sequence[Sample], form: str, backend: BackendName = "eager") -> dict[str, Any]:
     """Plans the step of some samples, runs it and compares."""
     row: dict[str, Any] = {}
     model, args = step_of(chosen, form)
@@ -76,7 +79,13 @@ def attempt(chosen: Sequence[Sample], form: str) -> dict[str, Any]:
         warnings.simplefilter("always", PlanWarning)
         try:
             plan = planner.plan(
-                model, args=args, budget="min", costs="roofline", time_limit=1.0, training=model.training
+                model,
+                args=args,
+                budget="min",
+                costs="roofline",
+                time_limit=1.0,
+                training=model.training,
+                backend=backend,
             )
             report = planner.verify(model, args=args, plan=plan, repeats=0)
             row["coverage"], row["problems"] = plan.coverage, report.problems[:4]
@@ -219,6 +228,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="of a case, at most")
     parser.add_argument("--together", type=int, default=12, help="cases in one step, where that is well")
     parser.add_argument("--device", default="cpu", help="where they run: cpu, cuda")
+    parser.add_argument(
+        "--backend", choices=get_args(BackendName), default="eager", help="what follows plans"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="worker processes side by side")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "operators.jsonl")
     parser.add_argument(
@@ -233,7 +245,7 @@ def main() -> None:
         made = (
             row
             for some in groups(asked, options.together)
-            for row in measure(some, options.samples, options.device)
+            for row in measure(some, options.samples, options.device, options.backend)
         )
         work(options.worker, lambda _: next(made))
         return
@@ -252,7 +264,7 @@ def main() -> None:
             chosen = [n for n in chosen if n not in fine]
         chosen = [n for some in groups(chosen, 1) for n in some]
         given = ["--samples", str(options.samples), "--together", str(options.together)]
-        given += ["--device", options.device]
+        given += ["--device", options.device, "--backend", options.backend]
         run_each(__file__, given, chosen, options.results, options.timeout, _failed, _said, options.jobs)
     if options.out is not None:
         rows = load(options.results)

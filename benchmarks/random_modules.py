@@ -1,6 +1,7 @@
 """Plans modules of random operations, and compares what they leave and take with the unplanned step.
 
-    python benchmarks/random_modules.py [--kind sequences] [--first 0] [--count 100] [--device cuda] [--json]
+    python benchmarks/random_modules.py [--kind sequences] [--first 0] [--count 100] [--device cuda]
+                                        [--backend replay] [--json]
 
 Each module follows from its seed (see ``tests/random_modules.py``). It is planned for a budget that is random
 as well. Its step is verified bit for bit, two more are compared, and the peaks of the planned and of the
@@ -16,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 from rich.console import Console
@@ -24,6 +26,7 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
+from planner.planfile.schema import BackendName
 from tests.random_modules import random_module
 from tests.random_operations import SHAPES, Kind
 
@@ -36,7 +39,7 @@ def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([output.square().mean() for output in outputs]).sum()
 
 
-def found_in(seed: int, kind: Kind) -> list[str] | None:
+def found_in(seed: int, kind: Kind, backend: BackendName = "eager") -> list[str] | None:
     """What is wrong with the plan of a random module, a line each; None where it has no gradients."""
     model, _ = random_module(seed, kind)
     x = torch.randn(SHAPES[kind])
@@ -53,9 +56,9 @@ def found_in(seed: int, kind: Kind) -> list[str] | None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", planner.PlanWarning)
         try:
-            plan = planner.plan(model, (x,), loss=loss_of, budget=budget, outputs=outputs)
+            plan = planner.plan(model, (x,), loss=loss_of, budget=budget, outputs=outputs, backend=backend)
         except planner.InfeasibleBudget:
-            plan = planner.plan(model, (x,), loss=loss_of, budget="min", outputs=outputs)
+            plan = planner.plan(model, (x,), loss=loss_of, budget="min", outputs=outputs, backend=backend)
         report = planner.verify(model, (x,), plan=plan, loss=loss_of, repeats=0)
         found = [*report.problems, *_differences(model, plan, x)]
     if any(_ORDER in note for note in plan.notes):
@@ -101,6 +104,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=100, help="how many modules")
     parser.add_argument("--device", default="cpu", help="where they run: cpu, cuda")
+    parser.add_argument(
+        "--backend", choices=get_args(BackendName), default="eager", help="what follows plans"
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -109,7 +115,7 @@ def main() -> None:
     seeds = range(options.first, options.first + options.count)
     for seed in track(seeds, "planning modules", console=console):
         try:
-            found = found_in(seed, options.kind)
+            found = found_in(seed, options.kind, options.backend)
         except Exception as error:
             found = [f"{type(error).__name__}: {error}"]
         torch.compiler.reset()

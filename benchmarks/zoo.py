@@ -2,7 +2,7 @@
 
     python benchmarks/zoo.py [--models gpt,hf_bert] [--families text,layers] [--variant one-sample]
                              [--budgets 70%,min] [--results out/zoo.jsonl] [--again failed|all]
-                             [--device cuda] [--jobs 8] [--out docs/zoo.md]
+                             [--device cuda] [--backend replay] [--jobs 8] [--out docs/zoo.md]
 
 Each model is captured once and planned for each budget. The plan is applied, a step is run, and loss,
 gradients, buffers and random generators are compared bit for bit with the unplanned step's; the peak is
@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils import _pytree as pytree
@@ -33,6 +33,7 @@ import planner
 from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.zoo_variants import VARIANTS, Variant
 from planner.errors import PlanWarning
+from planner.planfile.schema import BackendName
 from planner.planning.make_plan import make_plan
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
@@ -45,7 +46,13 @@ from tests import zoo
 
 
 def measure(
-    name: str, budgets: list[str], solver: str, seconds: float, variant: str | None, device: str = "cpu"
+    name: str,
+    budgets: list[str],
+    solver: str,
+    seconds: float,
+    variant: str | None,
+    device: str = "cpu",
+    backend: BackendName = "eager",
 ) -> dict[str, Any]:
     """One model: what came of capturing it, and of its plan for each budget."""
     row: dict[str, Any] = {"model": name, "family": zoo.family_of(name)}
@@ -55,7 +62,7 @@ def measure(
             warnings.simplefilter("always", PlanWarning)
             change = VARIANTS[variant] if variant else None
             with change.around() if change else contextlib.nullcontext():
-                _measure(name, budgets, solver, seconds, change, device, row)
+                _measure(name, budgets, solver, seconds, change, device, backend, row)
         row["warnings"] = sorted({str(w.message) for w in caught if issubclass(w.category, PlanWarning)})
     except planner.PlannerError as error:
         row["refused"] = f"{type(error).__name__}: {error}"
@@ -74,6 +81,7 @@ def _measure(
     seconds: float,
     change: Variant | None,
     device: str,
+    backend: BackendName,
     row: dict[str, Any],
 ) -> None:
     model, args, kwargs = _built(name, device)
@@ -91,7 +99,7 @@ def _measure(
             model = change.module(model)
     started = time.process_time()
     step = Step(args, kwargs, zoo.scalar_loss)
-    prepared = prepare(model, step, PlanOptions())
+    prepared = prepare(model, step, PlanOptions(backend=backend))
     row["capture_seconds"] = round(time.process_time() - started, 2)
     row["budgets"] = {}
     for text in budgets:
@@ -288,6 +296,9 @@ def main() -> None:
     parser.add_argument("--solver-seconds", type=float, default=10.0, help="for a model and a budget")
     parser.add_argument("--variant", choices=VARIANTS, help="models or inputs changed so")
     parser.add_argument("--device", default="cpu", help="where models run: cpu, cuda")
+    parser.add_argument(
+        "--backend", choices=get_args(BackendName), default="eager", help="what follows plans"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="models planned side by side")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "zoo.jsonl")
     parser.add_argument(
@@ -301,8 +312,8 @@ def main() -> None:
     budgets = options.budgets.split(",")
     if options.worker:
         solver, seconds, variant = options.solver, options.solver_seconds, options.variant
-        device = options.device
-        work(options.worker, lambda name: measure(name, budgets, solver, seconds, variant, device))
+        device, backend = options.device, options.backend
+        work(options.worker, lambda name: measure(name, budgets, solver, seconds, variant, device, backend))
         return
     names = options.models.split(",") if options.models else list(every)
     if unknown := set(names) - every.keys():
@@ -317,10 +328,11 @@ def main() -> None:
     given += ["--solver-seconds", str(options.solver_seconds)]
     given += [] if options.variant is None else ["--variant", options.variant]
     given += [] if options.device == "cpu" else ["--device", options.device]
+    given += [] if options.backend == "eager" else ["--backend", options.backend]
     run_each(__file__, given, names, options.results, options.timeout, _failed, _said, options.jobs)
     if options.out is not None:
         asked = {"budgets": options.budgets, "solver": options.solver, "variant": options.variant}
-        asked |= {"device": options.device, "families": options.families}
+        asked |= {"device": options.device, "backend": options.backend, "families": options.families}
         given = [f"--{name} {value}" for name, value in asked.items() if value != parser.get_default(name)]
         options.out.write_text(markdown(load(options.results), len(every), given))
 

@@ -193,6 +193,7 @@ class _Builder:
             return False
         return all(
             storage not in self._changed
+            and storage not in self.saved.unsure
             and storage not in self._asked_for_early
             and all(self._repeatable(w, frozenset((storage,))) for w in self._writers.get(storage, ()))
             for storage in event.allocates
@@ -395,6 +396,7 @@ class _Builder:
         """The calls of the module's forward, by position, and what autograd saves of them."""
         count = len(self.saved.operators)
         ids, operands, results, written = [-1] * count, *([()] * count for _ in range(3))
+        unsure = self.saved.unsure
 
         def values(storages: Sequence[int]) -> tuple[int, ...]:
             return tuple(int(self.value_of.get(s, -1)) for s in storages)
@@ -402,7 +404,7 @@ class _Builder:
         for index, made in enumerate(self.saved.made):
             if made.position >= 0:
                 ids[made.position] = self._ids.get(index, -1)
-                operands[made.position] = values(made.operands)
+                operands[made.position] = values([-1 if s in unsure else s for s in made.operands])
                 born = set(self.events[index].allocates)
                 results[made.position] = values([s if s in born else -1 for s in made.results])
                 written[made.position] = values(made.written)

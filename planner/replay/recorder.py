@@ -72,6 +72,8 @@ class Saved:
         saves: What autograd saved, in order.
         unpacked: The saves that nodes asked for, in order, each with the number of events by then.
         made: One entry for every event.
+        unsure: The storages of which a tensor was met whose count of writes is not that of the writes that
+            were seen: it counts by itself, as parts by ``unsafe_split`` and what ``detach`` returns do.
         operators: The operators of the counted calls, by position.
         forward_events: How many events the module's forward had.
     """
@@ -79,6 +81,7 @@ class Saved:
     saves: list[Save] = field(default_factory=list)
     unpacked: list[tuple[int, int]] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
+    unsure: set[int] = field(default_factory=set)
     operators: list[Any] = field(default_factory=list)
     forward_events: int = 0
 
@@ -98,6 +101,7 @@ class SavesRecorder(StepRecorder):
         self._inside = [""]
         self._alive: list[Any] = []  # weak references, which call back while they are held
         self._in_forward = False
+        self._versions: dict[int, int] = {}  # by storage that the forward made
         product = self._product.is_followed_by_its_bias
         # In a planned forward a dispatch mode is on, under which a bias is not added in place.
         self._product.is_followed_by_its_bias = (  # type: ignore[method-assign]
@@ -149,6 +153,8 @@ class SavesRecorder(StepRecorder):
         operands = list(operands_of(args, kwargs))
         writes = [] if is_batch_norm(func) else written_operands(func, args, kwargs)
         reads = operands[:3] if is_batch_norm(func) and len(args) > 5 and args[5] else operands
+        if self._in_forward:
+            self._count_writes(operands, writes, results_of(out))
         return Made(
             position,
             tuple(map(self.index_of, operands)),
@@ -160,6 +166,23 @@ class SavesRecorder(StepRecorder):
             _line() if self._in_forward else None,
         )
 
+    def _count_writes(
+        self, operands: list[torch.Tensor], writes: list[torch.Tensor], results: Iterator[torch.Tensor]
+    ) -> None:
+        for tensor in operands:
+            self._look_at(tensor)
+        for number in map(self.index_of, writes):
+            if number in self._versions:
+                self._versions[number] += 1  # PyTorch counts it when this call has returned
+        for tensor in results:
+            if (number := self.index_of(tensor)) >= 0:
+                self._versions.setdefault(number, tensor._version)
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        number = self.index_of(tensor)
+        if self._versions.get(number, tensor._version) != tensor._version:
+            self.saved.unsure.add(number)
+
     def _there(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         return tuple(fake.storage_key(t) for t in tensors if self.index_of(t) < 0)
 
@@ -170,6 +193,7 @@ class SavesRecorder(StepRecorder):
         saved.saves.append(save)
         if number < 0:
             return tensor
+        self._look_at(tensor)
         form: Any = None
         if not fake.is_fake(tensor):
             with self.pause():
