@@ -145,7 +145,7 @@ class _Maker:
                 bits[position] = int(graph.ops[replay].inputs[0])
 
         def read_by(position: int) -> Iterator[int]:
-    """The values that a run reads, but for what no counted call made: a run's arguments hold that."""
+            """The values that a run reads, but for what no counted call made: a run's arguments hold that."""
             if position in bits:
                 yield bits[position]
                 return
