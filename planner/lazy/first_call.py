@@ -128,7 +128,7 @@ class PlannedAtFirstCall(InstalledCall):
         if wanted.enlarge is not None:
             args, kwargs = wanted.enlarge(args, kwargs)
         options = wanted.options
-        countable = options.parallel is None and options.in_flight is None and options.backend == "eager"
+        countable = options.parallel is None and options.in_flight is None and options.backend != "inductor"
         if countable and not holds_dtensors(model) and (wrapped := wrapped_here()) is not None:
             wanted = replace(wanted, given={**wanted.given, "parallel": wrapped})
 

@@ -32,6 +32,7 @@ class ReplayRecord(Record):
         description="for each tensor that autograd saves, in order, its value, where it can be made again; "
         "-1: it is kept"
     )
+    begun: Counts = Field(description="for each of them how many calls of operators have begun by then")
     asked: list[Index] = Field(
         max_length=_MOST, description="those of them that the backward asks for, in order"
     )
@@ -53,11 +54,14 @@ class ReplayRecord(Record):
             ("results", sum(self.result_counts)),
             ("written_counts", count),
             ("written", sum(self.written_counts)),
+            ("begun", len(self.saves)),
             ("entries", len(self.asked)),
         ):
             found = len(getattr(self, name))
             if found != expected:
                 raise InconsistentError(f"{found} entries where the others ask for {expected}", name)
+        if sorted(self.begun) != self.begun:
+            raise InconsistentError("it falls somewhere, and calls only come", "begun")
         largest = max(self.asked, default=-1)
         if largest >= len(self.saves):
             raise InconsistentError(f"{largest} is not below {len(self.saves)}", "asked")

@@ -10,6 +10,7 @@ else is kept, as without a plan.
 """
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class Steps:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.calls, self.saves = program.calls, program.saves
-        self.names = program.operators
+        self.names, self.begun = program.operators, program.begun
         self.operators: list[Any] = [None] * len(program.operators)  # as they are first met
         self.asks = frozenset(program.runs) | frozenset(program.free)
         self.masks = {
@@ -144,6 +145,8 @@ class FollowedStep:
         self.position = self.save = 0
         self.matched = True
         self.strayed = False  # something was not the value that the plan has there
+        self.skipped = 0  # calls of the plan that did not come
+        self._unmatched: list[str] = []  # the operators that came in their place
         self.followed = False  # the whole forward was as planned: the backward follows the schedule
         self.refs: dict[int, Any] = {}  # by slot, a weak reference to its storage
         self.versions: dict[int, int] = {}
@@ -216,9 +219,14 @@ class FollowedStep:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds of a tensor that it saves."""
-        save = self.save
+        save, begun = self.save, self.steps.begun
+        if save >= len(begun) or begun[save] != self.position:
+            self.strayed = True
+            save = bisect_left(begun, self.position)
+            if save >= len(begun) or begun[save] != self.position:
+                return tensor, tensor._version  # the plan has no save here
         self.save = save + 1
-        slot = self.saves[save] if save < len(self.saves) else -1
+        slot = self.saves[save]
         if slot < 0:
             if save in self.steps.asks:
                 return _Kept(self, save, tensor)
@@ -234,6 +242,28 @@ class FollowedStep:
             return True
         makers = self.steps.program.makers.get(slot, (-1,))
         return all(maker in self.recipes for maker in makers)
+
+    def found_again(self, func: Any) -> bool:
+        """Whether a call that is not the one of its position is one of a later position.
+
+        It is where the call and those right before it, up to three, follow each other there. Positions only
+        grow: what an earlier one stands for may still be asked for.
+        """
+        self.matched = False
+        recent = self._unmatched = [*self._unmatched[-2:], str(func)]
+        names, length = self.steps.names, len(recent)
+        for position in range(self.position + length - 1, len(names)):
+            if names[position] == recent[-1] and names[position + 1 - length : position + 1] == tuple(recent):
+                self.skipped += position - self.position
+                self.position = position + 1
+                self._unmatched = []
+                return True
+        return False
+
+    @property
+    def as_planned(self) -> int:
+        """How many of the plan's calls came."""
+        return self.position - self.skipped
 
     def finished(self) -> None:
         """The forward is over."""
@@ -443,16 +473,15 @@ class Following(TorchDispatchMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         step = self.step
         position = step.position
-        if step.matched:
+        if position < len(step.calls) and (
+            step.operators[position] is func or step.steps.is_expected(position, func)
+        ):
             step.position = position + 1
-            if position < len(step.calls) and (
-                step.operators[position] is func or step.steps.is_expected(position, func)
-            ):
-                call = step.calls[position]
-                if call is not None:
-                    return step.run(call, func, args, kwargs)
-            else:
-                step.matched = False
+        elif not step.found_again(func):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        call = step.calls[step.position - 1]
+        if call is not None:
+            return step.run(call, func, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
 

@@ -72,6 +72,7 @@ class Wiring:
         ids: For each position the operation of the graph; -1 for a call that is none.
         operands, results, written: By position, the values of tensors; -1 for what is no value.
         saves: For each save its value; -1 where there is none, or it may not be made again.
+        begun: For each save how many calls have begun by then.
         asked: The saves that nodes ask for, in order.
         entries: For each of these the operation of the graph that is the entry behind it.
     """
@@ -81,6 +82,7 @@ class Wiring:
     results: list[tuple[int, ...]]
     written: list[tuple[int, ...]]
     saves: list[int]
+    begun: list[int]
     asked: list[int]
     entries: list[int]
 
@@ -99,7 +101,7 @@ class ReplayProblem(Problem):
     """
 
     replayed: ReplayGraph = field(default_factory=ReplayGraph)
-    wiring: Wiring = field(default_factory=lambda: Wiring([], [], [], [], [], [], []))
+    wiring: Wiring = field(default_factory=lambda: Wiring([], [], [], [], [], [], [], []))
     operators: tuple[str, ...] = ()
     calls_of: Mapping[BaseOp, tuple[int, ...]] = field(default_factory=dict)
     row_of_event: Mapping[int, BaseOp] = field(default_factory=dict)
@@ -422,7 +424,8 @@ class _Builder:
             if row is not None and row in self._entry_ids:
                 asked.append(number)
                 entries.append(self._entry_ids[row])
-        return Wiring(ids, operands, results, written, saves, asked, entries)  # type: ignore[arg-type]
+        begun = [save.begun for save in self.saved.saves]
+        return Wiring(ids, operands, results, written, saves, begun, asked, entries)  # type: ignore[arg-type]
 
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:
@@ -441,6 +444,7 @@ def replay_record(problem: ReplayProblem) -> ReplayRecord:
         written_counts=[len(values) for values in wiring.written],
         written=[number[v] for values in wiring.written for v in values],
         saves=[number[v] for v in wiring.saves],
+        begun=wiring.begun,
         asked=wiring.asked,
         entries=wiring.entries,
     )

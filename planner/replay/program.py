@@ -62,6 +62,7 @@ class Program:
         operators: The operator of each call, as ``str(operator)`` has it.
         calls: What is done at each; None: it just runs.
         saves: For each save the slot that is dropped; -1: it is kept.
+        begun: For each save how many calls have begun by then.
         runs: By save, what runs again when it is asked for, before it is handed out.
         free: By save, the slots that are let go of when it was handed out.
         makers: By slot, the positions of the call that makes it and of those that write it.
@@ -71,6 +72,7 @@ class Program:
     operators: tuple[str, ...]
     calls: list[Call | None]
     saves: list[int]
+    begun: list[int]
     runs: dict[int, list[Run]] = field(default_factory=dict)
     free: dict[int, tuple[int, ...]] = field(default_factory=dict)
     makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -191,6 +193,7 @@ class _Maker:
             tuple(wiring.operators),
             [self._call(p, recorded, slots, kept) for p in range(len(wiring.operators))],
             saves,
+            list(wiring.begun),
         )
         for position, slot in bits.items():
             mask = next(v for v in self.results[position] if v >= 0)

@@ -31,11 +31,13 @@ class Save:
     Attributes:
         storage: The recorded storage that it lies in; -1 where that was there before the step, or is no plain
             memory of a plain tensor.
+        begun: How many counted calls of the forward have begun by then.
         unpacked: The number of events recorded when a node asked for it, each time.
         released: The last event recorded when autograd let go of it; None where it outlived the step.
     """
 
     storage: int
+    begun: int = 0
     unpacked: list[int] = field(default_factory=list)
     released: int | None = None
 
@@ -189,7 +191,7 @@ class SavesRecorder(StepRecorder):
     def _pack(self, tensor: torch.Tensor) -> Any:
         saved = self.saved
         number = -1 if self._paused or not is_plain(tensor) else self.index_of(tensor)
-        save = Save(number)
+        save = Save(number, len(saved.operators))
         saved.saves.append(save)
         if number < 0:
             return tensor

@@ -15,9 +15,12 @@ from planner.planfile.plan import PlanRecord
 from planner.replay.follow import Steps, followed
 from planner.replay.program import program_of
 from planner.runtime.earlier_gradients import EarlierGradients
+from planner.runtime.first_forward import OtherPaths
 from planner.runtime.installed import InstalledCall, install
-from planner.runtime.shapes.policy import OnNewShape
-from planner.training_step.step import Loss, differentiates
+from planner.runtime.own_errors import unplanned
+from planner.runtime.shapes.policy import NewShapes, OnNewShape
+from planner.runtime.shapes.shape_key import shape_key
+from planner.training_step.step import Loss, differentiates, map_tensors
 
 
 class ReplayedCall(InstalledCall):
@@ -41,9 +44,10 @@ class ReplayedCall(InstalledCall):
         self.plan, self.on_new_shape, self.loss = plan, on_new_shape, loss
         self.when_accumulating: Callable[..., Callable[..., Any] | None] | None = None
         self.when_changed: Callable[..., Callable[..., Any] | None] | None = None
-        self._steps = Steps(program_of(plan))
         self._calls = Calls(warn)
-        self._warned_of_path = False
+        self._shapes = NewShapes(model, plan, on_new_shape, _followers, loss)
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
         self._earlier: EarlierGradients | None = None
         if plan.resident.gradient_bytes == 0:
             self._earlier = EarlierGradients(model.modules)
@@ -82,15 +86,28 @@ class ReplayedCall(InstalledCall):
                 return planned(*args, **kwargs)
         self.unplanned.planned_call()
         self._calls.begin()
-        output, step = followed(self._steps, lambda: modules.module_call(model, *args, **kwargs))
-        if not step.followed and not self._warned_of_path:
-            self._warned_of_path = True
-            warn(
-                f"the forward took a path that the plan has not seen: {min(step.position, len(step.calls))} of "
-                f"its {len(step.calls)} calls of operators ran as planned, and what the others made is kept. "
-                "The step may take more than predicted; plan again with inputs that lead along this path"
-            )
+        if self._strayed is not None:
+            if self._shapes.look_at_path(*self._strayed):
+                self._programs.clear()
+            self._strayed = None
+        key = shape_key(args, kwargs)
+        program = self._programs.get(key)
+        if program is None:
+            if not differentiates(model, args, kwargs):
+                return self.run_original(*args, **kwargs)
+            program = self._programs[key] = self._program(args, kwargs)
+        output = program(model, args, kwargs)
+        if self.on_new_shape == "replan" and self._shapes.strayed:
+            self._strayed = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
         return output
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """What runs arguments of a shape that has not been seen before."""
+        try:
+            return self._shapes.program(args, kwargs)
+        except Exception as error:
+            unplanned("a step with inputs that have not been seen before", error)
+            return lambda model, args, kwargs: modules.module_call(model, *args, **kwargs)
 
     def _tell_of_gradients(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         there = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
@@ -99,3 +116,35 @@ class ReplayedCall(InstalledCall):
             "micro-batches a step, and the plan is for none: the step may take as much more than predicted. "
             "Plan with accumulate=True, or call optimizer.zero_grad() before each step"
         )
+
+
+def _followers(
+    plan: PlanRecord, others_came: Callable[[], bool], paths: OtherPaths
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What runs a module by a plan, at the planned shape and at others alike."""
+    steps = Steps(program_of(plan))
+    if not steps.program.runs and plan.predicted.dynamic_peak_bytes >= plan.baseline.dynamic_peak_bytes:
+        return _as_it_is, _as_it_is  # nothing is dropped
+
+    warned = False
+
+    def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal warned
+        output, step = followed(steps, lambda: modules.module_call(model, *args, **kwargs))
+        if not step.followed:
+            paths.met = True
+            if not warned:
+                warned = True
+                warn(
+                    f"the forward took a path that the plan has not seen: of the plan's {len(step.calls)} calls "
+                    f"of operators {step.as_planned} ran, and what others made is kept. The step may take more "
+                    "than predicted; plan with inputs that lead along this path, or apply with "
+                    "on_new_shape='replan'"
+                )
+        return output
+
+    return follow, follow
+
+
+def _as_it_is(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return modules.module_call(model, *args, **kwargs)

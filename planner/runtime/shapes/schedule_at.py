@@ -28,6 +28,8 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedul
     Raises:
         PlanMismatch: The step is made of other graphs than the plan.
     """
+    if plan.target.backend == "replay":
+        return _replayed_at(plan, prepared)
     captured, sources = prepared.captured, prepared.problem.sources
     executions = Counter(graph for graph, _ in {(s.graph, s.instance) for s in sources})
     there = [i for i, g in enumerate(captured.graphs) if g.joint is not None and not g.places]
@@ -51,6 +53,29 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedul
     packing = replace(prepared, problem=packed_as(prepared.problem, prepared.packings, masks))
     sequences = [[backward for backward, _ in runs] for runs in decided]
     return packing, schedule_of(packing.problem, captured, sequences)
+
+
+def _replayed_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
+    record, graph = plan.graphs[0], prepared.captured.graphs[0].joint
+    assert graph is not None
+    if [op.name for op in graph.ops] != [op.name for op in record.ops]:
+        raise PlanMismatch("its forward takes another path than the plan's")
+    masks = {(0, 0, op) for op in record.packed}
+    packing = replace(prepared, problem=packed_as(prepared.problem, prepared.packings, masks))
+    problem = packing.problem
+    rows = {source.op: row for row, source in numbered(BaseOp, problem.sources) if source.graph >= 0}
+    before: dict[int, list[RowId]] = {}
+    waiting: list[RowId] = []
+    for op in record.backward:
+        if op < graph.forward_length:
+            waiting.append(problem.graph.rerun(rows[op]))
+        else:
+            before[rows[op]], waiting = waiting, []
+    schedule: list[RowId] = []
+    for row in problem.graph.base_ops:
+        schedule += before.get(row, ())
+        schedule.append(row)
+    return packing, np.array(schedule, dtype=np.int64)
 
 
 def schedule_of(
