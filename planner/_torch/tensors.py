@@ -102,6 +102,17 @@ def writes(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without history; of a plain tensor with the same count of writes, whatever dispatch
+    mode is on. A tensor that has none is returned as it is."""
+    if tensor.grad_fn is None:
+        return tensor
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():  # a mode would make an alias that counts by itself
+        return tensor.detach()
+
+
 def strided_copy(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A copy that lies in memory as the tensor does, dense or not.
 

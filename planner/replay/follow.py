@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch import operators
 from planner._torch.autograd import graph_is_kept
-from planner._torch.tensors import is_wrapper
+from planner._torch.tensors import is_wrapper, without_history
 from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state, run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
@@ -228,11 +228,13 @@ class FollowedStep:
         self.save = save + 1
         slot = self.saves[save]
         if slot < 0:
+            tensor = without_history(tensor)  # the node of a result would hold itself
             if save in self.steps.asks:
                 return _Kept(self, save, tensor)
             return tensor, tensor._version
         if not (self._is(slot, tensor) and self._can_be_made(slot)):
             self.strayed = True
+            tensor = without_history(tensor)
             return tensor, tensor._version
         self.waiting[slot] = self.waiting.get(slot, 0) + 1
         return _Packed(self, save, slot, tensor)
