@@ -5,6 +5,8 @@ import functools
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
@@ -50,6 +52,19 @@ class PlanWarning(UserWarning):
     """A planned module runs something that its plan does not cover; what it computes is still right."""
 
 
+_collected: ContextVar[list[str] | None] = ContextVar("collected warnings", default=None)
+
+
+@contextlib.contextmanager
+def warnings_collected() -> Iterator[list[str]]:
+    """A context in which what :func:`warn` is told is collected, and told to nobody."""
+    token = _collected.set(told := [])
+    try:
+        yield told
+    finally:
+        _collected.reset(token)
+
+
 def warn(text: str, *, cause: Exception | None = None) -> None:
     """Log a text, and warn the user with a :class:`PlanWarning` at the line of theirs that led to it.
 
@@ -57,6 +72,10 @@ def warn(text: str, *, cause: Exception | None = None) -> None:
         text: What does not run as planned, and what to do.
         cause: An error that is behind it; its traceback goes to the log.
     """
+    collected = _collected.get()
+    if collected is not None:
+        collected.append(text)
+        return
     logger.warning(text, exc_info=cause)
     warnings.warn(text, PlanWarning, stacklevel=_level_of_user(sys._getframe(1)))
 

@@ -93,6 +93,9 @@ class Backend(StrEnum):
     """What runs a plan's graphs."""
 
     eager = "eager"
+    graph = "graph"
+    replay = "replay"
+    auto = "auto"
     inductor = "inductor"
 
 
@@ -140,7 +143,8 @@ BackendName = Annotated[
     Backend,
     typer.Option(
         "--backend",
-        help="What runs the plan: eager's operators, or the programs that Inductor makes of them.",
+        help="What runs the plan: graphs of eager's operators (eager, or graph), the module as it is with "
+        "operators that are replayed, auto for one of these, or the programs that Inductor makes of the graphs.",
     ),
 ]
 Keep = Annotated[

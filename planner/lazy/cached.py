@@ -60,7 +60,7 @@ def mismatch(
         ("inputs", plan.target.inputs, options.get("inputs", "unchanged")),
         ("autocast", plan.model.autocast, autocast_regions()),
         ("accumulate", there, accumulate),
-        ("backend", plan.target.backend, options.get("backend", "eager")),
+        ("backend", plan.target.backend, _backend(plan, options.get("backend", "eager"))),
         ("backend_options", plan.target.backend_options, dict(options.get("backend_options", {}))),
         ("parallel", parallel_of(plan.target.parallel), ranks),
         *((name, plan.created_with.get(name), now) for name, now in made_of(model, options).items()),
@@ -105,3 +105,10 @@ def _shown(value: Any) -> str:
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     return str(value)
+
+
+def _backend(plan: PlanRecord, asked: str) -> str:
+    """The backend that was asked for, by the name that plans have; that of the plan where it may choose."""
+    if asked == "auto" and plan.target.backend in ("eager", "replay"):
+        return plan.target.backend
+    return "eager" if asked == "graph" else asked

@@ -123,7 +123,8 @@ class PlanRecord(Record):
         description="what operations read and make, for readers: with it the schedule can be simulated again",
     )
     replay: ReplayRecord | None = Field(
-        default=None, description="how the calls of the step are put together, where it is followed by replaying"
+        default=None,
+        description="how the calls of the step are put together, where it is followed by replaying",
     )
 
     @property
@@ -196,7 +197,9 @@ class PlanRecord(Record):
         if self.step is not None:
             self._check_step(self.step)
         if (self.target.backend == "replay") != (self.replay is not None):
-            raise InconsistentError("it is there for plans of the backend 'replay', and for no others", "replay")
+            raise InconsistentError(
+                "it is there for plans of the backend 'replay', and for no others", "replay"
+            )
         if self.replay is not None:
             self._check_replay(self.replay)
         return self

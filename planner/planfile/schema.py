@@ -13,6 +13,9 @@ BackendName = Literal["eager", "replay", "inductor"]
 """What runs a plan: graphs, operator by operator; eager itself, of which operators are replayed; or the programs
 that Inductor makes of the graphs."""
 
+BackendChoice = Literal["auto", "graph", "eager", "replay", "inductor"]
+"""What can be asked for: "graph" and "eager" are the same; "auto" chooses between it and "replay"."""
+
 MOST_OPS = 2_000_000
 MOST_STEPS = 2_000_000
 _TIMELINE_POINTS = 600

@@ -1,6 +1,7 @@
 """What can be planned for which backend, seen before the long work."""
 
 from planner.errors import CompilerError, warn
+from planner.parallel.strategies import FSDP2, read_parallel
 from planner.planning.options import OptionError, PlanOptions
 
 
@@ -21,6 +22,11 @@ def check_backend(options: PlanOptions) -> None:
         if options.backend == "replay" and options.in_flight is not None:
             raise OptionError(
                 "in_flight=: expected none with backend='replay'; stages of pipelines run by backend='eager'"
+            )
+        if options.backend == "replay" and isinstance(read_parallel(options.parallel), FSDP2):
+            raise OptionError(
+                "parallel=: expected no FSDP2 with backend='replay', which would read parameters that "
+                "fully_shard has let go of; plan it with backend='graph'"
             )
         if options.backend == "replay" and options.regions is not None:
             raise OptionError(

@@ -21,7 +21,7 @@ from planner.graph.overwritten import InputsAre, checked_inputs
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import Parallel, read_parallel
 from planner.planfile.plan import PlanRecord
-from planner.planfile.schema import BackendName
+from planner.planfile.schema import BackendChoice
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import Regions
 from planner.training_step.step import Loss, Outputs, checked_outputs
@@ -72,7 +72,7 @@ class SearchKeywords(TypedDict, total=False):
 class CaptureKeywords(StepKeywords, total=False):
     """Keywords of :func:`planner.prepare`; :class:`PlanOptions` says what they mean."""
 
-    backend: BackendName
+    backend: BackendChoice
     backend_options: Mapping[str, bool | int | float | str]
 
 
@@ -132,9 +132,13 @@ class PlanOptions:
             keep them as they are or to draw them again, and of a result of ReLU one bit for each element,
             where only its backward needs it; "none" does not. On the CPU only; searches for the largest
             batch do without.
-        backend: What runs the plan's graphs: "eager", operators one by one, bit for bit as without a plan;
-            or "inductor", the programs that Inductor makes of them, as under ``torch.compile``. The plan's
-            peak is then that of these programs. On the CPU only, for one shape at a time.
+        backend: What runs the plan. "graph" (or "eager"): the step's graphs, operators one by one, bit for bit
+            as without a plan. "replay": the module as it is, of which operators run again when the backward
+            asks for what the plan dropped; it takes any forward, and a few microseconds an operator. "auto":
+            graphs where the step is one graph and no correction is warned of, else "replay"; the plan says
+            which, and why. "inductor": the programs that Inductor makes of the graphs, as under
+            ``torch.compile``. The plan's peak is then that of these programs. On the CPU only, for one shape
+            at a time.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         time_limit: Wall seconds for the solver; half as many more for masks as bits.
@@ -165,7 +169,7 @@ class PlanOptions:
     inputs: InputsAre = "unchanged"
     effort: Effort = "fast"
     encodings: Encodings = "auto"
-    backend: BackendName = "eager"
+    backend: BackendChoice = "eager"
     backend_options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     solver: str = "auto"
     time_limit: float = 60
@@ -209,6 +213,8 @@ def read_options(of: str, known: type[Keywords], given: Mapping[str, Any], **oth
             hint = f": did you mean {near[0]}=?" if near else ""
             raise OptionError(f"{of}() got an unexpected keyword argument {name!r}{hint}")
     options = PlanOptions(**given, **others)
+    if options.backend == "graph":
+        options = replace(options, backend="eager")
     check_options(**{f.name: getattr(options, f.name) for f in fields(options) if f.name in _CHECKS})
     checked_inputs(options.inputs)
     checked_outputs(options.outputs)
@@ -339,7 +345,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "attention": lambda value: (
         "" if value is None or value in get_args(Attention) else f"None or one of {get_args(Attention)}"
     ),
-    "backend": lambda value: "" if value in get_args(BackendName) else f"one of {get_args(BackendName)}",
+    "backend": lambda value: "" if value in get_args(BackendChoice) else f"one of {get_args(BackendChoice)}",
     "backend_options": lambda value: (
         "" if isinstance(value, Mapping) else "a dictionary of Inductor's options, as {'max_autotune': True}"
     ),

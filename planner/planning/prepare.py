@@ -22,7 +22,7 @@ from planner.costs.optimizer_step import OF_ANOTHER_MODEL, OptimizerStep, is_of_
 from planner.costs.roofline import Costs
 from planner.costs.step_memory import StepMemoryModel
 from planner.costs.workspace import WorkspaceMeter
-from planner.errors import warn
+from planner.errors import CaptureError, warn, warnings_collected
 from planner.graph.overwritten import checked_inputs
 from planner.heap import room_on_the_stack
 from planner.interrupts import at_stages, held_interrupts
@@ -133,9 +133,6 @@ class Prepared:
         return replace(wanted, bytes=self.footprint.around(wanted.bytes))
 
 
-@held_interrupts()
-@no_other_thread_traces()
-@room_on_the_stack
 def prepare(
     model: torch.nn.Module,
     step: Step,
@@ -144,7 +141,7 @@ def prepare(
     progress: Progress = no_report,
     like: Prepared | None = None,
 ) -> Prepared:
-    """Capture a step and build its problem.
+    """Capture a step and build its problem, for the backend that is asked for, or the better one of two.
 
     Args:
         model: The module.
@@ -156,6 +153,45 @@ def prepare(
     Raises:
         PlannerError: As :func:`planner.plan` does.
     """
+    if options.backend != "auto":
+        return _prepare(model, step, options, progress=progress, like=like)
+    graphs, told, why = None, list[str](), ""
+    try:
+        with warnings_collected() as told:
+            graphs = _prepare(model, step, replace(options, backend="eager"), progress=progress, like=like)
+    except CaptureError as error:
+        why = f"{error}"
+    if graphs is not None:
+        captured = graphs.captured
+        if len(captured.graphs) > 1 and not graphs.regions:
+            why = f"the forward is {len(captured.graphs)} graphs"
+        elif told:
+            why = told[0]
+        if not why or not _can_replay(options, graphs):
+            for text in told:
+                warn(text)
+            return graphs
+    replayed = _prepare(model, step, replace(options, backend="replay"), progress=progress, like=like)
+    replayed.captured.notes.append(f"followed by replaying operators, not by a graph: {why}")
+    return replayed
+
+
+def _can_replay(options: PlanOptions, graphs: Prepared) -> bool:
+    return not graphs.regions and options.in_flight is None and not holds_dtensors(graphs.model)
+
+
+@held_interrupts()
+@no_other_thread_traces()
+@room_on_the_stack
+def _prepare(
+    model: torch.nn.Module,
+    step: Step,
+    options: PlanOptions,
+    *,
+    progress: Progress = no_report,
+    like: Prepared | None = None,
+) -> Prepared:
+    """What :func:`prepare` does for one backend."""
     progress = at_stages(progress)
     step = replace(step, in_flight=options.in_flight)
     check_backend(options)
@@ -182,6 +218,11 @@ def prepare(
         )
     cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
     replaying = options.backend == "replay"
+    if replaying and holds_dtensors(model):
+        raise CaptureError(
+            "parameters of the model are distributed (fully_shard or parallelize_module), and replays would read "
+            "what is not gathered by then: plan it with backend='graph'"
+        )
     if replaying:
         captured: CapturedStep = capture_replayed(
             model,

@@ -29,7 +29,9 @@ _BATCH_NORMS = frozenset(
     if hasattr(aten, name)
 )
 """Their arguments begin with input, weight, bias, running mean, running variance."""
-_RESHAPES_STORAGE = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "inductor::resize_storage_bytes_"})
+_RESHAPES_STORAGE = frozenset(
+    {"aten::resize_", "aten::set_", "aten::resize_as_", "inductor::resize_storage_bytes_"}
+)
 
 COUNTED: dict[Any, bool] = {}
 """What :func:`is_counted` has said."""

@@ -200,9 +200,7 @@ class FollowedStep:
         """Whether a tensor lies in a slot's storage, as the noted calls left it."""
         ref = self.refs.get(slot)
         return (
-            ref is not None
-            and ref() is tensor.untyped_storage()
-            and tensor._version == self.versions[slot]
+            ref is not None and ref() is tensor.untyped_storage() and tensor._version == self.versions[slot]
         )
 
     def _noted(self, argument: Any, operands: Any) -> Any:
@@ -270,7 +268,10 @@ class FollowedStep:
     def finished(self) -> None:
         """The forward is over."""
         self.followed = (
-            self.matched and not self.strayed and self.position == len(self.calls) and self.save == len(self.saves)
+            self.matched
+            and not self.strayed
+            and self.position == len(self.calls)
+            and self.save == len(self.saves)
         )
 
     # ---- backward -------------------------------------------------------------------------------------
@@ -387,16 +388,16 @@ class FollowedStep:
                 first = self.calls[calls[0]]
                 assert first is not None
                 every = sorted({c for _, s, _ in first.results for c in makers.get(s, ())})
-                for (_, s, _), made in zip(
-                    first.results, self._picked(every, found, first), strict=True
-                ):
+                for (_, s, _), made in zip(first.results, self._picked(every, found, first), strict=True):
                     found[s] = made
                     if self.waiting.get(s, 0) > 0:
                         self.slots[s] = made
                         self.kept.discard(s)
         return found[slot]
 
-    def _picked(self, calls: Sequence[int], found: dict[int, torch.Tensor], first: Call) -> list[torch.Tensor]:
+    def _picked(
+        self, calls: Sequence[int], found: dict[int, torch.Tensor], first: Call
+    ) -> list[torch.Tensor]:
         made = self._results(calls, found)
         return [made[j] for j, _, _ in first.results]
 

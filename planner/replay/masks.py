@@ -89,7 +89,11 @@ def kept_by(func: Any, out: Any, args: Sequence[Any]) -> float | None:
         return 1.0
     if func is _DIVIDED:
         divisor = args[1]
-        return noise_of(float(divisor), out.dtype) if isinstance(divisor, int | float) and 0 < divisor <= 1 else None
+        return (
+            noise_of(float(divisor), out.dtype)
+            if isinstance(divisor, int | float) and 0 < divisor <= 1
+            else None
+        )
     return 1.0 if out.dtype is torch.bool and not func._schema.is_mutable else None
 
 

@@ -277,7 +277,9 @@ class _Builder:
         name = str(self.recording.calls[call].func)
         outputs = tuple(self._value(s, name, made.module) for s in event.allocates)
         in_forward = made.position >= 0 and not backward and index < self.saved.forward_events
-        reads = {s for s in (*event.reads, *asked, *let_go) if s in self.value_of and s not in event.allocates}
+        reads = {
+            s for s in (*event.reads, *asked, *let_go) if s in self.value_of and s not in event.allocates
+        }
         entry = backward and bool(asked)
         source = Source()
         if in_forward or entry:
@@ -296,7 +298,9 @@ class _Builder:
             name=f"{name} #{source.op}" if source.graph >= 0 else name,
             module=made.module,
         )
-        writes = tuple(self.value_of[s] for s in made.written if s in self.value_of and s not in event.allocates)
+        writes = tuple(
+            self.value_of[s] for s in made.written if s in self.value_of and s not in event.allocates
+        )
         op.writes = tuple(dict.fromkeys(writes))
         self.rows.append(_Row(index, op, outputs))
         self.sources.append(source)

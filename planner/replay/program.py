@@ -232,14 +232,16 @@ class _Maker:
                 if i in last_use:
                     store.append((j, value))
             run = Run(
-                calls_of(position), tuple(store), tuple(free), last_of[position] == step, bits.get(position, -1)
+                calls_of(position),
+                tuple(store),
+                tuple(free),
+                last_of[position] == step,
+                bits.get(position, -1),
             )
             program.runs.setdefault(trigger[entry], []).append(run)
         return program
 
-    def _call(
-        self, position: int, recorded: set[int], slots: set[int], kept: dict[int, int]
-    ) -> Call | None:
+    def _call(self, position: int, recorded: set[int], slots: set[int], kept: dict[int, int]) -> Call | None:
         results = tuple(
             (j, value, value in kept)
             for j, value in enumerate(self.results[position])
