@@ -40,10 +40,11 @@ FAULTS = ("wrong", "silent", "failed")
 WORDS = {
     "equal": "all is as without a plan, and no peak is over its prediction",
     "warned": "all is as without a plan; a peak was over its prediction, and a warning had been given",
+    "told": "something differs in its last bits, as a warning had said",
     "unplanned": "some or all of it ran as it is, and a warning said so; all is as without a plan",
     "refused": "an error of planner's said what cannot be planned",
-    "wrong": "something differs, and a warning had been given",
-    "silent": "something differs, or a peak is over its prediction, or nothing was planned, without a word",
+    "wrong": "something differs, and no warning had said that it may",
+    "silent": "something differs, a peak is over its prediction, or nothing was planned, without a word",
     "failed": "an error that is not planner's, or no end in time",
     "unable": "it does not run without a plan, or not twice alike",
 }
@@ -154,7 +155,8 @@ def verdict(row: dict[str, Any]) -> str:
             return word
     said = bool(row["warnings"])
     if row["differs"]:
-        return "wrong" if said else "silent"
+        told = any("last bits" in warning for warning in row["warnings"])
+        return "told" if told else "wrong" if said else "silent"
     if any(
         part["predicted"] is not None and part["measured"] > part["predicted"]
         for part in row["parts"].values()

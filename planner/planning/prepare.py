@@ -178,6 +178,7 @@ def prepare(
             f"attention={options.attention!r} is for plans for a GPU that is not here: {here} does not use it"
         )
     cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
+    capturing = time.process_time()
     captured = capture(
         model,
         step,
@@ -188,6 +189,7 @@ def prepare(
         rank=rank,
         decided=options.backend == "inductor",
     )
+    capturing = time.process_time() - capturing
     captured.notes.extend(notes)
     joints = [g.joint for g in captured.graphs if g.joint is not None]
     if options.backend == "eager" and has_products(joints):
@@ -205,7 +207,8 @@ def prepare(
         warn(uncompiled(compiled))
     progress("measuring what kernels allocate inside", 0.8)
     meter = WorkspaceMeter(here) if at_hand else None
-    source = find_costs(options.costs, captured, target, meter, progress)
+    # No longer than the capture took: planning then takes about twice as long, at most.
+    source = find_costs(options.costs, captured, target, meter, progress, most_seconds=capturing)
     workspaces = meter or cuda_scratch(target)
     copying = options.inputs == "overwritten"
     problem = build_problem(captured, target, workspaces, source, copying=copying, in_flight=step.in_flight)
