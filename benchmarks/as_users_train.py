@@ -1,13 +1,16 @@
 """Models trained as their users train them, with plans and without: is everything the same at the end?
 
     python benchmarks/as_users_train.py [--only maml,sac] [--budget 70%] [--backend eager] [--solver auto]
-                                        [--timeout 300] [--json] [--out docs/results/as-users-train.md]
+                                        [--how module] [--timeout 300] [--again] [--json]
+                                        [--out docs/results/as-users-train.md]
 
 Each program (`benchmarks/users/`) trains a model for some steps from one seed, with the loss outside of the
 module, the optimizers, autocast, clipping, averages and schedules of its domain: once as it is, once by
-``planner.step`` or ``planner.auto_checkpoint``. What both leave is compared bit for bit: losses, weights,
-gradients, buffers, the optimizers' states, averages, random generators. The last forward and backward of
-each part is measured, and compared with what its plan predicts. Each program runs in a process of its own.
+``planner.step`` (or, with ``--how module``, by ``planner.auto_checkpoint`` around its modules). What both
+leave is compared bit for bit: losses, weights, gradients, buffers, the optimizers' states, averages, random
+generators. The last forward and backward of each part is measured, and compared with what its plan predicts.
+Each program runs in a process of its own, and is a line of JSON in the results; it is not run again where it
+is there already, unless asked for.
 
 Exits with 1 where a program is not what it is without a plan, or over a prediction without a word.
 """
@@ -22,7 +25,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -32,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
 from benchmarks import users
-from benchmarks.one_by_one import ROOT, run_each, work
-from benchmarks.users.training import Training
+from benchmarks.one_by_one import ROOT, load, run_each, work
+from benchmarks.users.training import How, Training
 
 FAULTS = ("wrong", "silent", "failed")
 """Verdicts that should never be."""
@@ -51,9 +54,9 @@ WORDS = {
 _UNPLANNED = ("runs as it is", "ran without", "without the plan", "without its plan", "runs without")
 
 
-def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def measure(name: str, options: dict[str, Any], how: How = "step") -> dict[str, Any]:
     """Train once without and once with plans, and tell what came of it."""
-    row: dict[str, Any] = {"model": name, "family": users.family_of(name)}
+    row: dict[str, Any] = {"model": name, "family": users.family_of(name), "budget": options["budget"]}
     started = time.process_time()
     first = Training(False, options)
     try:
@@ -61,19 +64,19 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return row | {"unable": f"{type(error).__name__}: {error}"}
     row["unplanned_seconds"] = round(time.process_time() - started, 1)
-    eager = Training(False, options, dict(first.calls))
+    eager = Training(False, options, how, dict(first.calls))
     if alone := differences(without, left_by(name, eager)):
         return row | {"unable": f"two runs without a plan differ: {alone[:3]}"}
     started = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", planner.PlanWarning)
         try:
-            planned = Training(True, options, dict(first.calls))
+            planned = Training(True, options, how, dict(first.calls))
             try:
                 by_plan = left_by(name, planned)
             except planner.InfeasibleBudget:
                 row["budget"] = "min"
-                planned = Training(True, options | {"budget": "min"}, dict(first.calls))
+                planned = Training(True, options | {"budget": "min"}, how, dict(first.calls))
                 by_plan = left_by(name, planned)
         except planner.PlannerError as error:
             row["refused"] = f"{type(error).__name__}: {error}"
@@ -94,6 +97,7 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
             "before": before,
             "unplanned": eager.peaks[part],
             "predicted": predicted,
+            "limit": planned.limits.get(part),
             "measured": planned.peaks.get(part),
         }
     return row
@@ -158,8 +162,7 @@ def verdict(row: dict[str, Any]) -> str:
         told = any("last bits" in warning for warning in row["warnings"])
         return "told" if told else "wrong" if said else "silent"
     if any(
-        part["predicted"] is not None and part["measured"] > part["predicted"]
-        for part in row["parts"].values()
+        part["predicted"] is not None and part["measured"] > part["limit"] for part in row["parts"].values()
     ):
         return "warned" if said else "silent"
     if any(text in warning for warning in row["warnings"] for text in _UNPLANNED):
@@ -177,7 +180,11 @@ def _said(row: dict[str, Any]) -> str:
 
 
 def _bytes(part: dict[str, Any]) -> str:
-    count = {name: "-" if value is None else f"{value:,}" for name, value in part.items() if name != "plan"}
+    count = {
+        name: "-" if value is None else f"{value:,}"
+        for name, value in part.items()
+        if name not in ("plan", "limit")
+    }
     return (
         f"unplanned {count['before']} predicted, {count['unplanned']} measured; "
         f"planned {count['predicted']} predicted, {count['measured']} measured"
@@ -190,7 +197,8 @@ by `planner.step` or `planner.auto_checkpoint`: with the loss outside of the mod
 autocast, clipping, averages and schedules of its domain. What both leave is compared bit for bit: losses,
 weights, gradients, buffers, optimizers' states, random generators. Peaks are of the last forward and
 backward of a part, in KiB over what is there before; where none is predicted, the part has several planned
-calls, or a loss that the plan does not know.\
+calls, or a loss that the plan does not know. A plan runs other inputs too where they fit its budget: there
+the budget is the limit, and predictions are of the inputs that were planned.\
 """.splitlines()
 
 
@@ -208,15 +216,15 @@ def markdown(rows: list[dict[str, Any]], command: str) -> str:
         *(f"- {verdicts.count(word)} {word}: {WORDS[word]}" for word in WORDS if word in verdicts),
         f"- {exact} of {len(parts)} peaks are the predicted ones to the byte",
         "",
-        "| program | of | part | unplanned | measured | planned | measured | verdict |",
-        "|---|---|---|---|---|---|---|---|",
+        "| program | of | budget | part | unplanned | measured | planned | measured | verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        first = [row["model"], row["family"].replace("_", " ")]
+        first = [row["model"], row["family"].replace("_", " "), row.get("budget", "")]
         for name, part in row.get("parts", {}).items() or [("", {})]:
             cells = [_kib(part.get(key)) for key in ("before", "unplanned", "predicted", "measured")]
             lines.append("| " + " | ".join([*first, name, *cells, verdict(row) if first[0] else ""]) + " |")
-            first = ["", ""]
+            first = ["", "", ""]
     notes = [f"- `{row['model']}`: {note}" for row in rows for note in _notes(row)]
     return "\n".join([*lines, "", *(["## What was said", "", *notes, ""] if notes else [])])
 
@@ -242,26 +250,39 @@ def main() -> None:
     parser.add_argument("--only", help="names of programs; all if not given")
     parser.add_argument("--budget", default="70%")
     parser.add_argument("--backend", default="eager", help="what runs plans")
+    parser.add_argument("--how", choices=get_args(How), default="step", help="what is planned")
     parser.add_argument("--solver", default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a program")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "as-users-train.jsonl")
+    parser.add_argument("--again", action="store_true", help="run again what is in the results already")
     parser.add_argument("--out", type=Path, help="write the table to this Markdown file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = list(every) if options.only is None else options.only.split(",")
     if unknown := set(names) - set(every):
         parser.error(f"no program {', '.join(sorted(unknown))}; there are {', '.join(every)}")
-    given = ["--budget", options.budget, "--backend", options.backend, "--solver", options.solver]
+    given = [
+        "--budget",
+        options.budget,
+        "--backend",
+        options.backend,
+        "--solver",
+        options.solver,
+        "--how",
+        options.how,
+    ]
     wanted = {"budget": options.budget, "backend": options.backend, "solver": options.solver}
     wanted["costs"] = "roofline"  # the same plans everywhere
     if options.worker:
-        work(options.worker, lambda name: measure(name, wanted))
+        work(options.worker, lambda name: measure(name, wanted, options.how))
         return
-    options.results.unlink(missing_ok=True)
+    there = {} if options.again else load(options.results)
     for name in names:
-        run_each(__file__, given, [name], options.results, options.timeout, _failed, _said)
-    rows = [json.loads(line) for line in options.results.read_text().splitlines()]
+        if name not in there:
+            run_each(__file__, given, [name], options.results, options.timeout, _failed, _said)
+    found = load(options.results)
+    rows = [found[name] for name in names]
     if options.json:
         json.dump([row | {"verdict": verdict(row)} for row in rows], sys.stdout, indent=1)
     if options.out is not None:
@@ -269,6 +290,7 @@ def main() -> None:
         changed = {
             "budget": options.budget,
             "backend": options.backend,
+            "how": options.how,
             "solver": options.solver,
             "only": options.only,
         }

@@ -78,13 +78,14 @@ def test_what_differs_and_what_is_not_planned_is_a_fault(
 
 
 def test_a_peak_over_its_prediction_is_a_fault_without_a_warning() -> None:
-    part = {"plan": True, "before": 9, "unplanned": 9, "predicted": 5, "measured": 6}
+    part = {"plan": True, "before": 9, "unplanned": 9, "predicted": 5, "limit": 5, "measured": 6}
     row = {"model": "a", "differs": [], "warnings": [], "parts": {"step": part}}
     assert verdict(row) == "silent"
     assert verdict(row | {"warnings": ["may exceed the budget"]}) == "warned"
     assert verdict(row | {"differs": ["weight differs"], "warnings": ["may exceed the budget"]}) == "wrong"
     assert verdict(row | {"differs": ["weight differs"], "warnings": ["in the last bits"]}) == "told"
     assert verdict(row | {"parts": {"step": part | {"measured": 5}}}) == "equal"
+    assert verdict(row | {"parts": {"step": part | {"limit": 6}}}) == "equal"  # larger inputs, in the budget
     assert verdict(row | {"failed": "RuntimeError: out of order"}) == "failed"
 
 

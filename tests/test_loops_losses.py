@@ -325,6 +325,29 @@ def test_a_loss_of_gradients_that_were_taken_one_after_the_other_is_warned_of() 
     assert len([w for w in reported if "one after the other" in str(w.message)]) == 1
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_after_such_a_loss_calls_of_its_kind_run_as_they_are_and_are_exact(several: bool) -> None:
+    model, twin, x = _critic()
+
+    def loop(model: nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        outputs = model(x).flatten()
+        if several:
+            slopes = [torch.autograd.grad(o, x, create_graph=True)[0].square().sum() for o in outputs[:2]]
+            loss = slopes[0] + slopes[1]
+        else:
+            (slope,) = torch.autograd.grad(outputs.mean(), x, create_graph=True)
+            loss = slope.square().sum() + outputs.square().mean()
+        loss.backward()
+        return [loss]
+
+    with pytest.warns(PlanWarning, match="From now on such calls run as they are"):
+        loop(model)
+    assert_same(left_by(model, loop), left_by(twin, loop))
+    assert "CompiledFunction" not in type(model(x).grad_fn).__name__
+    assert "CompiledFunction" in type(model(x.detach()).grad_fn).__name__  # of another kind
+
+
 @pytest.mark.heavy
 def test_a_backward_for_each_of_several_outputs_needs_retain_graph() -> None:
     torch.manual_seed(0)

@@ -54,6 +54,16 @@ LOOPS = [
         ),
     ),
     Mutation(
+        "calls-that-are-left",
+        "After a loss of an output and of its gradient in one, calls of that kind run without the plan.",
+        "They go on by the plan, and differ in their last bits at every step.",
+        (Change("planner/compiled/calls.py", "self._left.add(call.of_leaves)", "pass"),),
+        (
+            "tests/test_loops_losses.py"
+            "::test_after_such_a_loss_calls_of_its_kind_run_as_they_are_and_are_exact[False]",
+        ),
+    ),
+    Mutation(
         "carried-history",
         "What a module keeps of a forward, and goes on from, is set back before each pass of planning.",
         "A pass differentiates what the one before has, which is an error.",

@@ -169,7 +169,7 @@ def painn(training: Training) -> dict[str, Any]:
                 loss.backward()
                 return loss.detach()
 
-            losses.append(training.run(train_step, step))
+            losses.append(training.run(train_step, step, sizes_vary=True))
         optimizer.step()
         schedule.step()
     return {"losses": losses, "model": model, "optimizer": optimizer}

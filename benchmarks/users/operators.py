@@ -73,7 +73,7 @@ def fno(training: Training) -> dict[str, Any]:
             loss.backward()
             return loss.detach()
 
-        losses.append(training.run(train_step, step))
+        losses.append(training.run(train_step, step, sizes_vary=True))
         optimizer.step()
         schedule.step()
     return {"losses": losses, "model": model, "optimizer": optimizer}
@@ -106,7 +106,7 @@ def deeponet(training: Training) -> dict[str, Any]:
             loss.backward()
             return loss.detach()
 
-        losses.append(training.run(model, step))
+        losses.append(training.run(model, step, sizes_vary=True))
         optimizer.step()
         schedule.step()
     return {"losses": losses, "model": model, "optimizer": optimizer}

@@ -102,7 +102,7 @@ def gaussian_splats(training: Training) -> dict[str, Any]:
             output["loss"].backward()
             return output["loss"].detach()
 
-        losses.append(training.run(train_step, step))
+        losses.append(training.run(train_step, step, sizes_vary=True))
         moved = model.means.grad.norm(dim=-1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -260,7 +260,7 @@ def sampled_graph(training: Training) -> dict[str, Any]:
             loss.backward()
             return loss.detach()
 
-        losses.append(training.run(train_step, step))
+        losses.append(training.run(train_step, step, sizes_vary=True))
         optimizer.step()
         if losses[-1].item() < best[0]:
             best = losses[-1].item(), copy.deepcopy(model.state_dict())

@@ -258,7 +258,7 @@ def turing_machine(training: Training) -> dict[str, Any]:
             loss.backward()
             return loss.detach()
 
-        losses.append(training.run(train_step, step))
+        losses.append(training.run(train_step, step, sizes_vary=True))
         nn.utils.clip_grad_value_(model.parameters(), 10)
         optimizer.step()
     return {"losses": losses, "model": model, "optimizer": optimizer}

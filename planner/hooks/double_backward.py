@@ -4,7 +4,8 @@ A planned backward frees as it goes and cannot be differentiated. Where a backwa
 differentiable, the captured forward is run again as it is, without the plan, and its gradients are returned:
 those of eager, with their graph. That takes the memory of the unplanned step. Where the forward cannot be run
 again for sure, differentiating a gradient is an error that says so. Where a loss is made of such gradients
-and of the outputs too, eager adds up both inside of the one graph, and here there are two: that is a warning.
+and of the outputs too, eager adds up both inside of the one graph, and here there are two: that is a warning,
+and calls of that kind run as they are from the next one on.
 """
 
 import weakref
@@ -20,9 +21,12 @@ from planner._torch.execution.function_calls import calls_functions
 from planner._torch.joint import aot_metadata
 from planner._torch.operators import may_draw
 from planner._torch.tensors import writes
+from planner.compiled.calls import Call, Calls
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.errors import PlanMismatch
 from planner.graph.trace import TracedGraph
+
+_LEFT = "From now on such calls run as they are, without the plan. To have all steps planned and equal"
 
 
 class DoubleBackward(GraphHook):
@@ -33,15 +37,22 @@ class DoubleBackward(GraphHook):
         obstacle: Why it cannot be run again; None if it can.
         after_others: Whether other parts of the forward come before it, of which nothing is differentiated.
             What they made is not held for a second run: it would live for longer than planned.
+        calls: Those of the module. Such that a loss is made of as said above run without the plan afterwards:
+            it saves no memory there.
         warn: Called, once, when it runs again without the plan.
     """
 
     watches = True
 
     def __init__(
-        self, graph: GraphModule, obstacle: str | None, after_others: bool, warn: Callable[[str], None]
+        self,
+        graph: GraphModule,
+        obstacle: str | None,
+        after_others: bool,
+        calls: Calls,
+        warn: Callable[[str], None],
     ) -> None:
-        self._graph, self._obstacle, self._warn = graph, obstacle, warn
+        self._graph, self._obstacle, self._calls, self._warn = graph, obstacle, calls, warn
         self._held = _referred_to if after_others else _as_they_are
         self._warned = self._warned_of_sums = self._warned_of_runs = False
         self._outputs: dict[int, int] = {}
@@ -65,7 +76,7 @@ class DoubleBackward(GraphHook):
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         kept = [_without_memory(args, self._gradients) if self._obstacle else self._held(args)]
-        versions, through = _versions(kept), _Differentiated()
+        versions, through = _versions(kept), _Differentiated(self._calls.last)
         node.register_prehook(lambda given: self._before(kept, versions, through, given))
 
     def _before(
@@ -75,15 +86,17 @@ class DoubleBackward(GraphHook):
         through: "_Differentiated",
         given: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...] | None:
-        if through.backward == autograd.current_backward() and not self._warned_of_sums:
-            self._warned_of_sums = True
-            self._warn(
-                "a loss is made of what a planned module returned, and of a gradient of that too "
-                "(create_graph=True): both are added up in another order than without a plan, and gradients "
-                "may differ in the last bits. Call backward for each, the output's first with "
-                "retain_graph=True, compute the gradient from a forward of its own, or use "
-                "planner.remove(model) for such steps"
-            )
+        if through.backward == autograd.current_backward():
+            self._calls.leave(through.call)
+            if not self._warned_of_sums:
+                self._warned_of_sums = True
+                self._warn(
+                    "a loss is made of what a planned module returned, and of a gradient of that too "
+                    "(create_graph=True): both are added up in another order than without a plan, and "
+                    f"gradients may differ in the last bits. {_LEFT}: call backward for each, the output's "
+                    "first with retain_graph=True, compute the gradient from a forward of its own, or use "
+                    "planner.step around the function that computes the loss"
+                )
         # A hook after a node keeps alive what the node is given for as long as it runs, which no plan
         # allows for: there is one only where gradients are to be differentiable.
         if torch.is_grad_enabled():
@@ -101,14 +114,15 @@ class DoubleBackward(GraphHook):
             kept.clear()  # so that holding the loss does not hold the inputs
         return None
 
-    def _several_runs(self) -> None:
+    def _several_runs(self, call: Call) -> None:
+        self._calls.leave(call)
         if not self._warned_of_runs:
             self._warned_of_runs = True
             self._warn(
                 "a loss is made of gradients that were taken of one call of a planned module one after the "
                 "other (create_graph=True): they are added up in another order than without a plan, and "
-                "gradients may differ in the last bits. Take them in one torch.autograd.grad, or use "
-                "planner.remove(model) for such steps"
+                f"gradients may differ in the last bits. {_LEFT}: take them in one torch.autograd.grad, or "
+                "use planner.step around the function that computes the loss"
             )
 
     def _after(
@@ -168,13 +182,15 @@ class _Differentiated:
 
     Attributes:
         backward: Its number.
+        call: The call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call) -> None:
         self.backward: int | None = None
+        self.call = call
         self._run: object = None
 
-    def by_another_run(self, several: Callable[[], None]) -> Callable[[Any], None]:
+    def by_another_run(self, several: Callable[[Call], None]) -> Callable[[Any], None]:
         """What is to be called where gradients that one further run of the forward gave are differentiated.
 
         Args:
@@ -185,7 +201,7 @@ class _Differentiated:
         def differentiated(_gradients: Any) -> None:
             now = autograd.current_backward()
             if now == self.backward and run is not self._run:
-                several()
+                several(self.call)
             self.backward, self._run = now, run
 
         return differentiated
@@ -199,7 +215,9 @@ def hook(context: HookContext) -> DoubleBackward:
         obstacle = "it is captured in several parts"
     if calls_functions(context.graph):
         obstacle = "it calls a torch.autograd.Function, whose backward is captured as a constant"
-    return DoubleBackward(context.graph, obstacle, bool(context.plan.forward_only), context.warn)
+    return DoubleBackward(
+        context.graph, obstacle, bool(context.plan.forward_only), context.calls, context.warn
+    )
 
 
 def _as_they_are(args: tuple[Any, ...]) -> tuple[Any, ...]:

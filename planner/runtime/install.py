@@ -226,6 +226,8 @@ class PlannedCall(InstalledCall):
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
             return self.run_original(*args, **kwargs)
+        if self._calls.is_left(args, kwargs):  # which was said when it came to light
+            return self.run_original(*args, **kwargs)
         if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
             return planned(*args, **kwargs)
         if self._earlier is not None and self._earlier.are_there() and differentiates(model, args, kwargs):
@@ -276,7 +278,7 @@ class PlannedCall(InstalledCall):
             self._definitions.include(self._model)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls.begin()
+        self._calls.begin(args, kwargs)
         if self._strayed is not None:
             if self._shapes.look_at_path(*self._strayed):
                 self._programs.clear()
