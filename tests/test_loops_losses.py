@@ -300,8 +300,9 @@ def test_a_loss_of_an_output_and_of_its_gradient_is_warned_of_where_they_are_one
         ours = left_by(model, loop)
         assert not [w for w in reported if sums in str(w.message)]
         assert_same(ours, left_by(twin, loop))
+        again, _, _ = _critic()  # such calls of the first one run as they are by now
         for _ in range(2):
-            loop(model, together=True)
+            loop(again, together=True)
     assert len([w for w in reported if sums in str(w.message)]) == 1
 
 
@@ -320,32 +321,47 @@ def test_a_loss_of_gradients_that_were_taken_one_after_the_other_is_warned_of() 
         warnings.simplefilter("always", PlanWarning)
         assert_same(left_by(model, loop), left_by(twin, loop))
         assert not [w for w in reported if "one after the other" in str(w.message)]
+        again, _, _ = _critic()
         for _ in range(2):
-            loop(model, together=True)
+            loop(again, together=True)
     assert len([w for w in reported if "one after the other" in str(w.message)]) == 1
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_after_such_a_loss_calls_of_its_kind_run_as_they_are_and_are_exact(several: bool) -> None:
+@pytest.mark.parametrize("what", ["output", "several", "other calls"])
+def test_after_a_second_derivative_calls_of_its_kind_run_as_they_are_and_are_exact(what: str) -> None:
     model, twin, x = _critic()
 
     def loop(model: nn.Module) -> list[torch.Tensor]:
         model.zero_grad()
         outputs = model(x).flatten()
-        if several:
+        if what == "several":
             slopes = [torch.autograd.grad(o, x, create_graph=True)[0].square().sum() for o in outputs[:2]]
             loss = slopes[0] + slopes[1]
         else:
             (slope,) = torch.autograd.grad(outputs.mean(), x, create_graph=True)
-            loss = slope.square().sum() + outputs.square().mean()
+            others = outputs if what == "output" else model(x.detach()) - 2 * model(x.detach() + 1)
+            loss = slope.square().sum() + others.square().mean()
         loss.backward()
         return [loss]
 
-    with pytest.warns(PlanWarning, match="From now on such calls run as they are"):
+    with pytest.warns(PlanWarning, match=r"last bits\. From now on such calls run as they are"):
         loop(model)
     assert_same(left_by(model, loop), left_by(twin, loop))
     assert "CompiledFunction" not in type(model(x).grad_fn).__name__
     assert "CompiledFunction" in type(model(x.detach()).grad_fn).__name__  # of another kind
+
+
+def test_verify_looks_at_a_step_by_the_plan_whose_gradient_is_differentiated() -> None:
+    model, _, x = _critic()
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    with pytest.warns(PlanWarning, match="From now on such calls run as they are"):
+        report = planner.verify(model, (x,), loss=loss, repeats=0)
+    assert report.gradients_equal
+    assert report.measured_dynamic_peak_bytes > report.baseline_measured_dynamic_peak_bytes
 
 
 @pytest.mark.heavy

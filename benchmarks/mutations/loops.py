@@ -55,12 +55,12 @@ LOOPS = [
     ),
     Mutation(
         "calls-that-are-left",
-        "After a loss of an output and of its gradient in one, calls of that kind run without the plan.",
+        "After a gradient that is differentiated again, calls of that kind run without the plan.",
         "They go on by the plan, and differ in their last bits at every step.",
         (Change("planner/compiled/calls.py", "self._left.add(call.of_leaves)", "pass"),),
         (
             "tests/test_loops_losses.py"
-            "::test_after_such_a_loss_calls_of_its_kind_run_as_they_are_and_are_exact[False]",
+            "::test_after_a_second_derivative_calls_of_its_kind_run_as_they_are_and_are_exact[output]",
         ),
     ),
     Mutation(

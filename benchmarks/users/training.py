@@ -93,12 +93,12 @@ class Training:
             self.parts_with_plan.add(name)
         if plan is not None:
             self.parts_with_plan.add(name)
-            counted = NO_LOSS not in plan.notes
-            both = (plan.predicted.dynamic_peak_bytes, plan.baseline.dynamic_peak_bytes)
-            self.predictions[name] = both if counted else None
-            budget = plan.target.budget_bytes
-            left = both[0] if budget is None else budget - plan.resident.total
-            self.limits[name] = max(both[0], left) if sizes_vary else both[0]
+            predicted, budget = plan.predicted.dynamic_peak_bytes, plan.target.budget_bytes
+            # The least that can be reached is another for each size.
+            counted = NO_LOSS not in plan.notes and not (sizes_vary and budget is None)
+            self.predictions[name] = (predicted, plan.baseline.dynamic_peak_bytes) if counted else None
+            left = budget - plan.resident.total if sizes_vary and budget is not None else predicted
+            self.limits[name] = max(predicted, left)
         return returned[0]
 
 

@@ -62,6 +62,10 @@ class Calls:
         """The plan is not for such calls: they run as they are from now on."""
         self._left.add(call.of_leaves)
 
+    def return_to_all(self) -> None:
+        """Calls of all kinds run by the plan again."""
+        self._left.clear()
+
     def is_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the plan is not for calls with such arguments."""
         return bool(self._left) and _of_leaves(args, kwargs) in self._left

@@ -2,10 +2,10 @@
 
 A planned backward frees as it goes and cannot be differentiated. Where a backward is asked to be
 differentiable, the captured forward is run again as it is, without the plan, and its gradients are returned:
-those of eager, with their graph. That takes the memory of the unplanned step. Where the forward cannot be run
-again for sure, differentiating a gradient is an error that says so. Where a loss is made of such gradients
-and of the outputs too, eager adds up both inside of the one graph, and here there are two: that is a warning,
-and calls of that kind run as they are from the next one on.
+those of eager, with their graph. That takes more than the memory of the unplanned step, and eager adds up all
+gradients inside of the one graph, where there are two here: that is a warning, and from the next call on
+those of that kind run as they are. Where the forward cannot be run again for sure, differentiating a gradient
+is an error that says so.
 """
 
 import weakref
@@ -26,8 +26,6 @@ from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.errors import PlanMismatch
 from planner.graph.trace import TracedGraph
 
-_LEFT = "From now on such calls run as they are, without the plan. To have all steps planned and equal"
-
 
 class DoubleBackward(GraphHook):
     """Makes the gradients of one planned graph differentiable where that is asked for.
@@ -37,8 +35,8 @@ class DoubleBackward(GraphHook):
         obstacle: Why it cannot be run again; None if it can.
         after_others: Whether other parts of the forward come before it, of which nothing is differentiated.
             What they made is not held for a second run: it would live for longer than planned.
-        calls: Those of the module. Such that a loss is made of as said above run without the plan afterwards:
-            it saves no memory there.
+        calls: Those of the module. Those like one that was differentiated twice run without the plan: it
+            saves no memory there.
         warn: Called, once, when it runs again without the plan.
     """
 
@@ -86,17 +84,15 @@ class DoubleBackward(GraphHook):
         through: "_Differentiated",
         given: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...] | None:
-        if through.backward == autograd.current_backward():
-            self._calls.leave(through.call)
-            if not self._warned_of_sums:
-                self._warned_of_sums = True
-                self._warn(
-                    "a loss is made of what a planned module returned, and of a gradient of that too "
-                    "(create_graph=True): both are added up in another order than without a plan, and "
-                    f"gradients may differ in the last bits. {_LEFT}: call backward for each, the output's "
-                    "first with retain_graph=True, compute the gradient from a forward of its own, or use "
-                    "planner.step around the function that computes the loss"
-                )
+        if through.backward == autograd.current_backward() and not self._warned_of_sums:
+            self._warned_of_sums = True
+            self._warn(
+                "a loss is made of what a planned module returned, and of a gradient of that too "
+                "(create_graph=True): both are added up in another order than without a plan, and gradients "
+                "may differ in the last bits. Call backward for each, the output's first with "
+                "retain_graph=True, compute the gradient from a forward of its own, or use planner.step "
+                "around the function that computes the loss"
+            )
         # A hook after a node keeps alive what the node is given for as long as it runs, which no plan
         # allows for: there is one only where gradients are to be differentiable.
         if torch.is_grad_enabled():
@@ -114,15 +110,14 @@ class DoubleBackward(GraphHook):
             kept.clear()  # so that holding the loss does not hold the inputs
         return None
 
-    def _several_runs(self, call: Call) -> None:
-        self._calls.leave(call)
+    def _several_runs(self) -> None:
         if not self._warned_of_runs:
             self._warned_of_runs = True
             self._warn(
                 "a loss is made of gradients that were taken of one call of a planned module one after the "
                 "other (create_graph=True): they are added up in another order than without a plan, and "
-                f"gradients may differ in the last bits. {_LEFT}: take them in one torch.autograd.grad, or "
-                "use planner.step around the function that computes the loss"
+                "gradients may differ in the last bits. Take them in one torch.autograd.grad, or use "
+                "planner.step around the function that computes the loss"
             )
 
     def _after(
@@ -146,11 +141,15 @@ class DoubleBackward(GraphHook):
                 if isinstance(t, torch.Tensor) and t.requires_grad
             ]
             return tuple(g if g is None else _Once.apply(g.detach(), obstacle, *made_of) for g in found)  # type: ignore[no-untyped-call]
+        self._calls.leave(through.call)
         if not self._warned:
             self._warned = True
             self._warn(
                 "gradients are to be differentiable (create_graph=True): the forward runs again without the "
-                "plan, and the step may exceed the budget"
+                "plan, and the step may exceed the budget. Where weights get gradients from anything else in "
+                "that backward, these are added up in another order, and may differ in the last bits. From "
+                "now on such calls run as they are, without the plan. planner.step around the function that "
+                "computes the loss plans all of it, and is exact"
             )
         args = tuple(map(_there, kept[0]))
         wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
@@ -190,7 +189,7 @@ class _Differentiated:
         self.call = call
         self._run: object = None
 
-    def by_another_run(self, several: Callable[[Call], None]) -> Callable[[Any], None]:
+    def by_another_run(self, several: Callable[[], None]) -> Callable[[Any], None]:
         """What is to be called where gradients that one further run of the forward gave are differentiated.
 
         Args:
@@ -201,7 +200,7 @@ class _Differentiated:
         def differentiated(_gradients: Any) -> None:
             now = autograd.current_backward()
             if now == self.backward and run is not self._run:
-                several(self.call)
+                several()
             self.backward, self._run = now, run
 
         return differentiated

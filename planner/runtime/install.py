@@ -200,7 +200,9 @@ class PlannedCall(InstalledCall):
         self._regions.take_out(self._model)
 
     def put_back_in(self) -> None:
-        """Install it again, and its regions, where a snapshot has put back what was there before."""
+        """Install it again, and its regions, where a snapshot has put back what was there before; for calls of
+        all kinds."""
+        self._calls.return_to_all()
         modules.install_call(self._model, self)
         self._regions.put_in(self._model)
 
