@@ -200,8 +200,8 @@ class PlannedCall(InstalledCall):
         self._regions.take_out(self._model)
 
     def put_back_in(self) -> None:
-        """Install it again, and its regions, where a snapshot has put back what was there before; for calls of
-        all kinds."""
+        """Install it again, for calls of all kinds, and its regions, where a snapshot has put back what was
+        there before."""
         self._calls.return_to_all()
         modules.install_call(self._model, self)
         self._regions.put_in(self._model)
