@@ -37,6 +37,7 @@ import planner
 from benchmarks import users
 from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.users.training import How, Training
+from benchmarks.zoo import one_line
 
 FAULTS = ("wrong", "silent", "failed")
 """Verdicts that should never be."""
