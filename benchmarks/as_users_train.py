@@ -236,9 +236,7 @@ def _kib(count: int | None) -> str:
 
 def _notes(row: dict[str, Any]) -> list[str]:
     reasons = [row[key] for key in ("unable", "failed", "refused") if key in row]
-    return [
-        " ".join(text.split()) for text in (*reasons, *row.get("differs", [])[:3], *row.get("warnings", []))
-    ]
+    return [one_line(text) for text in (*reasons, *row.get("differs", [])[:3], *row.get("warnings", []))]
 
 
 def _failed(name: str, why: str) -> dict[str, Any]:
