@@ -55,6 +55,7 @@ def trained(training: Training, *, wrong: bool = False, planned: bool = True) ->
     model = training.model(model) if planned else model
     for _ in range(2):
         x = torch.randn(64, 16)
+        model.zero_grad()
         loss = training.run(model, lambda x=x: model(x).backward())
     return {"loss": loss, "model": model}
 

@@ -65,7 +65,7 @@ def fno(training: Training) -> dict[str, Any]:
     train_step = training.step(train_step)
     a, u = torch.randn(4, 1, 32, 32), torch.randn(4, 1, 32, 32)
     losses = []
-    for number in range(5):
+    for number in range(6):
         optimizer.zero_grad()
 
         def step(rollout: int = 1 if number < 3 else 2) -> torch.Tensor:
