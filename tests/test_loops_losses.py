@@ -327,43 +327,6 @@ def test_a_loss_of_gradients_that_were_taken_one_after_the_other_is_warned_of() 
     assert len([w for w in reported if "one after the other" in str(w.message)]) == 1
 
 
-@pytest.mark.parametrize("what", ["output", "several", "other calls"])
-def test_after_a_second_derivative_calls_of_its_kind_run_as_they_are_and_are_exact(what: str) -> None:
-    model, twin, x = _critic()
-
-    def loop(model: nn.Module) -> list[torch.Tensor]:
-        model.zero_grad()
-        outputs = model(x).flatten()
-        if what == "several":
-            slopes = [torch.autograd.grad(o, x, create_graph=True)[0].square().sum() for o in outputs[:2]]
-            loss = slopes[0] + slopes[1]
-        else:
-            (slope,) = torch.autograd.grad(outputs.mean(), x, create_graph=True)
-            others = outputs if what == "output" else model(x.detach()) - 2 * model(x.detach() + 1)
-            loss = slope.square().sum() + others.square().mean()
-        loss.backward()
-        return [loss]
-
-    with pytest.warns(PlanWarning, match=r"last bits\. From now on such calls run as they are"):
-        loop(model)
-    assert_same(left_by(model, loop), left_by(twin, loop))
-    assert "CompiledFunction" not in type(model(x).grad_fn).__name__
-    assert "CompiledFunction" in type(model(x.detach()).grad_fn).__name__  # of another kind
-
-
-def test_verify_looks_at_a_step_by_the_plan_whose_gradient_is_differentiated() -> None:
-    model, _, x = _critic()
-
-    def loss(output: torch.Tensor) -> torch.Tensor:
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        return slope.square().sum()
-
-    with pytest.warns(PlanWarning, match="From now on such calls run as they are"):
-        report = planner.verify(model, (x,), loss=loss, repeats=0)
-    assert report.gradients_equal
-    assert report.measured_dynamic_peak_bytes > report.baseline_measured_dynamic_peak_bytes
-
-
 @pytest.mark.heavy
 def test_a_backward_for_each_of_several_outputs_needs_retain_graph() -> None:
     torch.manual_seed(0)

@@ -59,7 +59,7 @@ LOOPS = [
         "They go on by the plan, and differ in their last bits at every step.",
         (Change("planner/compiled/calls.py", "self._left.add(call.of_leaves)", "pass"),),
         (
-            "tests/test_loops_losses.py"
+            "tests/test_second_derivatives.py"
             "::test_after_a_second_derivative_calls_of_its_kind_run_as_they_are_and_are_exact[output]",
         ),
     ),
