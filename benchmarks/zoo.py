@@ -238,7 +238,7 @@ def markdown(rows: dict[str, dict[str, Any]], made: int, given: list[str]) -> st
         for row in members:
             lines += _table_rows(row)
         lines.append("")
-    notes = [f"- `{row['model']}`: {_one_line(note)}" for row in kept for note in _remarks(row)]
+    notes = [f"- `{row['model']}`: {one_line(note)}" for row in kept for note in _remarks(row)]
     if notes:
         lines += ["## What is said of those that are not one graph", "", *notes, ""]
     return "\n".join(lines)
@@ -280,7 +280,7 @@ def _remarks(row: dict[str, Any]) -> list[str]:
     return [*reasons, *row.get("notes", ())]
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     # Where a library lies on this machine is nobody's business.
     shortened = re.sub(r"(?:/[^\s/:]+)*/(?:site-packages|packages|tests)/", "", text)
     shortened = re.sub(r"(?:/[^\s/:]+)+/(?=planner/)", "", shortened)

@@ -1,10 +1,12 @@
 """Which seconds a plan is made by, if nothing else is said."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import planner
-from planner.planning import cost_source
+from planner.planning import cost_source, prepare
 from tests.small import small_gpt
 
 pytestmark = pytest.mark.timed
@@ -18,6 +20,18 @@ def _plan(**options: object) -> planner.Plan:
 def test_operations_are_timed_where_the_device_is_at_hand() -> None:
     assert _plan().target.costs == "measured"
     assert _plan(costs="auto").target.costs == "measured"
+
+
+def test_a_plan_says_how_many_operations_were_not_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    original = prepare.find_costs
+    monkeypatch.setattr(
+        prepare, "find_costs", lambda *args, **kwargs: original(*args, **kwargs | {"most_seconds": 0.0})
+    )
+    assert any("were not timed" in note and "costs='measured'" in note for note in _plan().notes)
+    assert not any("were not timed" in note for note in _plan(costs="measured").notes)
 
 
 def test_a_device_that_is_elsewhere_has_its_roofline() -> None:

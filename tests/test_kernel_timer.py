@@ -12,6 +12,7 @@ from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.roofline import roofline
 from planner.costs.workspace import WorkspaceMeter
 from planner.planning.cost_source import CostsError
+from planner.training_step.call import Call
 from tests.small import small_gpt
 
 aten = torch.ops.aten
@@ -46,6 +47,26 @@ def test_each_operation_is_timed_once_and_remembered_on_disk(tmp_path: Path) -> 
     again = costs(path, reported)
     assert again.seconds(aten.mm.default, (a, b), {}, c) == pytest.approx(seconds, abs=1e-9)
     assert len(reported) == 1
+
+
+def test_timing_ends_when_it_has_taken_long_enough_and_begins_with_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, reported = roofline(find_device("cpu")), list[str]()
+    timer = MeasuredCosts(
+        WorkspaceMeter("cpu", None), known, None, lambda n, name: reported.append(name), most_seconds=1.5
+    )
+    monkeypatch.setattr(timer, "_timed", lambda call: 1e-3)
+    monkeypatch.setattr(kernel_timer.time, "process_time", iter(range(100)).__next__)
+    a, b, c = square(512)
+    calls = [Call(op, (a,), {}) for op in (aten.t.default, aten.tanh.default, aten.exp.default)]
+    timer.time_largest_first([*calls, Call(aten.mm.default, (a, b), {})], [a.t(), c, c, c])
+    assert reported == ["aten.mm.default", "aten.tanh.default"]  # a second each
+    assert not timer.left_out
+    assert timer.seconds(aten.mm.default, (a, b), {}, c) == 1e-3
+    assert timer.seconds(aten.exp.default, (a,), {}, c) == known.seconds(aten.exp.default, (a,), {}, c)
+    assert len(timer.left_out) == 1
+    assert not timer.failures
 
 
 def test_what_cannot_be_run_costs_what_the_roofline_says() -> None:

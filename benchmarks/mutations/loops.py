@@ -54,6 +54,16 @@ LOOPS = [
         ),
     ),
     Mutation(
+        "calls-that-are-left",
+        "After a gradient that is differentiated again, calls of that kind run without the plan.",
+        "They go on by the plan, and differ in their last bits at every step.",
+        (Change("planner/compiled/calls.py", "self._left.add(call.of_leaves)", "pass"),),
+        (
+            "tests/test_second_derivatives.py"
+            "::test_after_a_second_derivative_calls_of_its_kind_run_as_they_are_and_are_exact[output]",
+        ),
+    ),
+    Mutation(
         "carried-history",
         "What a module keeps of a forward, and goes on from, is set back before each pass of planning.",
         "A pass differentiates what the one before has, which is an error.",

@@ -1,7 +1,10 @@
 """The calls of one planned module, and which of their backwards have run."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from planner.training_step.step import tensors_in
 
 _TWO = (
     "a forward of the planned module began while an earlier one awaits its backward: both hold their memory, "
@@ -15,6 +18,9 @@ _MORE = (
 )
 
 
+_NONE: Mapping[str, Any] = {}
+
+
 class Token:
     """Lives as long as an autograd node."""
 
@@ -22,13 +28,13 @@ class Token:
 
 
 class Call:
-    """One call: tokens of the nodes of its graphs, whether any of their backwards ran, and how often each
-    graph ran."""
+    """One call: tokens of the nodes of its graphs, whether any of their backwards ran, how often each graph
+    ran, and whether a tensor was passed whose gradient is wanted for itself."""
 
-    __slots__ = ("done", "executions", "tokens")
+    __slots__ = ("done", "executions", "of_leaves", "tokens")
 
-    def __init__(self) -> None:
-        self.done = False
+    def __init__(self, of_leaves: bool = False) -> None:
+        self.done, self.of_leaves = False, of_leaves
         self.executions: dict[object, int] = {}
         self.tokens: list[weakref.ref[Token]] = []
 
@@ -49,15 +55,28 @@ class Calls:
         self._warn, self._in_flight = warn, in_flight
         self._warned_of_more = self._warned_of_kept = False
         self._earlier: list[Call] = []
+        self._left: set[bool] = set()
         self.last = Call()
 
-    def begin(self) -> None:
+    def leave(self, call: Call) -> None:
+        """The plan is not for such calls: they run as they are from now on."""
+        self._left.add(call.of_leaves)
+
+    def return_to_all(self) -> None:
+        """Calls of all kinds run by the plan again."""
+        self._left.clear()
+
+    def is_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the plan is not for calls with such arguments."""
+        return bool(self._left) and _of_leaves(args, kwargs) in self._left
+
+    def begin(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE) -> None:
         """A call of the module begins."""
         self._earlier = [call for call in (*self._earlier, self.last) if call.awaits_backward()]
         if not self._warned_of_more and len(self._earlier) >= (self._in_flight or 1):
             self._warned_of_more = True
             self._warn(_TWO if self._in_flight is None else _MORE.format(count=self._in_flight))
-        self.last = Call()
+        self.last = Call(_of_leaves(args, kwargs))
 
     def next_execution(self, graph: object) -> int:
         """How often a graph has run in the last call; it runs once more now."""
@@ -74,3 +93,8 @@ class Calls:
                 "a backward with retain_graph=True holds what the plan would free, and the step may take "
                 "more than predicted. Add up the losses and call backward once"
             )
+
+
+def _of_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor among arguments is a leaf that requires a gradient, as for a penalty of it."""
+    return any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, dict(kwargs))))

@@ -11,10 +11,11 @@ environment.
 """
 
 import logging
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class MeasuredCosts:
     Attributes:
         name: What a plan says it used.
         failures: Operations that could not be timed, with the reason, by signature.
+        left_out: Signatures of operations that were not timed, as that had taken long enough.
     """
 
     name = "measured"
@@ -77,17 +79,21 @@ class MeasuredCosts:
         cache_path: Path | str | None = "default",
         progress: OnTimed | None = None,
         step_bytes: int | None = None,
+        most_seconds: float = math.inf,
     ) -> None:
         """
         Args:
             meter: Makes real arguments, on the device at hand.
             roofline: Says what is free, and is used where an operation cannot be run.
+            most_seconds: When timing has taken so long, the roofline is used for what is not known yet.
             step_bytes: What the step holds; None: more than a cache.
             cache_path: JSON file that remembers; ``"default"`` is one in the user's cache directory.
             progress: Called before each operation that is timed.
         """
         self.failures: dict[str, str] = {}
+        self.left_out: set[str] = set()
         self._meter, self._roofline, self._progress = meter, roofline, progress
+        self._seconds_left = most_seconds
         if cache_path == "default":
             cache_path = default_cache_path().with_name("seconds.json")
         self._path = None if cache_path is None else Path(cache_path)
@@ -111,6 +117,10 @@ class MeasuredCosts:
             self.failures[str(func)] = str(error)
             return predicted
         if key not in self._known and key not in self.failures:
+            if self._seconds_left <= 0.0:
+                self.left_out.add(key)
+                return predicted
+            before = time.process_time()
             if self._progress is not None:
                 self._progress(len(self._new), str(func))
             try:
@@ -120,7 +130,18 @@ class MeasuredCosts:
             except Exception as error:  # whatever a kernel says about inputs that were made up
                 logger.debug("no time known for %s: %s", key, error)
                 self.failures[key] = f"{type(error).__name__}: {error}"
+            self._seconds_left -= time.process_time() - before
         return self._known.get(key, predicted)
+
+    def time_largest_first(self, calls: Iterable[Call], outputs: Iterable[object]) -> None:
+        """Time the operations of a step by how long the roofline says they take, while there is time."""
+        both = list(zip(calls, outputs, strict=True))
+        of_each = [self._roofline.seconds(c.func, c.args, c.kwargs, output) for c, output in both]
+        for place in sorted(range(len(both)), key=of_each.__getitem__, reverse=True):
+            if of_each[place] == 0.0 or self._seconds_left <= 0.0:
+                return
+            call, output = both[place]
+            self.seconds(call.func, call.args, call.kwargs, output)
 
     def save(self) -> None:
         """Remember on disk what was timed."""

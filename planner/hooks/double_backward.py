@@ -2,9 +2,10 @@
 
 A planned backward frees as it goes and cannot be differentiated. Where a backward is asked to be
 differentiable, the captured forward is run again as it is, without the plan, and its gradients are returned:
-those of eager, with their graph. That takes the memory of the unplanned step. Where the forward cannot be run
-again for sure, differentiating a gradient is an error that says so. Where a loss is made of such gradients
-and of the outputs too, eager adds up both inside of the one graph, and here there are two: that is a warning.
+those of eager, with their graph. That takes more than the memory of the unplanned step, and eager adds up all
+gradients inside of the one graph, where there are two here: that is a warning, and from the next call on
+those of that kind run as they are. Where the forward cannot be run again for sure, differentiating a gradient
+is an error that says so.
 """
 
 import weakref
@@ -20,6 +21,7 @@ from planner._torch.execution.function_calls import calls_functions
 from planner._torch.joint import aot_metadata
 from planner._torch.operators import may_draw
 from planner._torch.tensors import writes
+from planner.compiled.calls import Call, Calls
 from planner.compiled.graph_hook import GraphHook, HookContext
 from planner.errors import PlanMismatch
 from planner.graph.trace import TracedGraph
@@ -33,15 +35,22 @@ class DoubleBackward(GraphHook):
         obstacle: Why it cannot be run again; None if it can.
         after_others: Whether other parts of the forward come before it, of which nothing is differentiated.
             What they made is not held for a second run: it would live for longer than planned.
+        calls: Those of the module. Those like one that was differentiated twice run without the plan: it
+            saves no memory there.
         warn: Called, once, when it runs again without the plan.
     """
 
     watches = True
 
     def __init__(
-        self, graph: GraphModule, obstacle: str | None, after_others: bool, warn: Callable[[str], None]
+        self,
+        graph: GraphModule,
+        obstacle: str | None,
+        after_others: bool,
+        calls: Calls,
+        warn: Callable[[str], None],
     ) -> None:
-        self._graph, self._obstacle, self._warn = graph, obstacle, warn
+        self._graph, self._obstacle, self._calls, self._warn = graph, obstacle, calls, warn
         self._held = _referred_to if after_others else _as_they_are
         self._warned = self._warned_of_sums = self._warned_of_runs = False
         self._outputs: dict[int, int] = {}
@@ -65,7 +74,7 @@ class DoubleBackward(GraphHook):
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
         kept = [_without_memory(args, self._gradients) if self._obstacle else self._held(args)]
-        versions, through = _versions(kept), _Differentiated()
+        versions, through = _versions(kept), _Differentiated(self._calls.last)
         node.register_prehook(lambda given: self._before(kept, versions, through, given))
 
     def _before(
@@ -81,8 +90,8 @@ class DoubleBackward(GraphHook):
                 "a loss is made of what a planned module returned, and of a gradient of that too "
                 "(create_graph=True): both are added up in another order than without a plan, and gradients "
                 "may differ in the last bits. Call backward for each, the output's first with "
-                "retain_graph=True, compute the gradient from a forward of its own, or use "
-                "planner.remove(model) for such steps"
+                "retain_graph=True, compute the gradient from a forward of its own, or use planner.step "
+                "around the function that computes the loss"
             )
         # A hook after a node keeps alive what the node is given for as long as it runs, which no plan
         # allows for: there is one only where gradients are to be differentiable.
@@ -108,7 +117,7 @@ class DoubleBackward(GraphHook):
                 "a loss is made of gradients that were taken of one call of a planned module one after the "
                 "other (create_graph=True): they are added up in another order than without a plan, and "
                 "gradients may differ in the last bits. Take them in one torch.autograd.grad, or use "
-                "planner.remove(model) for such steps"
+                "planner.step around the function that computes the loss"
             )
 
     def _after(
@@ -132,11 +141,15 @@ class DoubleBackward(GraphHook):
                 if isinstance(t, torch.Tensor) and t.requires_grad
             ]
             return tuple(g if g is None else _Once.apply(g.detach(), obstacle, *made_of) for g in found)  # type: ignore[no-untyped-call]
+        self._calls.leave(through.call)
         if not self._warned:
             self._warned = True
             self._warn(
                 "gradients are to be differentiable (create_graph=True): the forward runs again without the "
-                "plan, and the step may exceed the budget"
+                "plan, and the step may exceed the budget. Where weights get gradients from anything else in "
+                "that backward, these are added up in another order, and may differ in the last bits. From "
+                "now on such calls run as they are, without the plan. planner.step around the function that "
+                "computes the loss plans all of it, and is exact"
             )
         args = tuple(map(_there, kept[0]))
         wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
@@ -168,10 +181,12 @@ class _Differentiated:
 
     Attributes:
         backward: Its number.
+        call: The call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call) -> None:
         self.backward: int | None = None
+        self.call = call
         self._run: object = None
 
     def by_another_run(self, several: Callable[[], None]) -> Callable[[Any], None]:
@@ -199,7 +214,9 @@ def hook(context: HookContext) -> DoubleBackward:
         obstacle = "it is captured in several parts"
     if calls_functions(context.graph):
         obstacle = "it calls a torch.autograd.Function, whose backward is captured as a constant"
-    return DoubleBackward(context.graph, obstacle, bool(context.plan.forward_only), context.warn)
+    return DoubleBackward(
+        context.graph, obstacle, bool(context.plan.forward_only), context.calls, context.warn
+    )
 
 
 def _as_they_are(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Where the seconds of operations come from: the roofline of a device, or the device at hand."""
 
+import math
 from typing import get_args
 
 import torch
@@ -54,11 +55,12 @@ def find_costs(
     target: Device,
     meter: WorkspaceMeter | None,
     progress: Progress,
+    most_seconds: float = math.inf,
 ) -> Costs:
     """The source of seconds for a step.
 
     "auto" measures where the device is at hand and it takes seconds, and where no other rank plans by itself:
-    two ranks that measure make two plans.
+    two ranks that measure make two plans. It begins with what takes longest, and ends after some seconds.
 
     Args:
         costs: The option.
@@ -66,6 +68,7 @@ def find_costs(
         target: The device that is planned for.
         meter: Runs operations where that device is at hand.
         progress: Called before each operation that is timed.
+        most_seconds: How long "auto" measures. What is not known by then has the roofline's seconds.
     """
     known = roofline(target)
     if meter is None or costs == "roofline":
@@ -76,12 +79,15 @@ def find_costs(
         return known
     there = unique_storages([*captured.parameters, *captured.buffers, *captured.inputs])
     resident = sum(int(tensor.untyped_storage().nbytes()) for tensor in there)
-    return MeasuredCosts(
+    measured = MeasuredCosts(
         meter,
         known,
         progress=lambda n, name: progress(f"timing operation {n + 1}: {name}", 0.9),
         step_bytes=resident + peak_by_shapes(captured.eager, target),
+        most_seconds=most_seconds if costs == "auto" else math.inf,
     )
+    measured.time_largest_first(captured.eager.calls, captured.eager.outputs)
+    return measured
 
 
 def _one_of_many_ranks() -> bool:

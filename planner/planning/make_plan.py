@@ -112,6 +112,11 @@ def make_plan(
         notes.append(
             f"{len(prepared.costs.failures)} operations could not be timed; their seconds are the roofline's"
         )
+    if isinstance(prepared.costs, MeasuredCosts) and prepared.costs.left_out:
+        notes.append(
+            f"{len(prepared.costs.left_out)} operations were not timed, as that had taken as long as the "
+            "capture; their seconds are the roofline's. costs='measured' times all"
+        )
     graphs = _graph_records(captured, problem, solution)
     fusion: Fusion = "in-order" if emitted is None else emitted[0].fusion
     if emitted is not None:

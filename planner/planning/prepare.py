@@ -223,6 +223,7 @@ def _prepare(
             "parameters of the model are distributed (fully_shard or parallelize_module), and replays would read "
             "what is not gathered by then: plan it with backend='graph'"
         )
+    capturing = time.process_time()
     if replaying:
         captured: CapturedStep = capture_replayed(
             model,
@@ -243,6 +244,7 @@ def _prepare(
             rank=rank,
             decided=options.backend == "inductor",
         )
+    capturing = time.process_time() - capturing
     captured.notes.extend(notes)
     joints = [g.joint for g in captured.graphs if g.joint is not None]
     if options.backend == "eager" and has_products(joints):
@@ -260,7 +262,8 @@ def _prepare(
         warn(uncompiled(compiled))
     progress("measuring what kernels allocate inside", 0.8)
     meter = WorkspaceMeter(here) if at_hand else None
-    source = find_costs(options.costs, captured, target, meter, progress)
+    # No longer than the capture took: planning then takes about twice as long, at most.
+    source = find_costs(options.costs, captured, target, meter, progress, most_seconds=capturing)
     workspaces = meter or cuda_scratch(target)
     copying = options.inputs == "overwritten"
     if isinstance(captured, ReplayedStep):

@@ -203,7 +203,9 @@ class PlannedCall(InstalledCall):
         self._regions.take_out(self._model)
 
     def put_back_in(self) -> None:
-        """Install it again, and its regions, where a snapshot has put back what was there before."""
+        """Install it again, for calls of all kinds, and its regions, where a snapshot has put back what was
+        there before."""
+        self._calls.return_to_all()
         modules.install_call(self._model, self)
         self._regions.put_in(self._model)
 
@@ -228,6 +230,8 @@ class PlannedCall(InstalledCall):
             return output
         if (hindrance := hindering_mode()) is not None:
             self.unplanned.hindered_call(hindrance)
+            return self.run_original(*args, **kwargs)
+        if self._calls.is_left(args, kwargs):  # which was said when it came to light
             return self.run_original(*args, **kwargs)
         if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
             return planned(*args, **kwargs)
@@ -279,7 +283,7 @@ class PlannedCall(InstalledCall):
             self._definitions.include(self._model)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls.begin()
+        self._calls.begin(args, kwargs)
         if self._strayed is not None:
             if self._shapes.look_at_path(*self._strayed):
                 self._programs.clear()
