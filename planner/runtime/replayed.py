@@ -119,7 +119,9 @@ class ReplayedCall(InstalledCall):
 
 
 def _followers(
-    plan: PlanRecord, others_came: Callable[[], bool], paths: OtherPaths
+    plan: PlanRecord,
+    others_came: Callable[[], bool],  # noqa: ARG001 - what is compiled asks it
+    paths: OtherPaths,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What runs a module by a plan, at the planned shape and at others alike."""
     steps = Steps(program_of(plan))
@@ -136,9 +138,9 @@ def _followers(
             if not warned:
                 warned = True
                 warn(
-                    f"the forward took a path that the plan has not seen: of the plan's {len(step.calls)} calls "
-                    f"of operators {step.as_planned} ran, and what others made is kept. The step may take more "
-                    "than predicted; plan with inputs that lead along this path, or apply with "
+                    f"the forward took a path that the plan has not seen: of the plan's {len(step.calls)} "
+                    f"calls of operators {step.as_planned} ran, and what others made is kept. The step may "
+                    "take more than predicted; plan with inputs that lead along this path, or apply with "
                     "on_new_shape='replan'"
                 )
         return output
