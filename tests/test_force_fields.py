@@ -129,7 +129,7 @@ def test_a_number_that_data_decide_between_energy_and_forces_is_named() -> None:
 @pytest.mark.heavy
 def test_the_gradient_of_an_input_that_the_forward_makes_require_one_is_predicted() -> None:
     torch.manual_seed(0)
-    model, step = LikePainn(), planner.step(_loss_of, **_LEAST)
+    model, step = LikeNequip(), planner.step(_loss_of, **_LEAST)
     with no_plan_warnings():
         _left(model, step)
     model.zero_grad()
@@ -325,6 +325,32 @@ _SHAPES = [
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_gradients_that_lead_through_several_graphs_are_those_of_eager(build: Build) -> None:
     _trains_unplanned(build)
+
+
+class DataDecide(_Field):
+    """Takes the way through the helper where data say so."""
+
+    def forward(self, data: Data) -> Data:
+        if data["prepared"].item():
+            vectors = _Prepare()(data)
+        else:
+            vectors = _between(data["positions"].requires_grad_())
+        energy = self.energy(vectors)
+        return _results(energy, _slope(energy, data["positions"]))
+
+
+@pytest.mark.heavy
+def test_a_path_that_the_plan_has_not_seen_takes_no_gradient_for_none() -> None:
+    def some(seed: int, prepared: bool = True) -> Data:
+        return {"positions": batch(seed)["positions"], "prepared": torch.tensor(prepared)}
+
+    model, twin = _two(DataDecide)
+    planner.plan(model, args=(some(0, prepared=False),), loss=loss, **_LEAST).apply(model)
+    with pytest.warns(planner.PlanWarning, match="took a path that the plan has not seen"):
+        ours = _left(model, _loss_of, some)
+    theirs = _left(twin, _loss_of, some)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value)
 
 
 class _Unused(nn.Module):
