@@ -202,4 +202,47 @@ SHAPES = [
         ),
         ("tests/test_other_paths.py::test_it_is_planned_at_the_largest_sizes",),
     ),
+    Mutation(
+        "gradients-not-for-none",
+        "A graph ends where torch.autograd.grad gives None, unless only weights of the graph lead there.",
+        "The code behind it goes on with None, and the gradient lacks what leads through another graph.",
+        (
+            Change(
+                "planner/_torch/tracing/breaks/gradients_inside.py",
+                "if not by_default and _lacks_some(found)",
+                "if False and _lacks_some(found)",
+            ),
+        ),
+        ("tests/test_force_fields.py::test_a_path_that_the_plan_has_not_seen_takes_no_gradient_for_none",),
+    ),
+    Mutation(
+        "inputs-require-gradients-as-given",
+        "Planning gives the forward inputs as each step does, before it makes them require gradients.",
+        "They require gradients from the second pass on, and the forward takes another path in training.",
+        (
+            Change(
+                "planner/training_step/copies.py",
+                "if tensor.is_leaf and tensor.requires_grad is not requires_grad:",
+                "if False:",
+            ),
+        ),
+        ("tests/test_force_fields.py::test_forces_of_positions_that_a_helper_prepares_are_not_zero",),
+    ),
+    Mutation(
+        "other-inputs-that-require-gradients",
+        "Where other inputs require gradients than planned, a step that cannot be planned so runs unplanned.",
+        "It runs through the plan's graphs, and gradients are added up in another order.",
+        (Change("planner/runtime/shapes/policy.py", "if self._refused[requiring]:", "if False:"),),
+        ("tests/test_force_fields.py::test_inputs_that_required_gradients_when_the_plan_was_made",),
+    ),
+    Mutation(
+        "second-backward-of-a-part",
+        "A forward is refused that differentiates a part of itself before the loss does.",
+        "Its plan is an error of the plan file's.",
+        (Change("planner/capture/uncaptured.py", "if again := sorted(", "if False and sorted("),),
+        (
+            "tests/test_force_fields.py"
+            "::test_gradients_that_lead_through_several_graphs_are_those_of_eager[OnlyOnce]",
+        ),
+    ),
 ]

@@ -342,3 +342,20 @@ def after_this_backward(call: Callable[[], None]) -> None:
     """Have something called at the end of the backward that is running."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
+
+
+def edge_of(tensor: torch.Tensor) -> tuple[Any, int]:
+    """The node of autograd's that computed a tensor, and which of its results it is."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def edges_behind(start: tuple[Any, int]) -> Iterator[tuple[Any, int]]:
+    """The edge, and those behind it in what autograd recorded."""
+    seen, waiting = {start}, [start]
+    while waiting:
+        edge = waiting.pop()
+        yield edge
+        further = [e for e in edge[0].next_functions if e[0] is not None and e not in seen]
+        seen.update(further)
+        waiting += further

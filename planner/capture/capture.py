@@ -31,6 +31,7 @@ from planner._torch.tracing.callbacks import name_of, parts_run_uncompiled
 from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.without_data.ctc_loss import lengths_are_read
 from planner.blocks.running import blocks_run_as_written
+from planner.capture import uncaptured
 from planner.capture.captured_step import NO_LOSS, CapturedStep, CudaKernels
 from planner.capture.carried_history import CARRIED_HISTORY, is_of_carried_history
 from planner.capture.decided_by_data import told_by_data
@@ -45,7 +46,6 @@ from planner.capture.recurrent_layers import recurrent_calls
 from planner.capture.repeated.left_out import LayersLeftOut
 from planner.capture.repeated.lengthened import IrregularError
 from planner.capture.repeated.ran import GraphsOfLayers
-from planner.capture.uncaptured import always_different, failed, nothing_captured, nothing_differentiated
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering
 from planner.module_parts import buffers_of, parameters_of
@@ -285,22 +285,22 @@ class _Capture:
                 with self._pass("capturing the forward"):
                     self.copied.step.run(target)
                 if not runners:
-                    raise nothing_captured(counted, [*untraced.errors.values()])
+                    raise uncaptured.nothing_captured(counted, [*untraced.errors.values()])
                 if layers is not None and not layers.are_alike(graphs.ran):
                     layers, eager = None, self._recorded_eagerly()
                 recording, forward_events = self._compiled_pass(target, runners, layers)
             finally:
                 for compiled in (whole, region):
                     dynamo.forget(compiled)
+        uncaptured.refuse_second_backwards(recording, [runner.graph for runner in runners])
         warn_of_other_gradients(recording, runners, self._with_gradients, module, self._warn)
         if self._cuda is not None:
             warn_of_cpu_kernels(recording, runners, module, recurrent, self._cuda, self._warn)
         report("captured", 1.0)
         ran = {e.graph.graph for e in recording.events if e.graph is not None}
+        made = [runners[i].graph for i in sorted(ran)]
         if all(runners[i].joint is None for i in ran):
-            told = [*untraced.errors.values()]
-            raise nothing_differentiated([runners[i].graph for i in sorted(ran)], counted, told)
-        reasons = [graph_breaks.break_reason(runners[i].graph) for i in sorted(ran)]
+            raise uncaptured.nothing_differentiated(made, counted, [*untraced.errors.values()])
         return CapturedStep(
             captured_graphs(runners, ran),
             eager,
@@ -310,7 +310,7 @@ class _Capture:
             self.inputs,
             list(self.gradients.values()),
             self.arriving,
-            breaks=graph_breaks.distinct_places(reasons),
+            breaks=graph_breaks.distinct_places(map(graph_breaks.break_reason, made)),
             eager_operations=sum(
                 -e.graph.allocating if e.graph is not None else bool(e.allocates)
                 for e in recording.events[:forward_events]
@@ -357,7 +357,7 @@ class _Capture:
             if not waiting:
                 return recording, forward_events
             if attempts > _MOST_PASSES:
-                raise always_different(runner.graph for runner in waiting)
+                raise uncaptured.always_different(runner.graph for runner in waiting)
 
     def _trace(self, runners: Sequence[GraphRunner], total: int) -> None:
         for runner in runners:
@@ -462,8 +462,8 @@ class _Capture:
         except (CaptureError, IrregularError):
             raise
         except Exception as error:
-            graphs = [runner.graph for runner in self._runners]
-            raise failed(doing, error, graphs, with_data=self.copied.data, eager=self._eager_runs) from error
+            graphs, data = [runner.graph for runner in self._runners], self.copied.data
+            raise uncaptured.failed(doing, error, graphs, with_data=data, eager=self._eager_runs) from error
         finally:
             for tensor in self._resident:
                 tensor.grad = None

@@ -1,5 +1,6 @@
 """Errors that say why nothing of a step could be captured, and what to do."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from planner._torch.tracing.breaks import graph_breaks
 from planner.capture.on_a_copy import NotWithoutDataError
 from planner.errors import CaptureError
 from planner.training_step.copies import described
+from planner.training_step.recorder import Recording
 
 _REMEDY = (
     "TORCH_LOGS=graph_breaks shows the lines; move what cannot be captured out of the forward, or plan the "
@@ -29,6 +31,12 @@ AROUND = (
 )
 """What to do where eager runs and tracing does not."""
 
+_IN_ONE_GRAPH = (
+    "Change the lines that end them: requires_grad_() on an input ends one too, unless the forward itself "
+    "calls it before it computes anything. Or plan submodules that are not differentiated inside of the "
+    "forward"
+)
+"""What to do where gradients that a forward takes go through several graphs."""
 
 _OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, MEET_OUTSIDE)
 """Texts of errors of ``torch.autograd.grad`` inside of a forward that is captured."""
@@ -53,11 +61,29 @@ def failed(
         return CaptureError(
             f"{text}. The forward takes gradients of its own results, which is planned where one graph has "
             "all that they go through, and no autograd functions of its own if they are differentiated "
-            f"again; here it was several graphs{where}. Change the lines that end them, or plan submodules "
-            "that are not differentiated inside of the forward"
+            f"again; here it was several graphs{where}. {_IN_ONE_GRAPH}"
         )
     kind = CaptureError if with_data else NotWithoutDataError
     return kind(f"{text}. {AROUND}" if eager else text)
+
+
+def refuse_second_backwards(recording: Recording, graphs: Sequence[torch.fx.GraphModule]) -> None:
+    """See that the backward of each part of the forward runs once.
+
+    Raises:
+        CaptureError: One runs again, as where a forward differentiates what it has computed and the loss does
+            too: what a plan has freed by then would be missing.
+    """
+    halves = [e.graph for e in recording.events if e.graph is not None and e.graph.backward]
+    ran = Counter((half.graph, half.instance) for half in halves)
+    if again := sorted({graph for (graph, _), times in ran.items() if times > 1}):
+        places = graph_breaks.distinct_places(graph_breaks.break_reason(graphs[i]) for i in again)
+        where = f" (it ended at {places[0]})" if places else ""
+        raise CaptureError(
+            f"the backward of a part of the forward{where} runs twice, once by torch.autograd.grad or "
+            "backward() inside of the step. The forward takes gradients of its own results, which is planned "
+            f"where one graph has all that they go through; here it was several graphs. {_IN_ONE_GRAPH}"
+        )
 
 
 def always_different(graphs: Iterable[torch.fx.GraphModule]) -> CaptureError:

@@ -85,8 +85,11 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         with mode, fake_values.values_count(), modules.no_cached_parametrizations():
             yield
 
+    requiring = _Requiring(args, kwargs)
+
     def reset() -> None:
         attributes.put_back()
+        requiring.put_back()
         for made, original in known:
             fake_values.forget_changes(made, original)
         if answers is not None:
@@ -125,8 +128,11 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
     args, kwargs = map_tensors(clone, (step.args, dict(step.kwargs)))
     pairs = [*_paired(module, step, copied, (args, kwargs)), *attributes.pairs()]
 
+    requiring = _Requiring(args, kwargs)
+
     def reset() -> None:
         attributes.put_back()
+        requiring.put_back()
         with torch.no_grad():
             for original, mine in pairs:
                 # Batch normalisations write to running statistics without counting.
@@ -200,6 +206,19 @@ class _AttributesOfTensors:
         """The tensors of it, each with its copy."""
         held = tensors_in([value for _, _, value in self._kept])
         return [(original, self._tensor(original)) for original in held]
+
+
+class _Requiring:
+    """Which inputs require gradients before a forward sets it, as one does that returns forces: each step is
+    given new ones."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._inputs = [(tensor, tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
+
+    def put_back(self) -> None:
+        for tensor, requires_grad in self._inputs:
+            if tensor.is_leaf and tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
 
 
 def _is_plain(value: Any) -> bool:

@@ -5,14 +5,15 @@ gradient also goes through what one of them was computed from. So a graph that d
 not be given another one that was computed from that.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
+
+from planner._torch.autograd import edge_of, edges_behind
 
 _COPIES = {"CloneBackward0", "ViewBackward0"}
 
@@ -44,33 +45,17 @@ def meet_outside(args: Sequence[Any], by: Collection[int], *, siblings: bool = T
         siblings: Whether results of one autograd function count as computed from each other, and what a copy
             was made of as the copy. The capture hands out copies (planner/capture/graphs/graph_runner.py).
     """
-    starts = [_edge(a) for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None] if by else []
+    starts = [edge_of(a) for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None] if by else []
     given = [args[i] for i in by] if starts else []
-    wanted = {_edge(a) for a in given if isinstance(a, torch.Tensor) and a.requires_grad}
+    wanted = {edge_of(a) for a in given if isinstance(a, torch.Tensor) and a.requires_grad}
     for start in starts:
         ends = wanted - {start}
         if siblings:
             ends |= {e for node, _ in ends if node.name() in _COPIES for e in node.next_functions}
         functions = {node for node, _ in ends if siblings and isinstance(node, BackwardCFunction)}
-        if ends and any(edge in ends or edge[0] in functions for edge in _from(start)):
+        if ends and any(edge in ends or edge[0] in functions for edge in edges_behind(start)):
             return True
     return False
-
-
-def _edge(tensor: torch.Tensor) -> tuple[Any, int]:
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def _from(start: tuple[Any, int]) -> Iterator[tuple[Any, int]]:
-    """The edge, and those behind it in what autograd recorded."""
-    seen, waiting = {start}, [start]
-    while waiting:
-        edge = waiting.pop()
-        yield edge
-        further = [e for e in edge[0].next_functions if e[0] is not None and e not in seen]
-        seen.update(further)
-        waiting += further
 
 
 def _origin(node: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from planner.environment import tell
-from planner.errors import PlanMismatch, warn
+from planner.errors import CaptureError, PlanMismatch, warn
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord, TensorRecord, WholeStep
 from planner.planning.make_plan import input_records
@@ -93,6 +93,7 @@ class NewShapes:
         self._planned_strides = self._strides(plan.model.inputs)
         self._warned_of_strides = self._warned_of_gradients = False
         self._with_gradients = self._requiring_gradients(plan.model.inputs)
+        self._refused = {frozenset(self._with_gradients): ""}  # why, by the inputs that require gradients
         self._others = Others()
         self._programs = [self._program(plan, self._planned)]
         self._predictions = self._paths = 0
@@ -104,6 +105,7 @@ class NewShapes:
         Raises:
             PlanMismatch: The policy is "error" and the shape is not the planned one.
             InfeasibleBudget: The policy is "replan" and no plan for this shape fits the budget.
+            CaptureError: Other inputs require gradients than planned, and such a step cannot be planned.
         """
         records = input_records(Step(args, kwargs))
         shapes = dict(self._named((r.path, tuple(r.shape)) for r in records))
@@ -114,6 +116,7 @@ class NewShapes:
                 f"{self._differences(shapes)}; the plan was applied with on_new_shape='error'. Plan for this "
                 "shape, or apply with 'reapply' or 'replan'"
             )
+        self._look_at_gradients_inside(records, args, kwargs)
         self._others.came = self._others.came or shapes != self._planned
         # What Inductor emits for smaller shapes may take more: its programs are looked at one by one.
         fit = operator.eq if self._target.backend == "inductor" else covers
@@ -268,6 +271,27 @@ class NewShapes:
                 "what leads to it is predicted, and the step may take more. Plan with inputs that require "
                 "gradients where those of training do"
             )
+
+    def _look_at_gradients_inside(
+        self, records: Sequence[TensorRecord], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """See that a step can be planned whose inputs that require gradients are others than planned.
+
+        A forward that makes its inputs require gradients, to differentiate by them, runs in other pieces
+        where they did before.
+
+        Raises:
+            CaptureError: It cannot.
+        """
+        requiring = frozenset(self._requiring_gradients(records))
+        if requiring not in self._refused:
+            self._refused[requiring] = ""
+            try:
+                self._prepare(args, kwargs)
+            except CaptureError as error:
+                self._refused[requiring] = str(error)
+        if self._refused[requiring]:
+            raise CaptureError(self._refused[requiring])
 
     def _requiring_gradients(self, records: Sequence[TensorRecord]) -> set[str]:
         found = self._named((r.path, r.requires_grad) for r in records)

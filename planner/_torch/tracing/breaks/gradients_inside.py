@@ -14,7 +14,9 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import torch as functions
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx import GraphModule
+from torch.nn import Parameter
 
+from planner._torch.autograd import edge_of, edges_behind
 from planner._torch.compat import replace
 from planner._torch.execution.function_calls import BACKWARD_OF_A_FUNCTION
 from planner._torch.tracing.rules import ask_handler_of
@@ -70,9 +72,37 @@ def _unless_functions(
                 "A torch.autograd.Function is differentiated inside of the forward, and then again.",
             )
         with patch.object(functions, "_collect_all_grad_fns", lambda _: _NONE):
-            return differentiate(variable, tx, *args, **kwargs)
+            found = differentiate(variable, tx, *args, **kwargs)
+        if not by_default and _lacks_some(found) and _comes_from_outside(tx, args, kwargs):
+            # Python code decides by the None, and no call of the graph can tell that it should be none.
+            _end(
+                "a gradient that may lead through another graph",
+                "torch.autograd.grad(..., allow_unused=True) gives None as far as this graph tells, and what "
+                "is differentiated is computed of inputs of the graph that may lead to that tensor.",
+            )
+        return found
 
     return handler
+
+
+def _lacks_some(found: Any) -> bool:
+    return any(item.is_python_constant() for item in found.unpack_var_sequence(None))
+
+
+def _comes_from_outside(tx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what is differentiated depends on an input of the graph that may have been computed before.
+
+    Parameters are not: they are leaves.
+    """
+    outputs = functions._collect_tensors_with_sources(args[0] if args else kwargs["outputs"])
+    starts = [edge_of(tensor) for tensor, _ in outputs if tensor.requires_grad]
+    behind = {node for start in starts for node, _ in edges_behind(start)}
+    for variable in tx.output.input_source_to_var.values():
+        if isinstance(variable, TensorVariable) and not issubclass(variable.class_type, Parameter):
+            value = variable.as_proxy().node.meta["example_value"]
+            if value.requires_grad and edge_of(value)[0] in behind:
+                return True
+    return False
 
 
 def _calls_functions(output: Any) -> bool:
