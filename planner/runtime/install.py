@@ -5,7 +5,7 @@ hooks stay. Only its call goes, while it trains, through the graphs that the pla
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_c
 from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
+from planner.planning.backends import check_options_of_file
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
 from planner.runtime.earlier_gradients import EarlierGradients
@@ -49,13 +50,14 @@ def apply(
     *,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
+    backend_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> torch.nn.Module:
     """Make a module train by a plan, in place; nothing where plans are off (``PLANNER=0``).
 
     Args:
         plan: A plan that was made for a module of the same class and state.
         model: The module. A plan that is installed already is replaced.
-        on_new_shape, loss: See :meth:`Plan.apply`.
+        on_new_shape, loss, backend_options: See :meth:`Plan.apply`.
 
     Returns:
         The same module.
@@ -65,17 +67,26 @@ def apply(
         ValueError: If ``on_new_shape`` is not one of its three.
     """
     checked(on_new_shape)
-    check_fits(plan, model)
+    check_fits(plan, model, backend_options)
     if not plans_are_off():
         put_in(plan, model, on_new_shape=on_new_shape, loss=loss)
     return model
 
 
-def check_fits(plan: PlanRecord, model: torch.nn.Module) -> None:
-    """See that a plan is for a module of this class and state.
+def check_fits(
+    plan: PlanRecord,
+    model: torch.nn.Module,
+    backend_options: Mapping[str, bool | int | float | str] | None = None,
+) -> None:
+    """See that a plan is for a module of this class and state, and asks of a backend only what it may.
+
+    Args:
+        plan: The plan.
+        model: The module.
+        backend_options: Options of the backend that the user gives beside the plan.
 
     Raises:
-        PlanMismatch: It is not.
+        PlanMismatch: It is for another, or asks for more.
         PlannerError: This PyTorch is newer than what was tested.
     """
     check_version()
@@ -90,6 +101,8 @@ def check_fits(plan: PlanRecord, model: torch.nn.Module) -> None:
             f"the plan is for a {found} with other parameters or buffers (names, shapes or dtypes differ); "
             "plan this one, or build the model as it was built for the plan"
         )
+    if plan is not installed_plan(model):  # whose options were looked at when it was applied
+        check_options_of_file(plan, backend_options)
 
 
 def put_in(
@@ -147,6 +160,7 @@ def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape
     if model is not None and not plans_are_off():
         try:
             plan = PlanRecord.loads(text, source="the plan of the pickled model")
+            # Its options are not looked at: who writes a pickle can run anything without them.
             _install(model, plan, None, checked(on_new_shape))
         except PlanFileError as error:
             warn(f"the model is unpickled without its plan: {error}")
