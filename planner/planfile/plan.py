@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_vali
 from pydantic_core import from_json
 
 from planner._torch.inductor.fusion_names import Fusion
-from planner.errors import PlanFileError
+from planner.errors import PlanFileError, printable
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
 from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program, ViewsRecord
@@ -141,9 +141,10 @@ class PlanRecord(Record):
 
     def __repr__(self) -> str:
         whole, unplanned = self.predicted.peak_bytes, self.baseline.peak_bytes
+        named = [printable(n) for n in (self.model.class_name, self.target.budget_text, self.target.device)]
         packed = sum(len(run.packed) for graph in self.graphs for run in graph.by_execution)
         return (
-            f"<Plan of {self.model.class_name} for {self.target.budget_text} on {self.target.device}: peak "
+            f"<Plan of {named[0]} for {named[1]} on {named[2]}: peak "
             f"{format_bytes(whole)} instead of {format_bytes(unplanned)}, time {self.overhead:+.1%}, re-runs "
             f"{self.recomputed_operations} of {self.forward_operations} operations"
             f"{f', {packed} masks as bits' if packed else ''}>"
@@ -298,8 +299,7 @@ def _first_problem(error: ValidationError) -> str:
     field = ""
     for part in location:
         field += f"[{part}]" if isinstance(part, int) else f"{'.' if field else ''}{part}"
-    # A field that is not known is named by the file.
-    field = "".join(character if character.isprintable() else "?" for character in field[:200])
+    field = printable(field[:200])  # one that is not known is named by the file
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{field}: {message}{more}"
 

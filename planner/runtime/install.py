@@ -24,7 +24,7 @@ from planner.blocks.running import blocks_run_as_written
 from planner.capture.module_calls import run_forward
 from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
-from planner.errors import PlanFileError, PlanMismatch, warn
+from planner.errors import PlanFileError, PlanMismatch, printable, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
 from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
@@ -95,7 +95,8 @@ def check_fits(
     refuse_wrappers(model, "apply the plan to")
     found = class_name(model)
     if not same_class(plan.model.class_name, found):
-        raise PlanMismatch(f"the plan is for a {plan.model.class_name}, this is a {found}")
+        planned = printable(plan.model.class_name)
+        raise PlanMismatch(f"the plan is for a {planned}, this is a {found}")
     if state_digest(model) != plan.model.state_digest:
         raise PlanMismatch(
             f"the plan is for a {found} with other parameters or buffers (names, shapes or dtypes differ); "
