@@ -120,7 +120,7 @@ HOSTILE = [
         "page-calls-nobody",
         "A page loads nothing and calls nobody, whatever got into it.",
         "It has no policy.",
-        (Change("planner/report/page/page.html", "default-src 'none'; ", ""),),
+        (Change("planner/report/page/html.py", "default-src 'none'; ", ""),),
         (f"{_NAMES}::test_a_page_has_the_same_tags_whatever_names_are",),
     ),
     Mutation(

@@ -5,6 +5,7 @@ fit together, and runs nothing. `docs/plan-file.md` describes the format; `docs/
 generated from the models.
 """
 
+import math
 import os
 from typing import Any, Literal, Self
 
@@ -13,14 +14,17 @@ from pydantic_core import from_json
 
 from planner._torch.inductor.fusion_names import Fusion
 from planner.errors import PlanFileError, printable
+from planner.heap import read_at_most
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
 from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program, ViewsRecord
 from planner.planfile.json_layout import laid_out
 from planner.planfile.schema import (
+    MOST_OPS,
     Footprint,
     InconsistentError,
     Label,
+    Listed,
     LiveModule,
     ModelRecord,
     Name,
@@ -60,6 +64,7 @@ Coverage = Literal["one-graph", "several-graphs", "partly-captured"]
 
 SCHEMA_VERSION = 2
 LARGEST_FILE_BYTES = 512 * 2**20
+_MOST_RUN = 20_000_000
 
 
 class PlanRecord(Record):
@@ -89,19 +94,19 @@ class PlanRecord(Record):
     baseline_whole_step: WholeStep | None = Field(
         default=None, description="the same without a plan; percent budgets are of its total"
     )
-    graphs: list[GraphRecord] = Field(min_length=1, max_length=10_000)
-    forward_only: list[Label] = Field(
+    graphs: Listed[GraphRecord] = Field(min_length=1, max_length=10_000)
+    forward_only: Listed[Label] = Field(
         default=[],
         max_length=10_000,
         description="structures of graphs of which the step differentiates nothing: they run as captured",
     )
-    views: list[ViewsRecord] = Field(
+    views: Listed[ViewsRecord] = Field(
         default=[],
         max_length=10_000,
         description="graphs of which the step differentiates views of their inputs alone, and which compute "
         "something else too, or are alike one with a schedule: there is none for them",
     )
-    untraced: list[Name] = Field(
+    untraced: Listed[Name] = Field(
         default=[],
         max_length=10_000,
         description="functions that PyTorch could not trace for an error of its own: they run as written, "
@@ -114,8 +119,10 @@ class PlanRecord(Record):
     )
     timeline: Timeline
     baseline_timeline: Timeline
-    peak_holders: list[LiveModule] = Field(max_length=10_000, description="what is alive at the planned peak")
-    notes: list[Name] = Field(max_length=1000)
+    peak_holders: Listed[LiveModule] = Field(
+        max_length=10_000, description="what is alive at the planned peak"
+    )
+    notes: Listed[Name] = Field(max_length=1000)
     step: StepRecord | None = Field(
         default=None,
         description="what operations read and make, for readers: with it the schedule can be simulated again",
@@ -184,6 +191,13 @@ class PlanRecord(Record):
             raise InconsistentError(message, "whole_step")
         if self.coverage == "one-graph" and len(self.graphs) != 1:
             raise InconsistentError(f"there are {len(self.graphs)} where the coverage is one-graph", "graphs")
+        self._check_size()
+        if not math.isfinite(self.overhead):
+            message = f"{self.predicted.seconds} is too much beside no_recompute.seconds"
+            raise InconsistentError(message, "predicted", "seconds")
+        regions = self.model.regions
+        if len(set(regions)) != len(regions):
+            raise InconsistentError("a submodule is there twice", "model", "regions")
         known = {(graph.structure, graph.occurrence) for graph in self.graphs if not graph.places}
         for index, graph in enumerate(self.graphs):
             if (graph.structure, graph.occurrence) not in known:
@@ -192,6 +206,17 @@ class PlanRecord(Record):
         if self.step is not None:
             self._check_step(self.step)
         return self
+
+    def _check_size(self) -> None:
+        """A small file says of many executions that they run much: what goes through them would not end."""
+        ran = again = 0
+        for index, graph in enumerate(self.graphs):
+            lengths = [len(p.backward) for p in (graph, *graph.other_programs)]
+            ran += len(graph.ops) * len(graph.executions)
+            again += sum(lengths[program] for program in graph.executions)
+            if ran > MOST_OPS or again > _MOST_RUN:
+                message = f"a step of {max(ran, again)} operations is larger than any that is planned"
+                raise InconsistentError(message, "graphs", index, "executions")
 
     def _check_step(self, step: StepRecord) -> None:
         lengths = [len(graph.ops) for graph in self.graphs]
@@ -269,8 +294,7 @@ class PlanRecord(Record):
         """
         source = os.fspath(path)
         try:
-            with open(source, "rb") as file:
-                content = file.read(LARGEST_FILE_BYTES + 1)
+            content = read_at_most(source, LARGEST_FILE_BYTES)
         except (OSError, ValueError) as error:
             raise PlanFileError(f"{source}: cannot be read: {reason(error)}") from None
         if len(content) > LARGEST_FILE_BYTES:

@@ -26,6 +26,7 @@ from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, printable, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
+from planner.module_parts import named_parts
 from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
@@ -101,6 +102,11 @@ def check_fits(
         raise PlanMismatch(
             f"the plan is for a {found} with other parameters or buffers (names, shapes or dtypes differ); "
             "plan this one, or build the model as it was built for the plan"
+        )
+    there = filter(None, named_parts(model)) if plan.model.regions else ()
+    if unknown := set(plan.model.regions).difference(there):
+        raise PlanMismatch(
+            f"the plan has regions that the {found} has not, as {printable(min(unknown))}: plan this one"
         )
     if plan is not installed_plan(model):  # whose options were looked at when it was applied
         check_options_of_file(plan, backend_options)

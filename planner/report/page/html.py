@@ -10,6 +10,9 @@ from planner.errors import printable
 from planner.planfile.plan import PlanRecord
 from planner.report.page.data import page_data
 
+_POLICY = "default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+"""What a page may load: nothing. Whatever got into one, it could not tell anybody."""
+
 
 def page(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> str:
     """The page of a plan.
@@ -23,6 +26,7 @@ def page(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> str:
     """
     data = json.dumps(_visible(page_data(plan, frontier)), separators=(",", ":"), allow_nan=False)
     parts = {
+        "policy": _POLICY,
         "title": escape(printable(plan.model.class_name)),
         "styles": _asset("uPlot.min.css") + _asset("page.css"),
         "licence": escape(_asset("uPlot.LICENSE")).replace("--", "- -"),
