@@ -1,4 +1,4 @@
-"""The interpreter's memory, while much is made that is kept: the garbage collector, the stack, large files."""
+"""The interpreter's memory, while much is made that is kept: garbage collector, stack, large files."""
 
 import functools
 import gc

@@ -181,10 +181,11 @@ def test_a_page_has_the_same_tags_whatever_names_are() -> None:
 
 def test_notebooks_show_the_same_tags_whatever_names_are() -> None:
     plain, hostile = Plan.loads(_text()), _plan()
-    for of in (lambda p: p._repr_html_(), lambda p: p.explain()._repr_html_()):
-        assert set(_tags(of(plain)).tags) == set(_tags(of(hostile)).tags)
-        assert set(_tags(of(plain)).attributes) == set(_tags(of(hostile)).attributes)
-        _is_clean(of(hostile))
+    shown = [(p._repr_html_(), p.explain()._repr_html_()) for p in (plain, hostile)]
+    for right, evil in zip(*shown, strict=True):
+        assert set(_tags(right).tags) == set(_tags(evil).tags)
+        assert set(_tags(right).attributes) == set(_tags(evil).attributes)
+        _is_clean(evil)
 
 
 def test_a_figure_has_no_elements_of_its_names(tmp_path: Path) -> None:
