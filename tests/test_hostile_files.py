@@ -459,7 +459,7 @@ def test_a_history_that_contradicts_itself_is_replayed(settings: str) -> None:
         b"\x80\x05\x97.",  # a buffer from outside
         b"\x80\x04\x8f.",  # a set
         b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".",
-        b"\x80\x05\x96" + struct.pack("<Q", 2**35) + b".",
+        b"\x80\x05\x96" + struct.pack("<Q", 2**28) + b".",
         b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b".",
         b"\x80\x02\x8b" + struct.pack("<i", -1) + b".",
         b"\x80\xff.",

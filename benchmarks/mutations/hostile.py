@@ -292,7 +292,7 @@ HOSTILE = [
                 '        return super().find_class(module, name)\n        print(f"',
             ),
         ),
-        (f"{_FILES}::test_a_pickle_runs_nothing_and_takes_no_more_than_its_size",),
+        ("tests/test_snapshot.py::test_other_files_are_refused",),
     ),
     Mutation(
         "plain-codes-only",
