@@ -42,7 +42,7 @@ from planner.runtime.shapes.shape_key import shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.regions import RunningRegions
 from planner.training_step.step import Loss, differentiates, map_tensors
-from planner.training_step.wrappers import refuse_wrappers
+from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
 
 
 def apply(
@@ -93,6 +93,7 @@ def check_fits(
     check_version()
     if not isinstance(model, torch.nn.Module):
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
+    refuse_without_shape(model, "apply the plan to")
     refuse_wrappers(model, "apply the plan to")
     found = class_name(model)
     if not same_class(plan.model.class_name, found):
