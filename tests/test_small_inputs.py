@@ -39,7 +39,7 @@ def test_a_parameter_without_a_shape_is_named() -> None:
         lambda: planner.step(lambda m, b: m(b).sum(), budget="min")(model, x),
     ):
         with pytest.raises(PlanMismatch, match=r"0\.weight has no shape yet.*after one forward"):
-            refused()  # type: ignore[no-untyped-call]
+            refused()
 
 
 class Lazy(nn.Module):
@@ -52,7 +52,8 @@ class Lazy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.drop(torch.nn.functional.gelu(self.norm(self.first(x))))
-        return self.last(x).square().mean()
+        loss: torch.Tensor = self.last(x).square().mean()
+        return loss
 
 
 def test_layers_without_shapes_run_once_and_are_then_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,10 +70,7 @@ def test_layers_without_shapes_run_once_and_are_then_planned(capsys: pytest.Capt
         for buffer, other in zip(planned.buffers(), eager.buffers(), strict=True):
             assert torch.equal(buffer, other)
     first, second = capsys.readouterr().err.splitlines()[:2]
-    assert (
-        first
-        == "planner: Lazy runs once without a plan, as first.weight has no shape yet; then it is planned"
-    )
+    assert first.startswith("planner: Lazy runs once without a plan, as first.weight has no shape yet")
     assert second.startswith("planner: Lazy planned for min")
 
 
