@@ -30,6 +30,15 @@ AROUND = (
 """What to do where eager runs and tracing does not."""
 
 
+_NAMED_TUPLE = (
+    "PyTorch loses the fields of a named tuple that x._replace() made of an input, if its class has a "
+    "constructor of its own, as nn.utils.rnn.PackedSequence has: where the forward does so, call the constructor "
+    "with all of the fields, as PackedSequence(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)"
+)
+_EMPTIED = ("got 0)", "IndexError: tuple index out of range")
+"""Texts of errors of a tuple without its fields."""
+
+
 _OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, MEET_OUTSIDE)
 """Texts of errors of ``torch.autograd.grad`` inside of a forward that is captured."""
 
@@ -57,6 +66,8 @@ def failed(
             "that are not differentiated inside of the forward"
         )
     kind = CaptureError if with_data else NotWithoutDataError
+    if eager and any(sign in text for sign in _EMPTIED):
+        return kind(f"{text}. {_NAMED_TUPLE}. If it is none: {AROUND[0].lower()}{AROUND[1:]}")
     return kind(f"{text}. {AROUND}" if eager else text)
 
 
