@@ -4,6 +4,7 @@ from benchmarks.mutations.record import Change, Mutation
 
 _NAMES = "tests/test_hostile_names.py"
 _FILES = "tests/test_hostile_files.py"
+_DATA = "tests/test_hostile_data.py"
 
 HOSTILE = [
     Mutation(
@@ -246,7 +247,7 @@ HOSTILE = [
                 'or values["bandwidth"] <= 0:',
             ),
         ),
-        (f"{_FILES}::test_a_device_that_cannot_be_is_refused_by_field",),
+        (f"{_DATA}::test_a_device_that_cannot_be_is_refused_by_field",),
     ),
     Mutation(
         "like-is-no-file",
@@ -259,7 +260,7 @@ HOSTILE = [
                 "        if not isinstance(like, str):",
             ),
         ),
-        (f"{_FILES}::test_a_device_that_cannot_be_is_refused_by_field",),
+        (f"{_DATA}::test_a_device_that_cannot_be_is_refused_by_field",),
     ),
     Mutation(
         "nested-devices",
@@ -272,14 +273,14 @@ HOSTILE = [
                 "    except (OSError, ValueError) as error:\n",
             ),
         ),
-        (f"{_FILES}::test_a_file_that_is_no_device_is_refused",),
+        (f"{_DATA}::test_a_file_that_is_no_device_is_refused",),
     ),
     Mutation(
         "measurements-have-a-bound",
         "What is remembered of an operator's memory or time is what one can have.",
         "Any number is taken.",
         (Change("planner/costs/measurement_cache.py", "0 <= number <= _MOST for", "0 <= number for"),),
-        (f"{_FILES}::test_measurements_that_are_none_are_measured_again",),
+        (f"{_DATA}::test_measurements_that_are_none_are_measured_again",),
     ),
     Mutation(
         "no-class-in-a-pickle",
@@ -305,7 +306,7 @@ HOSTILE = [
                 '        return pickle._Unpickler.dispatch[code]\n        print(f"',
             ),
         ),
-        (f"{_FILES}::test_a_pickle_runs_nothing_and_takes_no_more_than_its_size",),
+        (f"{_DATA}::test_a_pickle_runs_nothing_and_takes_no_more_than_its_size",),
     ),
     Mutation(
         "no-table-of-gigabytes",
@@ -318,7 +319,7 @@ HOSTILE = [
                 "    return pickle.Unpickler(file).load()\n",
             ),
         ),
-        (f"{_FILES}::test_a_pickle_runs_nothing_and_takes_no_more_than_its_size",),
+        (f"{_DATA}::test_a_pickle_runs_nothing_and_takes_no_more_than_its_size",),
     ),
     Mutation(
         "histories-have-a-bound",
@@ -331,7 +332,7 @@ HOSTILE = [
                 "    if int(value) > _MOST_BYTES**9:\n",
             ),
         ),
-        (f"{_FILES}::test_a_history_that_cannot_be_is_refused",),
+        (f"{_DATA}::test_a_history_that_cannot_be_is_refused",),
     ),
     Mutation(
         "room-for-what-is-there",
@@ -344,7 +345,7 @@ HOSTILE = [
                 "        known = most_bytes if ",
             ),
         ),
-        (f"{_FILES}::test_a_pickle_runs_nothing_and_takes_no_more_than_its_size",),
+        (f"{_DATA}::test_a_pickle_runs_nothing_and_takes_no_more_than_its_size",),
     ),
     Mutation(
         "links-of-others",

@@ -32,8 +32,8 @@ AROUND = (
 
 _NAMED_TUPLE = (
     "PyTorch loses the fields of a named tuple that x._replace() made of an input, if its class has a "
-    "constructor of its own, as nn.utils.rnn.PackedSequence has: where the forward does so, call the constructor "
-    "with all of the fields, as PackedSequence(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)"
+    "constructor of its own, as nn.utils.rnn.PackedSequence has: where the forward does so, call the "
+    "constructor with them all, as PackedSequence(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)"
 )
 _EMPTIED = ("got 0)", "IndexError: tuple index out of range")
 """Texts of errors of a tuple without its fields."""
