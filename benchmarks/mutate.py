@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.mutations.belongings import BELONGINGS
 from benchmarks.mutations.exactness import EXACTNESS
 from benchmarks.mutations.files import FILES
+from benchmarks.mutations.hostile import HOSTILE
 from benchmarks.mutations.in_place import IN_PLACE
 from benchmarks.mutations.inside import INSIDE
 from benchmarks.mutations.loops import LOOPS
@@ -54,6 +55,7 @@ THEMES = {
     "What is the user's": BELONGINGS,
     "Data-parallel training": RANKS,
     "Plan files and solvers": FILES,
+    "Files and names of others": HOSTILE,
     "Reports and explanations": SHOWN,
 }
 MUTATIONS: list[Mutation] = [one for theme in THEMES.values() for one in theme]

@@ -8,7 +8,7 @@ call, whatever budget the code gives.
 import os
 import sys
 
-from planner.errors import PlannerError
+from planner.errors import PlannerError, printable
 
 _OFF, _ON = ("0", "false", "off", "no"), ("", "1", "true", "on", "yes")
 _reported: set[str] = set()
@@ -44,5 +44,5 @@ def budget_of_environment() -> str | None:
 
 def tell(text: str) -> None:
     """One line for the user, on standard error."""
-    sys.stderr.write(f"planner: {text}\n")
+    sys.stderr.write(f"planner: {printable(text)}\n")
     sys.stderr.flush()

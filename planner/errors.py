@@ -16,8 +16,26 @@ _BETWEEN = (f"{Path(__file__).parent}/", contextlib.__file__, functools.__file__
 """What lies between a line of the user's and a warning: this package, decorators, and generated code."""
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""A text as terminals and pages may show it: what moves a cursor, hides or turns text is written out.
+
+    Names come from files and from others' modules. An escape sequence becomes ``\x1b[31m``, a character that
+    turns the direction of writing ``\u202e``.
+
+    Args:
+        text: The text.
+        keep: Characters that stay as they are all the same, as line breaks between lines of ours.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 class PlannerError(Exception):
     """The base of every error that this package raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 class CaptureError(PlannerError):
@@ -76,6 +94,7 @@ def warn(text: str, *, cause: Exception | None = None) -> None:
     if collected is not None:
         collected.append(text)
         return
+    text = printable(text, keep="\n")
     logger.warning(text, exc_info=cause)
     warnings.warn(text, PlanWarning, stacklevel=_level_of_user(sys._getframe(1)))
 

@@ -1,7 +1,9 @@
-"""The interpreter's memory, while much is made that is kept: its garbage collector, and its stack."""
+"""The interpreter's memory, while much is made that is kept: garbage collector, stack, large files."""
 
 import functools
 import gc
+import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,3 +163,11 @@ def room_on_the_stack(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     run.__code__ = run.__code__.replace(co_stacksize=_STACK)
     return functools.wraps(function)(run)
+
+
+def read_at_most(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """What a file holds, up to a byte more than is allowed. Python makes room for all that is asked for."""
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno())
+        known = min(found.st_size, most_bytes) if stat.S_ISREG(found.st_mode) else most_bytes
+        return file.read(known + 1)

@@ -1,7 +1,7 @@
 """The plan as users have it: its data, and what can be done with it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from planner.imports import import_without_drawing
@@ -100,6 +100,7 @@ class Plan(PlanRecord):
         *,
         on_new_shape: "OnNewShape" = "reapply",
         loss: "Loss | None" = None,
+        backend_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> "nn.Module":
         """Make the module train by this plan, in place.
 
@@ -114,12 +115,15 @@ class Plan(PlanRecord):
                 after; "error" refuses every shape but the planned one, before anything is computed.
             loss: as for `planner.plan`, to predict peaks; None for the one that the plan was made with,
                 which a plan that was read from a file does not know.
+            backend_options: of a plan that was read from a file, options of Inductor that it was made with
+                and that decide more than which code is generated, as they were given to `planner.plan`. A
+                file alone cannot set these.
 
         Returns:
             the same module; `planner.remove(model)` undoes it.
 
         Raises:
-            PlanMismatch: the plan is of another model.
+            PlanMismatch: the plan is of another model, or sets an option of Inductor that a file may not set.
             InputError: the loss is no function of the module's output.
             ValueError: `on_new_shape` is none of the three.
         """
@@ -128,7 +132,9 @@ class Plan(PlanRecord):
         from planner.runtime.install import apply
         from planner.training_step.inputs import check_loss
 
-        return apply(self, model, on_new_shape=on_new_shape, loss=check_loss(loss))
+        return apply(
+            self, model, on_new_shape=on_new_shape, loss=check_loss(loss), backend_options=backend_options
+        )
 
 
 Plan.__module__ = "planner"  # by which name it is pickled, wherever this file is

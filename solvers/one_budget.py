@@ -83,7 +83,7 @@ class Attempt:
         fastest, graph = self.search.fastest, self.search.graph
         if fastest is None:
             return float("inf")
-        return (fastest.seconds - self.bound.seconds) / graph.base_seconds
+        return (fastest.seconds - self.bound.seconds) / (graph.base_seconds or 1.0)  # nothing may take time
 
     @property
     def done(self) -> bool:

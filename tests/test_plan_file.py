@@ -126,7 +126,7 @@ def test_plans_meet_the_published_schema() -> None:
         ("model.inputs.0.shape.0", "8", ["model.inputs[0].shape[0]"]),
         ("solver.gap", float("nan"), ["solver.gap"]),
         ("surprise", 1, ["surprise"]),
-        ("sur\nprise\x1b", 1, ["sur?prise?"]),
+        ("sur\nprise\x1b", 1, ["sur\\nprise\\x1b"]),
         ("x" * 10**4, 1, ["xxx"]),
         ("notes", ["x" * 10**5], ["notes[0]"]),
     ],

@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 import planner
+from planner.errors import printable
 from planner.planfile.plan import LiveModule
 from planner.report import figure
 from planner.report.frontier import render_frontier
 from planner.report.modules import module_rows
-from planner.report.text import format_seconds, module_table, printable, render, timeline_chart
+from planner.report.text import format_seconds, module_table, render, timeline_chart
 from planner.report.verification import render_verification
 from planner.user_plan import Plan
 from tests.plans import LAYER_OPS, MIB, layered_plan
@@ -115,7 +116,7 @@ def test_names_cannot_move_the_cursor_or_colour_the_text() -> None:
     text = _text(render(plan.model_copy(update={"model": model, "peak_holders": holders, "notes": [nasty]})))
     assert "\x1b" not in text
     assert text.count("[red]layer[/red]") == 3
-    assert printable(nasty) == "?[2J[red]layer[/red]?"
+    assert printable(nasty) == r"\x1b[2J[red]layer[/red]\n"
 
 
 def test_a_plan_without_recomputation_is_one_line() -> None:

@@ -66,6 +66,19 @@ FILES = [
         ("tests/test_plan_file.py::test_reading_a_file_runs_no_code",),
     ),
     Mutation(
+        "no-program",
+        "A plan file runs no program of its author's choice.",
+        "Options of Inductor are taken from a file, whatever they decide.",
+        (
+            Change(
+                "planner/planning/backends.py",
+                "        if not decides_code_alone(name, value) and not _is_same(own, name, value):\n",
+                "        if not decides_code_alone(name, value) and own.get(name, value) != value:\n",
+            ),
+        ),
+        ("tests/test_hostile_options.py::test_a_plan_file_runs_no_program_of_its_authors_choice",),
+    ),
+    Mutation(
         "no-crash",
         "No file makes reading a plan crash.",
         "Files are read by a parser that nested lists bring down.",

@@ -9,11 +9,12 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from planner.allocator.caching_allocator import CachingAllocator, SimulatedOutOfMemory
 from planner.allocator.settings import AllocatorSettings
 from planner.errors import PlannerError
+from planner.heap import collector_off, read_at_most
 
 _LARGEST_FILE = 4 << 30
 _STATES_IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
@@ -55,8 +56,32 @@ class Replay:
     failed_at: int | None = None
 
 
-class _PlainData(pickle.Unpickler):
-    """Snapshots are dictionaries, lists, numbers and text; nothing else is loaded, as it could run code."""
+_PLAIN = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "
+    "UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINSTRING BINSTRING SHORT_BINBYTES BINBYTES "
+    "EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
+    "GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL"
+)
+"""What pickles of plain data are made of, and the names of classes, which are refused by name."""
+
+
+class _Known(dict[int, Any]):
+    """What reads each code of a pickle."""
+
+    def __missing__(self, code: int) -> Any:
+        raise pickle.UnpicklingError(f"it holds more than plain data (the code {bytes([code])!r})")
+
+
+class _PlainData(pickle._Unpickler):
+    """Snapshots are dictionaries, lists, numbers and text; nothing else is loaded, as it could run code.
+
+    It is the unpickler that Python has in Python, some times slower than the one in C: that one makes a table
+    as large as a file of ten bytes says, of tens of gigabytes.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = _Known(
+        {code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, n)[0] for n in _PLAIN.split())}
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, which no snapshot does")
@@ -70,13 +95,15 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     shown = os.fspath(path)
     try:
-        with open(shown, "rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
+        content = read_at_most(shown, _LARGEST_FILE)
+        if len(content) > _LARGEST_FILE:
+            raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes")
         found = _load(io.BytesIO(content))
     except OSError as error:
         raise SnapshotError(f"{shown}: cannot be read: {error.strerror or error}") from None
     except Exception as error:  # pickles fail in many ways
-        raise SnapshotError(f"{shown}: is no snapshot of torch.cuda.memory: {error}") from None
+        why = str(error) if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__} {error}"
+        raise SnapshotError(f"{shown}: is no snapshot of torch.cuda.memory: {why:.300}") from None
     if not isinstance(found, dict) or not {"segments", "device_traces"} <= found.keys():
         raise SnapshotError(
             f"{shown}: is no snapshot of torch.cuda.memory: it has no segments and device_traces"
@@ -84,6 +111,7 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
+@collector_off()
 def _load(file: BinaryIO) -> Any:
     return _PlainData(file).load()
 
@@ -102,23 +130,42 @@ def recorded_run(snapshot: Mapping[str, Any], device: int | None = None) -> Reco
         traces: Sequence[Sequence[Mapping[str, Any]]] = snapshot["device_traces"]
         if device is None:
             device = max(range(len(traces)), key=lambda i: len(traces[i]), default=0)
-        if device >= len(traces) or not traces[device]:
+        if not 0 <= device < len(traces) or not traces[device]:
             raise SnapshotError(
                 f"there is no history of device {device} in the snapshot: call "
                 "torch.cuda.memory._record_memory_history() before what is to be recorded"
             )
         events = tuple(
-            (str(e["action"]), int(e.get("addr") or 0), int(e["size"]), int(e.get("stream") or 0))
+            (str(e["action"]), _whole(e.get("addr")), _size(e["size"]), _whole(e.get("stream")))
             for e in traces[device]
         )
         segments = [s for s in snapshot["segments"] if int(s.get("device") or 0) == device]
         return RecordedRun(device, _before(segments, events), events, _peak_reserved(segments, events))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, SnapshotError):
             raise
         raise SnapshotError(
-            f"the snapshot is not as PyTorch writes it: {type(error).__name__}: {error}"
+            f"the snapshot is not as PyTorch writes it: {type(error).__name__}: {str(error)[:200]}"
         ) from None
+
+
+_MOST_BYTES = 1 << 50
+_MOST = 1 << 64
+
+
+def _whole(value: Any) -> int:
+    """An address, or the number of a stream."""
+    number = int(value or 0)
+    if not -_MOST < number < _MOST:
+        raise ValueError("a number is larger than any address")
+    return number
+
+
+def _size(value: Any) -> int:
+    """Bytes."""
+    if not 0 <= int(value) <= _MOST_BYTES:
+        raise ValueError("a size is negative, or larger than any memory")
+    return int(value)
 
 
 _Events = Sequence[tuple[str, int, int, int]]
@@ -128,14 +175,14 @@ def _before(segments: Sequence[Mapping[str, Any]], events: _Events) -> tuple[tup
     """What was in use when recording began: it was freed without having been allocated, or is still there."""
     here: dict[int, tuple[int, int]] = {}
     for segment in segments:
-        address = int(segment["address"])
+        address = _whole(segment["address"])
         for block in segment["blocks"]:
             if block["state"] in _STATES_IN_USE:
                 here[address] = (
-                    int(block.get("requested_size") or block["size"]),
-                    int(segment.get("stream") or 0),
+                    _size(block.get("requested_size") or block["size"]),
+                    _whole(segment.get("stream")),
                 )
-            address += int(block["size"])
+            address += _size(block["size"])
     for action, address, size, stream in reversed(events):
         if action == "free_completed":
             here[address] = (size, stream)
@@ -145,7 +192,7 @@ def _before(segments: Sequence[Mapping[str, Any]], events: _Events) -> tuple[tup
 
 
 def _peak_reserved(segments: Sequence[Mapping[str, Any]], events: _Events) -> int:
-    now = most = sum(int(segment["total_size"]) for segment in segments)
+    now = most = sum(_size(segment["total_size"]) for segment in segments)
     for action, _, size, _ in reversed(events):
         if action in ("segment_alloc", "segment_map"):
             now -= size

@@ -38,6 +38,15 @@ _IN_ONE_GRAPH = (
 )
 """What to do where gradients that a forward takes go through several graphs."""
 
+_NAMED_TUPLE = (
+    "PyTorch loses the fields of a named tuple that x._replace() made of an input, if its class has a "
+    "constructor of its own, as nn.utils.rnn.PackedSequence has: where the forward does so, call the "
+    "constructor with them all, as PackedSequence(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)"
+)
+_EMPTIED = ("got 0)", "IndexError: tuple index out of range")
+"""Texts of errors of a tuple without its fields."""
+
+
 _OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, MEET_OUTSIDE)
 """Texts of errors of ``torch.autograd.grad`` inside of a forward that is captured."""
 
@@ -64,6 +73,8 @@ def failed(
             f"again; here it was several graphs{where}. {_IN_ONE_GRAPH}"
         )
     kind = CaptureError if with_data else NotWithoutDataError
+    if eager and any(sign in text for sign in _EMPTIED):
+        return kind(f"{text}. {_NAMED_TUPLE}. If it is none: {AROUND[0].lower()}{AROUND[1:]}")
     return kind(f"{text}. {AROUND}" if eager else text)
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli.options import AsJson, Debug
-from planner.cli.output import one_line_errors, print_json, stdout_for_results
+from planner.cli.output import one_line_errors, print_json, say, stdout_for_results
 from planner.planfile.budget import format_bytes
-from planner.report.text import format_seconds, printable
+from planner.report.text import format_seconds
 
 if TYPE_CHECKING:
     from planner.calibration.calibrate import Calibration
@@ -28,7 +28,7 @@ def calibrate_command(
     """Measure the GPU that is here; plans for it use the measured figures from then on."""
     with one_line_errors(debug, as_json):
         if not device.replace(" ", "").lower().startswith("cuda"):
-            raise typer.BadParameter(f"--device {printable(device)!r}: expected cuda, or cuda:1")
+            raise typer.BadParameter(f"--device {device!r}: expected cuda, or cuda:1")
         from planner.calibration.calibrate import as_file, calibrate  # which imports PyTorch
 
         with stdout_for_results():
@@ -37,13 +37,13 @@ def calibrate_command(
             print_json({**as_file(found.device), "measured": asdict(found.measured), "saved_to": found.path})
             return
         for line in described(found):
-            typer.echo(line)
+            say(line)
 
 
 def described(found: "Calibration") -> list[str]:
     """The measured figures beside those that plans use without them."""
     now, before = found.device, found.table
-    lines = [f"{printable(now.name)}: measured (published)"]
+    lines = [f"{now.name}: measured (published)"]
     lines.append(f"  bandwidth  {now.bandwidth / 1e9:,.0f} GB/s ({before.bandwidth / 1e9:,.0f})")
     for name, figure in found.measured.flops.items():
         known = before.flops.get(name)
@@ -53,5 +53,5 @@ def described(found: "Calibration") -> list[str]:
     lines.append(f"  launch of a kernel  {launches}")
     lines.append(f"  libraries  {format_bytes(now.library_bytes)} ({format_bytes(before.library_bytes)})")
     lines.append(f"  context  {format_bytes(now.context_bytes)} ({format_bytes(before.context_bytes)})")
-    lines += [f"note: {printable(note)}" for note in found.measured.notes]
-    return [*lines, f"written to {printable(found.path)}"]
+    lines += [f"note: {note}" for note in found.measured.notes]
+    return [*lines, f"written to {found.path}"]

@@ -40,6 +40,7 @@ from planner.cli.output import (
     described,
     one_line_errors,
     print_json,
+    say,
     show,
     stdout_for_results,
     width,
@@ -54,7 +55,7 @@ from planner.planfile.plan import plan_schema
 from planner.report import figure as plan_figure
 from planner.report.batches import render_batches
 from planner.report.frontier import render_frontier
-from planner.report.text import printable, render
+from planner.report.text import render
 from planner.report.verification import render_verification
 from planner.user_plan import Plan
 
@@ -74,7 +75,7 @@ def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
-        typer.echo(planner.__version__)
+        say(planner.__version__)
         raise typer.Exit
 
 
@@ -129,7 +130,7 @@ def plan_command(
             return
         show(render(plan, width=width()))
         if output is not None:
-            typer.echo(f"\nwritten to {printable(output)}")
+            say(f"\nwritten to {output}")
 
 
 @app.command("sweep")
@@ -187,7 +188,7 @@ def sweep_command(
             return
         show(render_frontier(plans, width=width()))
         if output is not None:
-            typer.echo(f"\n{len(plans)} plans written to {printable(output)}")
+            say(f"\n{len(plans)} plans written to {output}")
 
 
 @app.command("max-batch")
@@ -244,7 +245,7 @@ def max_batch_command(
             return
         show(render_batches(found, width=width()))
         if output is not None:
-            typer.echo(f"\nthe plan for batch {found.batch} is written to {printable(output)}")
+            say(f"\nthe plan for batch {found.batch} is written to {output}")
 
 
 @app.command("estimate")
@@ -288,7 +289,7 @@ def estimate_command(
         show(render_estimate(made, width=width()))
         if suggest:
             names = ", ".join(checkpoint or ()) or "none: no module's checkpoint lowers the peak"
-            typer.echo(f"\nsuggested: {printable(names)}")
+            say(f"\nsuggested: {names}")
 
 
 def _share(text: str) -> float:
@@ -378,6 +379,6 @@ def schema_command(
     with one_line_errors(debug):
         text = json.dumps(plan_schema(), indent=2) + "\n"
         if output is None:
-            typer.echo(text, nl=False)
+            say(text)
         else:
             write_atomically(output, text)

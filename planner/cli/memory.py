@@ -13,12 +13,11 @@ from planner.allocator.settings import AllocatorSettings
 from planner.allocator.snapshot import chrome_trace, record, snapshot
 from planner.cli.builder import build
 from planner.cli.options import AsJson, Debug, Reference, StepOptions, with_step_options
-from planner.cli.output import one_line_errors, print_json, stdout_for_results
+from planner.cli.output import one_line_errors, print_json, say, stdout_for_results
 from planner.cli.progress import shown_progress
 from planner.errors import PlannerError
 from planner.planfile.atomic_file import check_writable, replace_atomically
 from planner.planfile.budget import format_bytes, parse_budget
-from planner.report.text import printable
 from planner.user_plan import Plan
 
 Settings = Annotated[
@@ -98,9 +97,9 @@ def snapshot_command(
         if as_json:
             print_json(result)
             return
-        typer.echo(
+        say(
             f"{len(recorded.trace)} events, {format_bytes(allocator.peak_allocated_bytes)} allocated, "
-            f"{format_bytes(allocator.peak_reserved_bytes)} reserved; written to {printable(output)}"
+            f"{format_bytes(allocator.peak_reserved_bytes)} reserved; written to {output}"
         )
 
 
@@ -144,15 +143,15 @@ def replay_command(
                 }
             )
             return
-        shown, used = printable(other) or "the defaults", format_bytes(before.allocated_bytes)
+        shown, used = other or "the defaults", format_bytes(before.allocated_bytes)
         change = f"{format_bytes(before.reserved_bytes)} -> {format_bytes(after.reserved_bytes)} reserved"
-        typer.echo(
+        say(
             f"your run on device {run.device}, {len(run.events)} events, with {shown}: {change} "
             f"({used} allocated)"
         )
         recorded_bytes = format_bytes(run.peak_reserved_bytes)
-        typer.echo(f"recorded were {recorded_bytes} reserved; both figures above are simulated")
+        say(f"recorded were {recorded_bytes} reserved; both figures above are simulated")
         for what, found in ((conf, before), (other, after)):
             if found.failed_at is not None:
-                with_what = printable(what) or "the defaults"
-                typer.echo(f"with {with_what}: out of memory at event {found.failed_at}")
+                with_what = what or "the defaults"
+                say(f"with {with_what}: out of memory at event {found.failed_at}")

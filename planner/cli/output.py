@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from planner.cli.builder import BuilderError
-from planner.errors import InfeasibleBudget, PlannerError
-from planner.report.text import printable
+from planner.errors import InfeasibleBudget, PlannerError, printable
+from planner.report.text import Visible
 from planner.user_plan import Plan
 
 VERIFY_FAILED, WRONG_INPUT, INFEASIBLE = 1, 2, 3
@@ -30,7 +30,7 @@ def one_line_errors(debug: bool, as_json: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            say(traceback.format_exc(), err=True)
         _print_error(error, debug)
         if as_json and isinstance(error, InfeasibleBudget):
             least = {"minimum_bytes": error.minimum_bytes, "budget_bytes": error.budget_bytes}
@@ -57,7 +57,7 @@ def _print_error(error: Exception, debug: bool) -> None:
         text = f"{type(error).__name__}: {text}"
     if not debug and (isinstance(error, BuilderError) or not isinstance(error, PlannerError)):
         text += "; --debug shows where"
-    typer.echo(f"error: {printable(text)}", err=True)
+    say(f"error: {text}", err=True)
 
 
 def stdout_for_results() -> contextlib.AbstractContextManager[object]:
@@ -102,6 +102,11 @@ def width() -> int:
     return min(_console().width, 120)
 
 
-def show(what: object) -> None:
+def show(what: RenderableType) -> None:
     """The result for people."""
-    _console().print(what)
+    _console().print(Visible(what))
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """A line of the result for people, or of an error; names in it are made visible."""
+    typer.echo(printable(text.rstrip("\n"), keep="\n"), err=err)

@@ -6,11 +6,10 @@ from typing import Annotated
 import typer
 
 from planner.cli.options import AsJson, Debug, PlanPath
-from planner.cli.output import one_line_errors, print_json, show, width
+from planner.cli.output import one_line_errors, print_json, say, show, width
 from planner.planfile.atomic_file import check_writable
 from planner.report.difference import difference, render_difference
 from planner.report.explanation_text import render_explanation
-from planner.report.text import printable
 from planner.user_plan import Plan
 
 
@@ -52,7 +51,7 @@ def report_command(
         check_writable(output)
         plan = Plan.load(plan_path)
         plan.report(output, frontier=[Plan.load(path) for path in frontier or ()])
-        typer.echo(f"written to {printable(output)}")
+        say(f"written to {output}")
 
 
 def diff_command(

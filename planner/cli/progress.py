@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column
 
 from planner import progress as reports
+from planner.errors import printable
 
 _TEXT_WIDTH = 52
 """Columns for what is being done, the share and the time."""
@@ -24,14 +25,14 @@ def shown_progress() -> Iterator[reports.Progress]:
         columns = (text, BarColumn(bar_width), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("starting", total=1.0)
-            yield lambda text, fraction: bar.update(task, description=text, completed=fraction)
+            yield lambda text, fraction: bar.update(task, description=printable(text), completed=fraction)
         return
     last = ""
 
     def line(text: str, fraction: float) -> None:
         nonlocal last
         if text != last:
-            sys.stderr.write(f"{text} ({fraction:.0%})\n")
+            sys.stderr.write(f"{printable(text)} ({fraction:.0%})\n")
             sys.stderr.flush()
         last = text
 

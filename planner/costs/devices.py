@@ -15,11 +15,10 @@ again; what no page was found for is marked as not seen, and stands on the maker
 """
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from typing import Any, Literal
 import platformdirs
 import torch
 
+from planner.costs.device_files import MOST_CHARACTERS, read_object, wrong_figure
 from planner.errors import PlannerError
 
 GIB = 1 << 30
@@ -288,63 +288,36 @@ def load_device(path: str | os.PathLike[str]) -> Device:
     Raises:
         DeviceError: the file cannot be read, or a field is missing, unknown or of the wrong type.
     """
+    shown = f"device file {os.fspath(path)!r}"
     try:
-        given: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DeviceError(f"device file {os.fspath(path)!r} cannot be read: {error}") from None
-    if not isinstance(given, dict):
-        raise DeviceError(f"device file {os.fspath(path)!r}: a device is a JSON object")
+        given = read_object(path)
+    except ValueError as error:
+        raise DeviceError(f"{shown}{error}") from None
     known = {f.name for f in fields(Device)}
-    values = _fields_of(find_device(str(given.pop("like")))) if "like" in given else {}
+    values = {f.name: f.default for f in fields(Device) if f.default is not MISSING}
+    if "like" in given:
+        like = given.pop("like")
+        if not isinstance(like, str) or like.endswith(".json"):  # which could name this file, or any other
+            raise DeviceError(f"{shown}: 'like' is {like!r:.100}, expected the name of a known device")
+        values = _fields_of(find_device(like[:MOST_CHARACTERS]))
     if unknown := set(given) - known:
         raise DeviceError(
-            f"device file {os.fspath(path)!r}: unknown field {sorted(unknown)[0]!r}; expected some of "
+            f"{shown}: unknown field {sorted(unknown)[0]!r:.100}; expected some of "
             f"{', '.join(sorted(known))} and 'like'"
         )
     values |= given
-    if values.get("capability") is not None:
+    if missing := ", ".join(f.name for f in fields(Device) if f.name not in values):
+        raise DeviceError(f"{shown}: missing {missing}; or name a device under 'like'")
+    if (wrong := wrong_figure(values)) is not None:
+        name, expected = wrong
+        raise DeviceError(f"{shown}: {name} is {values[name]!r:.100}, expected {expected}")
+    if values["capability"] is not None:
         values["capability"] = tuple(values["capability"])
-    try:
-        device = Device(**values)
-    except TypeError as error:
-        missing = ", ".join(re.findall(r"'(\w+)'", str(error)))
-        raise DeviceError(
-            f"device file {os.fspath(path)!r}: missing {missing}; or name a device under 'like'"
-        ) from None
-    _check(device, os.fspath(path))
-    return device
+    return Device(**values)
 
 
 def _fields_of(device: Device) -> dict[str, Any]:
     return {f.name: getattr(device, f.name) for f in fields(Device)}
-
-
-def _check(device: Device, source: str) -> None:
-    """Refuse figures that no device has."""
-
-    def refuse(field_name: str, expected: str) -> None:
-        value = getattr(device, field_name)
-        raise DeviceError(f"device file {source!r}: {field_name} is {value!r}, expected {expected}")
-
-    if device.kind not in ("cpu", "cuda"):
-        refuse("kind", "'cpu' or 'cuda'")
-    if not isinstance(device.flops, Mapping) or "float32" not in device.flops:
-        refuse("flops", "FLOP/s by dtype, 'float32' among them")
-    if not all(_is_number(figure) and figure > 0 for figure in device.flops.values()):
-        refuse("flops", "numbers above 0")
-    for name in ("memory_bytes", "bandwidth", "allocation_rounding_bytes"):
-        if not _is_number(getattr(device, name)) or getattr(device, name) <= 0:
-            refuse(name, "a number above 0")
-    for name in ("launch_seconds", "context_bytes", "library_bytes"):
-        if not _is_number(getattr(device, name)) or getattr(device, name) < 0:
-            refuse(name, "a number of at least 0")
-    capability = device.capability
-    if capability is not None and (len(capability) != 2 or not all(type(part) is int for part in capability)):
-        refuse("capability", "two whole numbers, as [8, 0]")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _plain(name: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from planner._torch.fake import concrete_size
 from planner._torch.operators import cudnn_version
 from planner.costs.whole_storage import whole_storage
-from planner.errors import PlannerError
+from planner.errors import PlannerError, printable
 from planner.heap import collector_off
 from planner.planfile.atomic_file import write_atomically
 
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 CACHE_FORMAT = 6
 """Another one, too, where operators of the planner's own allocate otherwise than before."""
+
+_LARGEST_FILE = 1 << 30
+_MOST = 1 << 50
+"""A larger number of bytes or nanoseconds is no measurement: sums of them would be too large for arrays."""
 
 Entries = Mapping[str, Sequence[int]]
 """By call: its workspace bytes, followed by the bytes of its outputs."""
@@ -163,6 +167,8 @@ def _read(path: Path | None) -> Mapping[str, Entries]:
     try:
         with path.open(encoding="utf-8") as file:
             status = os.fstat(file.fileno())
+            if status.st_size > _LARGEST_FILE:
+                raise ValueError(f"{status.st_size:,} bytes are too many")
             version = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
             if path in _held and _held[path][0] == version:
                 return _held[path][1]
@@ -175,10 +181,11 @@ def _read(path: Path | None) -> Mapping[str, Entries]:
             # The garbage collector does not go through tuples of numbers, as it does through lists.
             environments[name] = {call: tuple(numbers) for call, numbers in entries.items()}
             for call, numbers in environments[name].items():
-                if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
-                    raise ValueError(f"{call} has {numbers}")
+                if not numbers or not all(type(number) is int and 0 <= number <= _MOST for number in numbers):
+                    raise ValueError(f"{call[:200]} has {str(numbers)[:200]}")
         _held[path] = version, environments
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        logger.warning("measured workspaces in %s cannot be read and are measured again: %s", path, error)
+        why = printable(str(error))
+        logger.warning("measured workspaces in %s cannot be read and are measured again: %s", path, why)
         return {}
     return environments

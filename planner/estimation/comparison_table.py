@@ -7,9 +7,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from planner.errors import printable
 from planner.planfile.budget import format_bytes
 from planner.report.columns import fitted_table
-from planner.report.text import as_text, printable
+from planner.report.text import as_text
 
 _OVER = (
     "extra time is over the step as PyTorch runs it; that of a plan by itself (show, sweep) is over the\n"

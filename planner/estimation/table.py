@@ -1,18 +1,18 @@
 """An estimate: its records, and tables of what each module takes and what checkpoints would make of it."""
 
 import dataclasses
-import io
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from planner.planfile.budget import format_bytes
 from planner.planfile.schema import WholeStep
 from planner.report.columns import fitted_table
+from planner.report.text import as_text
 
 _SHOWN = 0.01
 """Modules that hold less than this share of the activations and parameters are left out."""
@@ -121,9 +121,7 @@ def render_estimate(estimate: Estimate, *, width: int = 100) -> Group:
 
 def estimate_text(estimate: Estimate) -> str:
     """What :func:`render_estimate` shows, as text."""
-    out = io.StringIO()
-    Console(file=out, width=110, color_system=None).print(render_estimate(estimate, width=110))
-    return out.getvalue()
+    return as_text(render_estimate(estimate, width=110), width=110)
 
 
 def _summary(estimate: Estimate) -> str:

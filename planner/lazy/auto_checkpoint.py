@@ -17,7 +17,7 @@ from planner.progress import Progress
 from planner.runtime.install import apply
 from planner.runtime.shapes.policy import OnNewShape, checked
 from planner.training_step.inputs import Inputs, check_model, read_step
-from planner.training_step.wrappers import refuse_wrappers
+from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
 
 
 @shows_options(PlanKeywords)
@@ -65,7 +65,8 @@ def auto_checkpoint(
         PlanFileError: ``cache`` cannot be written.
 
     All other errors are those of :func:`planner.plan`; without example inputs those that need the inputs are
-    raised by the first training call.
+    raised by the first training call. Where parameters have no shape yet, as those of ``nn.LazyLinear``, that
+    call runs without a plan, and the next one is planned.
 
     Returns:
         The same module, training within the budget.
@@ -82,6 +83,7 @@ def auto_checkpoint(
     policy = checked(on_new_shape or "reapply")
     wanted = checked_wanted(Wanted(budget, policy, cache, options, progress))
     check_model(model)
+    refuse_without_shape(model, "plan")
     refuse_wrappers(model, "plan")
     if plans_are_off():
         return model

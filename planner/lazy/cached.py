@@ -8,6 +8,8 @@ import torch
 from planner._torch.autocast_state import autocast_regions
 from planner.costs.devices import find_device
 from planner.costs.optimizer_step import optimizer_step
+from planner.errors import BudgetError
+from planner.module_parts import named_parts
 from planner.parallel.rank import Rank
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import read_parallel
@@ -69,6 +71,8 @@ def mismatch(
         return f"of a {plan.model.class_name}"
     if plan.model.state_digest != state_digest(model):
         return "of other parameters or buffers"
+    if not set(plan.model.regions) <= named_parts(model).keys():
+        return "with regions that the model has not"
     for name, there, now in compared:
         if there != now:
             return f"{name} {_shown(there)}, now {_shown(now)}"
@@ -97,7 +101,10 @@ def _tensor(record: TensorRecord) -> str:
 
 def _amount(budget: int | str) -> Any:
     """A budget to compare: "8GiB" is 8 * 2**30; shares as they are written."""
-    read: Budget = parse_budget(budget, 2**60)
+    try:
+        read: Budget = parse_budget(budget, 2**60)
+    except BudgetError:  # of a file that was changed: what is asked for now was read before
+        return budget
     return read.text if read.bytes is None or read.text.endswith("%") else read.bytes
 
 

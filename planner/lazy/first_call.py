@@ -21,6 +21,7 @@ from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.training_step.inputs import read_step
 from planner.training_step.step import differentiates
+from planner.training_step.wrappers import without_shape
 
 LOSS_OUTSIDE = (
     "; the loss is computed outside the module and its memory is not counted: pass loss= to count it"
@@ -52,6 +53,11 @@ class PlannedAtFirstCall(InstalledCall):
             output = self.run_original(*args, **kwargs)
             self.unplanned.called_in_other_mode(output)
             return output
+        if (lazy := without_shape(model)) is not None:
+            if first_rank():
+                name = type(model).__name__
+                tell(f"{name} runs once without a plan, as {lazy} has no shape yet; then it is planned")
+            return self.run_original(*args, **kwargs)
         if not differentiates(model, args, kwargs):
             return self.run_original(*args, **kwargs)
         if (hindrance := hindering_mode()) is not None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from planner import errors
 from planner._torch import distributed
-from planner.errors import InfeasibleBudget, PlannerError
+from planner.errors import InfeasibleBudget, PlanFileError, PlannerError
 from planner.lazy.make import Made
 from planner.planfile.fingerprint import class_name, state_digest
-from planner.planfile.plan import PlanRecord
+from planner.planfile.plan import LARGEST_FILE_BYTES, PlanRecord
 from planner.planning.options import PlanOptions
 
 PATIENCE = timedelta(minutes=30)
@@ -88,7 +88,10 @@ def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], optio
             "ended, and its own error says why, or it does not plan at a first call as this rank does: every "
             f"rank has to call the module in training mode, in the same order ({error})"
         ) from error
-    plan = PlanRecord.loads(zlib.decompress(packed), source="the plan of rank 0")
+    text = zlib.decompressobj().decompress(packed, LARGEST_FILE_BYTES + 1)
+    if len(text) > LARGEST_FILE_BYTES:
+        raise PlanFileError(f"the plan of rank 0: larger than {LARGEST_FILE_BYTES} bytes")
+    plan = PlanRecord.loads(text, source="the plan of rank 0")
     return Made(plan.remember(options), answer["how"])
 
 

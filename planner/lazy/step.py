@@ -19,7 +19,7 @@ from planner.progress import Progress
 from planner.runtime.install import installed_plan
 from planner.runtime.shapes.policy import OnNewShape
 from planner.training_step.step import find_loss
-from planner.training_step.wrappers import refuse_wrappers
+from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
 from planner.user_plan import Plan
 
 TrainStep = Callable[..., Any]
@@ -206,6 +206,7 @@ def _split(
         )
     for value in held.values():
         for model in _models(value):
+            refuse_without_shape(without_wrapper(model), "pass")
             refuse_wrappers(without_wrapper(model), "pass")
     return held, data, named
 

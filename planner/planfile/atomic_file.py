@@ -80,6 +80,11 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     if not shown:
         raise PlanFileError("the name of the file to write is empty")
     try:
+        if _is_of_others(shown):
+            raise PlanFileError(
+                f"{shown}: cannot be written: it is a link that another user made, in a folder that is "
+                "open to all; write to another place"
+            )
         target = os.path.realpath(shown)
         directory = os.path.dirname(target)
         if os.path.lexists(target) and not stat.S_ISREG(os.stat(target).st_mode):
@@ -96,6 +101,15 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise
     except (OSError, ValueError) as error:
         raise PlanFileError(f"{shown}: cannot be written: {reason(error)}") from error
+
+
+def _is_of_others(path: str) -> bool:
+    """Whether a link may be somebody else's trap, by the rule of Linux (``protected_symlinks``)."""
+    if not os.path.islink(path) or not hasattr(os, "geteuid"):
+        return False
+    folder = os.stat(os.path.dirname(path) or ".")
+    open_to_all = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+    return bool(open_to_all) and os.lstat(path).st_uid not in (os.geteuid(), folder.st_uid)
 
 
 def reason(error: Exception) -> str:

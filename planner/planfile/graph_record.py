@@ -13,6 +13,7 @@ from planner.planfile.schema import (
     InconsistentError,
     Index,
     Label,
+    Listed,
     Name,
     Record,
     Seconds,
@@ -40,10 +41,10 @@ class GradientLayout(Record):
     """How an output's gradient lies in memory, where that is not as the output does."""
 
     output: Index
-    dimensions: list[Annotated[int, Field(ge=0, lt=64)]] = Field(
+    dimensions: Listed[Annotated[int, Field(ge=0, lt=64)]] = Field(
         max_length=64, description="its dimensions, those of the largest strides first"
     )
-    inside: list[Count] = Field(
+    inside: Listed[Count] = Field(
         default=[],
         max_length=64,
         description="where it is a part of a larger tensor, the sizes of that, by dimension, 0 where they "
@@ -70,25 +71,25 @@ class GradientLayout(Record):
 class Program(Record):
     """What the backward of a graph runs, at some of its executions in a step."""
 
-    backward: list[Index] = Field(
+    backward: Listed[Index] = Field(
         max_length=MOST_STEPS,
         description="ids of operations in the order in which the backward runs them: each backward operation "
         "once, and forward operations wherever they are re-run",
     )
-    packed: list[Index] = Field(
+    packed: Listed[Index] = Field(
         default=[],
         max_length=MOST_OPS,
         description="ids of forward operations whose masks the forward keeps as bits, eight to a byte; where "
         "`backward` names them, these are unpacked. And ids of ReLU's backwards: each reads the signs of its "
         "result, which the forward keeps as bits",
     )
-    kept: list[Index] = Field(
+    kept: Listed[Index] = Field(
         default=[],
         max_length=MOST_OPS,
         description="ids of forward operations whose results the forward holds for the backward; for "
         "readers: it follows from `backward`",
     )
-    emitted: list[Label] = Field(
+    emitted: Listed[Label] = Field(
         default=[],
         max_length=2,
         description="for a plan that Inductor runs: identifies the programs that it emits, that of the "
@@ -109,6 +110,12 @@ class Program(Record):
                 if op_id >= forward_length and op_id not in readers:
                     other = ", nor the backward of ReLU" if name == "packed" else ""
                     raise InconsistentError(f"operation {op_id} is not of the forward{other}", name, position)
+        # No schedule runs the whole forward several times before each operation of the backward.
+        again = len(self.backward) - (count - forward_length)
+        most = 8 * forward_length * (count - forward_length)
+        if again > most:
+            message = f"{again} operations run again: no schedule of so few has more than {most}"
+            raise InconsistentError(message, "backward")
         awaited = forward_length
         for position, op_id in enumerate(self.backward):
             if op_id >= count:
@@ -133,7 +140,7 @@ class ViewsRecord(Record):
     structure: Label = Field(description="identifies the graph whatever its sizes")
     occurrence: Index = Field(description="how many graphs of that structure come before it")
     occurrences: Index = Field(description="how many graphs of that structure the step has")
-    unused_outputs: list[Index] = Field(
+    unused_outputs: Listed[Index] = Field(
         max_length=MOST_OPS, description="outputs that get no gradient, which it computes"
     )
 
@@ -150,35 +157,35 @@ class GraphRecord(Program):
     occurrences: Index = Field(
         default=0, description="how many graphs of that structure the step has; 0: as many as are here"
     )
-    places: list[Index] = Field(
+    places: Listed[Index] = Field(
         default=[],
         max_length=MOST_OPS,
         description="where it stands for some executions of another graph, of its structure and occurrence, "
         "whose gradients lie otherwise than those of most: which of them these are",
     )
-    unused_outputs: list[Index] = Field(
+    unused_outputs: Listed[Index] = Field(
         max_length=MOST_OPS, description="outputs of the module that get no gradient"
     )
-    per_use_inputs: list[Index] = Field(
+    per_use_inputs: Listed[Index] = Field(
         default=[],
         max_length=MOST_OPS,
         description="inputs whose gradients leave the graph per use (unsummed), so that they are added in "
         "the order in which they are without a plan",
     )
-    gradient_layouts: list[GradientLayout] = Field(
+    gradient_layouts: Listed[GradientLayout] = Field(
         default=[],
         max_length=MOST_OPS,
         description="of outputs whose gradients have other strides than they do",
     )
-    ops: list[OpRecord] = Field(
+    ops: Listed[OpRecord] = Field(
         min_length=1, max_length=MOST_OPS, description="forward operations, then backward"
     )
-    other_programs: list[Program] = Field(
+    other_programs: Listed[Program] = Field(
         default=[],
         max_length=_MOST_PROGRAMS,
         description="what the backward runs at other executions than the first",
     )
-    executions: list[Index] = Field(
+    executions: Listed[Index] = Field(
         default=[0],
         min_length=1,
         max_length=MOST_OPS,

@@ -5,6 +5,7 @@ fit together, and runs nothing. `docs/plan-file.md` describes the format; `docs/
 generated from the models.
 """
 
+import math
 import os
 from typing import Any, Literal, Self
 
@@ -12,16 +13,19 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_vali
 from pydantic_core import from_json
 
 from planner._torch.inductor.fusion_names import Fusion
-from planner.errors import PlanFileError
+from planner.errors import PlanFileError, printable
+from planner.heap import read_at_most
 from planner.planfile.atomic_file import reason, write_atomically
 from planner.planfile.budget import format_bytes
 from planner.planfile.graph_record import GradientLayout, GraphRecord, OpRecord, Program, ViewsRecord
 from planner.planfile.json_layout import laid_out
 from planner.planfile.replay_record import ReplayRecord
 from planner.planfile.schema import (
+    MOST_OPS,
     Footprint,
     InconsistentError,
     Label,
+    Listed,
     LiveModule,
     ModelRecord,
     Name,
@@ -62,6 +66,7 @@ Coverage = Literal["one-graph", "several-graphs", "partly-captured", "replayed"]
 
 SCHEMA_VERSION = 2
 LARGEST_FILE_BYTES = 512 * 2**20
+_MOST_RUN = 20_000_000
 
 
 class PlanRecord(Record):
@@ -91,19 +96,19 @@ class PlanRecord(Record):
     baseline_whole_step: WholeStep | None = Field(
         default=None, description="the same without a plan; percent budgets are of its total"
     )
-    graphs: list[GraphRecord] = Field(min_length=1, max_length=10_000)
-    forward_only: list[Label] = Field(
+    graphs: Listed[GraphRecord] = Field(min_length=1, max_length=10_000)
+    forward_only: Listed[Label] = Field(
         default=[],
         max_length=10_000,
         description="structures of graphs of which the step differentiates nothing: they run as captured",
     )
-    views: list[ViewsRecord] = Field(
+    views: Listed[ViewsRecord] = Field(
         default=[],
         max_length=10_000,
         description="graphs of which the step differentiates views of their inputs alone, and which compute "
         "something else too, or are alike one with a schedule: there is none for them",
     )
-    untraced: list[Name] = Field(
+    untraced: Listed[Name] = Field(
         default=[],
         max_length=10_000,
         description="functions that PyTorch could not trace for an error of its own: they run as written, "
@@ -116,8 +121,10 @@ class PlanRecord(Record):
     )
     timeline: Timeline
     baseline_timeline: Timeline
-    peak_holders: list[LiveModule] = Field(max_length=10_000, description="what is alive at the planned peak")
-    notes: list[Name] = Field(max_length=1000)
+    peak_holders: Listed[LiveModule] = Field(
+        max_length=10_000, description="what is alive at the planned peak"
+    )
+    notes: Listed[Name] = Field(max_length=1000)
     step: StepRecord | None = Field(
         default=None,
         description="what operations read and make, for readers: with it the schedule can be simulated again",
@@ -147,9 +154,10 @@ class PlanRecord(Record):
 
     def __repr__(self) -> str:
         whole, unplanned = self.predicted.peak_bytes, self.baseline.peak_bytes
+        named = [printable(n) for n in (self.model.class_name, self.target.budget_text, self.target.device)]
         packed = sum(len(run.packed) for graph in self.graphs for run in graph.by_execution)
         return (
-            f"<Plan of {self.model.class_name} for {self.target.budget_text} on {self.target.device}: peak "
+            f"<Plan of {named[0]} for {named[1]} on {named[2]}: peak "
             f"{format_bytes(whole)} instead of {format_bytes(unplanned)}, time {self.overhead:+.1%}, re-runs "
             f"{self.recomputed_operations} of {self.forward_operations} operations"
             f"{f', {packed} masks as bits' if packed else ''}>"
@@ -189,6 +197,13 @@ class PlanRecord(Record):
             raise InconsistentError(message, "whole_step")
         if self.coverage == "one-graph" and len(self.graphs) != 1:
             raise InconsistentError(f"there are {len(self.graphs)} where the coverage is one-graph", "graphs")
+        self._check_size()
+        if not math.isfinite(self.overhead):
+            message = f"{self.predicted.seconds} is too much beside no_recompute.seconds"
+            raise InconsistentError(message, "predicted", "seconds")
+        regions = self.model.regions
+        if len(set(regions)) != len(regions):
+            raise InconsistentError("a submodule is there twice", "model", "regions")
         known = {(graph.structure, graph.occurrence) for graph in self.graphs if not graph.places}
         for index, graph in enumerate(self.graphs):
             if (graph.structure, graph.occurrence) not in known:
@@ -203,6 +218,17 @@ class PlanRecord(Record):
         if self.replay is not None:
             self._check_replay(self.replay)
         return self
+
+    def _check_size(self) -> None:
+        """A small file says of many executions that they run much: what goes through them would not end."""
+        ran = again = 0
+        for index, graph in enumerate(self.graphs):
+            lengths = [len(p.backward) for p in (graph, *graph.other_programs)]
+            ran += len(graph.ops) * len(graph.executions)
+            again += sum(lengths[program] for program in graph.executions)
+            if ran > MOST_OPS or again > _MOST_RUN:
+                message = f"a step of {max(ran, again)} operations is larger than any that is planned"
+                raise InconsistentError(message, "graphs", index, "executions")
 
     def _check_step(self, step: StepRecord) -> None:
         lengths = [len(graph.ops) for graph in self.graphs]
@@ -296,8 +322,7 @@ class PlanRecord(Record):
         """
         source = os.fspath(path)
         try:
-            with open(source, "rb") as file:
-                content = file.read(LARGEST_FILE_BYTES + 1)
+            content = read_at_most(source, LARGEST_FILE_BYTES)
         except (OSError, ValueError) as error:
             raise PlanFileError(f"{source}: cannot be read: {reason(error)}") from None
         if len(content) > LARGEST_FILE_BYTES:
@@ -326,8 +351,7 @@ def _first_problem(error: ValidationError) -> str:
     field = ""
     for part in location:
         field += f"[{part}]" if isinstance(part, int) else f"{'.' if field else ''}{part}"
-    # A field that is not known is named by the file.
-    field = "".join(character if character.isprintable() else "?" for character in field[:200])
+    field = printable(field[:200])  # one that is not known is named by the file
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{field}: {message}{more}"
 

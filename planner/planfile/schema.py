@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +26,11 @@ Index = Annotated[int, Field(ge=0, lt=MOST_OPS)]
 _MOST_CHARACTERS = 2000
 Name = Annotated[str, StringConstraints(max_length=_MOST_CHARACTERS)]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+_T = TypeVar("_T")
+Listed = Annotated[list[_T], FailFast()]
+"""A list that is refused at its first wrong entry: an error for each of millions takes gigabytes."""
 
 
 def shortened(text: str) -> str:
@@ -147,7 +152,7 @@ class TensorRecord(Record):
     """One tensor among the example inputs."""
 
     path: Name = Field(description="where it is in the arguments, as in args[0] or kwargs['labels']")
-    shape: list[Count] = Field(max_length=64)
+    shape: Listed[Count] = Field(max_length=64)
     dtype: Label
     device: Label
     requires_grad: bool
@@ -161,7 +166,7 @@ class ModelRecord(Record):
 
     class_name: Name
     training: bool
-    inputs: list[TensorRecord] = Field(max_length=100_000)
+    inputs: Listed[TensorRecord] = Field(max_length=100_000)
     outputs: Literal["held", "dropped"] = Field(
         default="held", description="whether the training loop still has the outputs while backward runs"
     )
@@ -169,11 +174,11 @@ class ModelRecord(Record):
     state_digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] = Field(
         description="SHA-256 over the names, shapes and dtypes of the model's state_dict"
     )
-    autocast: list[Label] = Field(
+    autocast: Listed[Label] = Field(
         max_length=64, description="autocast regions that were on, as in cuda:bfloat16"
     )
     torch_version: Label
-    regions: list[Name] = Field(
+    regions: Listed[Name] = Field(
         default=[],
         max_length=100_000,
         description="submodules that have graphs, and an autograd node, of their own",
@@ -200,7 +205,7 @@ class ParallelRecord(Record):
     replicas: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         default=1, description="fsdp2: in how many groups of ranks the model is sharded, each as the others"
     )
-    kept_gathered: list[Name] = Field(
+    kept_gathered: Listed[Name] = Field(
         default=[],
         max_length=100_000,
         description="fsdp2: regions that stay gathered after the forward, whatever others do; joined by + if "
@@ -291,7 +296,7 @@ class LiveModule(Record):
 class Timeline(Record):
     """Live bytes over the entry of the step, along its forward and backward."""
 
-    bytes: list[Count] = Field(max_length=100_000)
+    bytes: Listed[Count] = Field(max_length=100_000)
     peak_index: Annotated[int, Field(ge=0)]
     forward_length: Annotated[int, Field(ge=0)] = Field(
         description="how many of the points are of the forward"

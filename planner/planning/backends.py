@@ -1,7 +1,11 @@
-"""What can be planned for which backend, seen before the long work."""
+"""What can be planned for which backend, seen before the long work, and what a plan file may ask of one."""
 
-from planner.errors import CompilerError, warn
+from collections.abc import Mapping
+
+from planner._torch.inductor.harmless_options import decides_code_alone
+from planner.errors import CompilerError, PlanMismatch, warn
 from planner.parallel.strategies import FSDP2, read_parallel
+from planner.planfile.plan import PlanRecord
 from planner.planning.options import OptionError, PlanOptions
 
 
@@ -54,3 +58,43 @@ def check_backend(options: PlanOptions) -> None:
             "will run several times slower, with a plan or without. It looks in a process of its own, which "
             "fails if a file beside the script is called like a module of Python's, as encodings.py"
         )
+
+
+def check_options_of_file(plan: PlanRecord, given: Mapping[str, object] | None = None) -> None:
+    """See that a plan's options of Inductor are harmless, or the user's own.
+
+    Args:
+        plan: The plan. One that was made in this process remembers what the user gave.
+        given: Options that the user gives again.
+
+    Raises:
+        PlanMismatch: An option is neither, is given and not the plan's, or is none of Inductor's.
+    """
+    target, own = plan.target, dict(given or {})
+    for name, value in own.items():
+        if not _is_same(target.backend_options, name, value):
+            raise PlanMismatch(
+                f"backend_options= has {name!r}: {value!r}, and the plan was made with "
+                f"{dict(target.backend_options)!r}: give options as they are in the plan, or plan again"
+            )
+    if isinstance(plan.made_with, PlanOptions):
+        own = {**plan.made_with.backend_options, **own}
+    for name, value in target.backend_options.items():
+        if not decides_code_alone(name, value) and not _is_same(own, name, value):
+            raise PlanMismatch(
+                f"the plan file sets Inductor's option {name!r} to {value!r:.200}. A file may only set "
+                "options that decide nothing but generated code; this one is not known to be harmless: "
+                "it may run programs, write files or change results. If you want it, give it again: "
+                f"plan.apply(model, backend_options={{{name!r}: ...}}). Else plan without it"
+            )
+    if target.backend == "inductor" and target.backend_options:
+        from planner._torch.inductor import compiling  # Inductor is not imported without need
+
+        wrong = compiling.unusable_options(target.backend_options)
+        if wrong is not None:
+            raise PlanMismatch(f"the plan's backend_options: {wrong}; plan again")
+
+
+def _is_same(options: Mapping[str, object], name: str, value: object) -> bool:
+    found = options.get(name)
+    return type(found) is type(value) and found == value

@@ -48,7 +48,7 @@ from planner.replay.problem import build_replayed
 from planner.training_step.inputs import InputError
 from planner.training_step.regions import RegionError, find_regions
 from planner.training_step.step import Step, tensors_in, unique_storages
-from planner.training_step.wrappers import refuse_sharded, refuse_wrappers
+from planner.training_step.wrappers import refuse_sharded, refuse_without_shape, refuse_wrappers
 from solvers.model.arrays import Schedule
 from solvers.model.schedule import simulate
 
@@ -195,6 +195,7 @@ def _prepare(
     progress = at_stages(progress)
     step = replace(step, in_flight=options.in_flight)
     check_backend(options)
+    refuse_without_shape(model, "plan")
     refuse_wrappers(model, "plan")
     if not isinstance(step.training, bool | None):
         raise InputError(f"training is {step.training!r}; expected True or False")

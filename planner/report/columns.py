@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
+
+from planner.errors import printable
 
 Cell = str | Text
 
@@ -31,9 +32,11 @@ def fitted_table(
         least: columns that can be done without, the first to go first; after them labels are folded.
         folded: whether other cells are folded, rather than labels: they are texts, not figures.
     """
+    cells = [[_visible(cell) for cell in row] for row in rows]
+    titles = [_visible(name) for name in headers]
     widths = [
-        max([cell_len(name), *(_length(row[i]) for row in rows if i < len(row))])
-        for i, name in enumerate(headers)
+        max([title.cell_len, *(row[i].cell_len for row in cells if i < len(row))])
+        for i, title in enumerate(titles)
     ]
     shown = list(range(len(headers)))
     for name in least:
@@ -45,16 +48,19 @@ def fitted_table(
         most = (width - min(widths[0], _LABEL)) // max(len(shown) - 1, 1) - GAP
         widths[1:] = [min(each, max(most, 8)) for each in widths[1:]]
     room = width - sum(GAP + widths[i] for i in shown[1:])
-    table.add_column(headers[0], overflow="fold", max_width=max(room, 8))
+    table.add_column(titles[0], overflow="fold", max_width=max(room, 8))
     for i in shown[1:]:
         if folded:
-            table.add_column(headers[i], justify="right", overflow="fold", max_width=widths[i])
+            table.add_column(titles[i], justify="right", overflow="fold", max_width=widths[i])
         else:
-            table.add_column(headers[i], justify="right", no_wrap=True)
-    for row in rows:
+            table.add_column(titles[i], justify="right", no_wrap=True)
+    for row in cells:
         table.add_row(*(row[i] for i in shown if i < len(row)))
     return table
 
 
-def _length(cell: Cell) -> int:
-    return cell.cell_len if isinstance(cell, Text) else cell_len(cell)
+def _visible(cell: Cell) -> Text:
+    """A cell that is no markup, whatever its text looks like."""
+    if isinstance(cell, Text):
+        return cell if cell.plain.isprintable() else Text(printable(cell.plain), style=cell.style)
+    return Text(printable(cell))

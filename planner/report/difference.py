@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from planner.errors import printable
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.report.columns import Cell, fitted_table
-from planner.report.text import format_seconds, printable
+from planner.report.text import format_seconds
 
 _MOST = 40
 

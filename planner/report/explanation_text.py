@@ -7,9 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.errors import printable
 from planner.planfile.budget import format_bytes
 from planner.report.columns import Cell, fitted_table
-from planner.report.text import as_html, as_text, format_seconds, printable
+from planner.report.text import as_html, as_text, format_seconds
 
 _MOST_RERUNS = 30
 _MOST_NAMES = 6

@@ -5,12 +5,11 @@ import os
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from planner.errors import PlannerError
+from planner.errors import PlannerError, printable
 from planner.planfile.atomic_file import check_writable, replace_atomically
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord, Timeline
 from planner.report.modules import folded_holders
-from planner.report.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

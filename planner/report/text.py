@@ -3,11 +3,14 @@
 import io
 import itertools
 import math
+from collections.abc import Iterator
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from planner.errors import printable
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord, Timeline
 from planner.report.columns import Cell, fitted_table
@@ -51,17 +54,30 @@ def notes(plan: PlanRecord) -> list[RenderableType]:
     return [Text(f"note: {printable(note)}") for note in plan.notes]
 
 
+class Visible:
+    """What is shown, with all that would move a cursor, hide or turn text written out, and links left out."""
+
+    def __init__(self, what: RenderableType) -> None:
+        self._what = what
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self._what, options.update(markup=False)):
+            if not control:
+                unlinked = style.update_link(None) if style is not None and style.link else style
+                yield Segment(printable(text, keep="\n"), unlinked)
+
+
 def as_text(what: RenderableType, *, width: int = 100) -> str:
     """What `rich.print` would show, as text without colours."""
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(what)
+    Console(file=file, width=width, color_system=None).print(Visible(what))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def as_html(what: RenderableType, *, width: int = 100) -> str:
     """What `rich.print` would show, as HTML for a notebook."""
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(what)
+    console.print(Visible(what))
     return console.export_html(inline_styles=True, code_format=_HTML)
 
 
@@ -218,11 +234,6 @@ def format_seconds(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
     return f"{seconds * 1e9:.3g} ns"
-
-
-def printable(text: str) -> str:
-    """Replace what could move a terminal's cursor or break a line; names come from files and modules."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _share(amount_bytes: int, whole_bytes: int) -> str:

@@ -5,9 +5,10 @@ from typing import Protocol
 from rich.console import Group
 from rich.text import Text
 
+from planner.errors import printable
 from planner.planfile.budget import format_bytes
 from planner.report.columns import fitted_table
-from planner.report.text import format_seconds, printable
+from planner.report.text import format_seconds
 
 
 class Verified(Protocol):

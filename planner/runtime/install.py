@@ -5,7 +5,7 @@ hooks stay. Only its call goes, while it trains, through the graphs that the pla
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,11 +24,13 @@ from planner.blocks.running import blocks_run_as_written
 from planner.capture.module_calls import run_forward
 from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
-from planner.errors import PlanFileError, PlanMismatch, warn
+from planner.errors import PlanFileError, PlanMismatch, printable, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
+from planner.module_parts import named_parts
 from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
+from planner.planning.backends import check_options_of_file
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
 from planner.runtime.earlier_gradients import EarlierGradients
@@ -41,7 +43,7 @@ from planner.runtime.shapes.shape_key import shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.regions import RunningRegions
 from planner.training_step.step import Loss, differentiates, map_tensors
-from planner.training_step.wrappers import refuse_wrappers
+from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
 
 
 def apply(
@@ -50,13 +52,14 @@ def apply(
     *,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
+    backend_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> torch.nn.Module:
     """Make a module train by a plan, in place; nothing where plans are off (``PLANNER=0``).
 
     Args:
         plan: A plan that was made for a module of the same class and state.
         model: The module. A plan that is installed already is replaced.
-        on_new_shape, loss: See :meth:`Plan.apply`.
+        on_new_shape, loss, backend_options: See :meth:`Plan.apply`.
 
     Returns:
         The same module.
@@ -66,31 +69,49 @@ def apply(
         ValueError: If ``on_new_shape`` is not one of its three.
     """
     checked(on_new_shape)
-    check_fits(plan, model)
+    check_fits(plan, model, backend_options)
     if not plans_are_off():
         put_in(plan, model, on_new_shape=on_new_shape, loss=loss)
     return model
 
 
-def check_fits(plan: PlanRecord, model: torch.nn.Module) -> None:
-    """See that a plan is for a module of this class and state.
+def check_fits(
+    plan: PlanRecord,
+    model: torch.nn.Module,
+    backend_options: Mapping[str, bool | int | float | str] | None = None,
+) -> None:
+    """See that a plan is for a module of this class and state, and asks of a backend only what it may.
+
+    Args:
+        plan: The plan.
+        model: The module.
+        backend_options: Options of the backend that the user gives beside the plan.
 
     Raises:
-        PlanMismatch: It is not.
+        PlanMismatch: It is for another, or asks for more.
         PlannerError: This PyTorch is newer than what was tested.
     """
     check_version()
     if not isinstance(model, torch.nn.Module):
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
+    refuse_without_shape(model, "apply the plan to")
     refuse_wrappers(model, "apply the plan to")
     found = class_name(model)
     if not same_class(plan.model.class_name, found):
-        raise PlanMismatch(f"the plan is for a {plan.model.class_name}, this is a {found}")
+        planned = printable(plan.model.class_name)
+        raise PlanMismatch(f"the plan is for a {planned}, this is a {found}")
     if state_digest(model) != plan.model.state_digest:
         raise PlanMismatch(
             f"the plan is for a {found} with other parameters or buffers (names, shapes or dtypes differ); "
             "plan this one, or build the model as it was built for the plan"
         )
+    there = filter(None, named_parts(model)) if plan.model.regions else ()
+    if unknown := set(plan.model.regions).difference(there):
+        raise PlanMismatch(
+            f"the plan has regions that the {found} has not, as {printable(min(unknown))}: plan this one"
+        )
+    if plan is not installed_plan(model):  # whose options were looked at when it was applied
+        check_options_of_file(plan, backend_options)
 
 
 def put_in(
@@ -150,6 +171,7 @@ def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape
     if model is not None and not plans_are_off():
         try:
             plan = PlanRecord.loads(text, source="the plan of the pickled model")
+            # Its options are not looked at: who writes a pickle can run anything without them.
             _install(model, plan, None, checked(on_new_shape))
         except PlanFileError as error:
             warn(f"the model is unpickled without its plan: {error}")

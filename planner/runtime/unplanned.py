@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from planner._torch import autograd, modules
 from planner.errors import warn
@@ -60,7 +61,8 @@ class Unplanned:
             ):
                 found._never_called()
 
-        waiting = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+        trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+        waiting = [p for p in trained if not is_lazy(p)]  # without a shape a parameter takes no hooks
         self._handles = [p.register_post_accumulate_grad_hook(arrived) for p in waiting]
         self._earlier = {
             id(p): alive for p in waiting if (alive := autograd.accumulates_for_a_graph(p)) is not None

@@ -10,21 +10,35 @@ from planner.errors import PlanMismatch
 from planner.module_parts import buffers_of, parameters_of, parts_of
 
 
+def without_shape(model: torch.nn.Module) -> str | None:
+    """The first parameter or buffer that has no shape yet, as of ``nn.LazyLinear``; None where all have."""
+    if not any(map(is_lazy, (*parameters_of(model), *buffers_of(model)))):
+        return None
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return next((name for name, tensor in named if is_lazy(tensor)), None)
+
+
+def refuse_without_shape(model: torch.nn.Module, doing: str) -> None:
+    """Refuse a module with parameters that have no shape yet.
+
+    Raises:
+        PlanMismatch: It has some.
+    """
+    lazy = without_shape(model)
+    if lazy is not None:
+        raise PlanMismatch(
+            f"{lazy} has no shape yet, as in nn.LazyLinear before its first call: {doing} the module "
+            "after one forward, model(*args)"
+        )
+
+
 def refuse_wrappers(model: torch.nn.Module, doing: str) -> None:
     """Refuse a data-parallel wrapper, which has buckets and hooks of its own, and a compiled module: what is
-    planned is the module inside; and one with parameters that have no shape yet.
+    planned is the module inside.
 
     Raises:
         PlanMismatch: If ``model`` is one of these.
     """
-    some = any(map(is_lazy, (*parameters_of(model), *buffers_of(model))))
-    named = [*model.named_parameters(), *model.named_buffers()] if some else []
-    lazy = [name for name, tensor in named if is_lazy(tensor)]
-    if lazy:
-        raise PlanMismatch(
-            f"{lazy[0]} has no shape yet, as in nn.LazyLinear before its first call: {doing} the module "
-            "after one forward, model(*args)"
-        )
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise PlanMismatch(
             f"this is a {type(model).__name__}: {doing} the module inside, as model.module or before it is "

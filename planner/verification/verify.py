@@ -25,6 +25,7 @@ from planner.runtime.installed import InstalledCall
 from planner.training_step.inputs import InputError, Inputs, read_step
 from planner.training_step.snapshot import StepSnapshot
 from planner.training_step.step import Loss, Outputs, checked_outputs, tensors_in
+from planner.training_step.wrappers import refuse_without_shape
 from planner.verification.again import look_again
 from planner.verification.measure import MemoryMeasurement, measure_peak, time_steps
 from planner.verification.outcomes import Outcome, Spread, difference
@@ -119,6 +120,7 @@ def verify(
     check_options(repeats=repeats, progress=progress)
     if plan is not None and not isinstance(plan, PlanRecord):
         raise InputError(f"plan= is a {type(plan).__name__}: pass the plan, from a file as Plan.load(path)")
+    refuse_without_shape(model, "verify")
     plan = plan or installed_plan(model)
     if plan is None:
         raise PlanMismatch("verify needs a plan: pass plan=, or apply one to the model")

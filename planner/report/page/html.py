@@ -4,10 +4,14 @@ import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any
 
+from planner.errors import printable
 from planner.planfile.plan import PlanRecord
 from planner.report.page.data import page_data
-from planner.report.text import printable
+
+_POLICY = "default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+"""What a page may load: nothing. Whatever got into one, it could not tell anybody."""
 
 
 def page(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> str:
@@ -20,8 +24,9 @@ def page(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> str:
     Raises:
         PlanFileError: The plan does not say what its operations read, as those of earlier releases.
     """
-    data = json.dumps(page_data(plan, frontier), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(_visible(page_data(plan, frontier)), separators=(",", ":"), allow_nan=False)
     parts = {
+        "policy": _POLICY,
         "title": escape(printable(plan.model.class_name)),
         "styles": _asset("uPlot.min.css") + _asset("page.css"),
         "licence": escape(_asset("uPlot.LICENSE")).replace("--", "- -"),
@@ -33,6 +38,15 @@ def page(plan: PlanRecord, frontier: Sequence[PlanRecord] = ()) -> str:
     text = _asset("page.html")
     pieces = text.split("@@")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _visible(data: Any) -> Any:
+    """Plain data with all of its texts made visible."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {name: _visible(value) for name, value in data.items()}
+    return [_visible(value) for value in data] if isinstance(data, list) else data
 
 
 def _asset(name: str) -> str:
