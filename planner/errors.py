@@ -76,7 +76,8 @@ _collected: ContextVar[list[str] | None] = ContextVar("collected warnings", defa
 @contextlib.contextmanager
 def warnings_collected() -> Iterator[list[str]]:
     """A context in which what :func:`warn` is told is collected, and told to nobody."""
-    token = _collected.set(told := [])
+    told: list[str] = []
+    token = _collected.set(told)
     try:
         yield told
     finally:

@@ -143,8 +143,8 @@ BackendName = Annotated[
     Backend,
     typer.Option(
         "--backend",
-        help="What runs the plan: graphs of eager's operators (eager, or graph), the module as it is with "
-        "operators that are replayed, auto for one of these, or the programs that Inductor makes of the graphs.",
+        help="What runs the plan: graphs of eager's operators (graph, or eager), the module as it is with "
+        "operators that are replayed, auto for one of these, or the programs that Inductor makes of graphs.",
     ),
 ]
 Keep = Annotated[

@@ -19,6 +19,7 @@ from planner.lazy.thawed import Thawed
 from planner.parallel.data_parallel import wrapped_here
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
+from planner.runtime.replayed import ReplayedCall
 from planner.training_step.inputs import read_step
 from planner.training_step.step import differentiates
 from planner.training_step.wrappers import without_shape
@@ -89,7 +90,7 @@ class PlannedAtFirstCall(InstalledCall):
         finally:
             _tell(made, LOSS_OUTSIDE if NO_LOSS in made.plan.notes else "")
 
-    def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
+    def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | ReplayedCall | None:
         """Plan for gradients that are there already, unless ``accumulate=`` was given."""
         if self.wanted.options.accumulate is not None:
             return None
@@ -104,13 +105,13 @@ class PlannedAtFirstCall(InstalledCall):
         self._watch(planned)
         return planned
 
-    def _watch(self, planned: PlannedCall) -> None:
+    def _watch(self, planned: PlannedCall | ReplayedCall) -> None:
         """Have the module planned again when parameters train that are frozen now."""
         if self.wanted.on_new_shape != "replan":
             return
         thawed = Thawed(self._model)
 
-        def plan_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
+        def plan_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | ReplayedCall | None:
             count = thawed.count()
             if not count:
                 return None
@@ -129,7 +130,7 @@ class PlannedAtFirstCall(InstalledCall):
 
         planned.when_changed = plan_again
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Made, PlannedCall]:
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Made, PlannedCall | ReplayedCall]:
         model, wanted = self._model, self.wanted
         if wanted.enlarge is not None:
             args, kwargs = wanted.enlarge(args, kwargs)

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 BackendName = Literal["eager", "replay", "inductor"]
-"""What runs a plan: graphs, operator by operator; eager itself, of which operators are replayed; or the programs
-that Inductor makes of the graphs."""
+"""What runs a plan: graphs, operator by operator; eager itself, of which operators are replayed; or the
+programs that Inductor makes of the graphs."""
 
 BackendChoice = Literal["auto", "graph", "eager", "replay", "inductor"]
 """What can be asked for: "graph" and "eager" are the same; "auto" chooses between it and "replay"."""

@@ -132,8 +132,8 @@ class PlanOptions:
             keep them as they are or to draw them again, and of a result of ReLU one bit for each element,
             where only its backward needs it; "none" does not. On the CPU only; searches for the largest
             batch do without.
-        backend: What runs the plan. "graph" (or "eager"): the step's graphs, operators one by one, bit for bit
-            as without a plan. "replay": the module as it is, of which operators run again when the backward
+        backend: What runs the plan. "graph" (or "eager"): the step's graphs, operators one by one, bit for
+            bit as without a plan. "replay": the module as it is, of which operators run again as the backward
             asks for what the plan dropped; it takes any forward, and a few microseconds an operator. "auto":
             graphs where the step is one graph and no correction is warned of, else "replay"; the plan says
             which, and why. "inductor": the programs that Inductor makes of the graphs, as under

@@ -18,8 +18,8 @@ class ReplayedStep(CapturedStep):
     """A step that no graph was captured of.
 
     Attributes:
-        saved: What its calls are, and what autograd saves and asks for. ``compiled`` is the recording in which
-            nothing saved is held.
+        saved: What its calls are, and what autograd saves and asks for. ``compiled`` is the recording in
+            which nothing saved is held.
     """
 
     saved: Saved = field(default_factory=Saved)

@@ -1,7 +1,7 @@
-"""A planned step at work: the forward as it was written, and what it drops made again when autograd asks for it.
+"""A planned step at work: the forward as it was written; what it drops is made again when autograd asks.
 
-The forward runs under a dispatch mode that counts the calls of operators. Where the plan runs a call again,
-its arguments are noted. What the plan drops is dropped when autograd saves it. The backward is autograd's own:
+The forward runs under a dispatch mode that counts the calls of operators. Where the plan runs a call again its
+arguments are noted. What the plan drops is dropped when autograd saves it. The backward is autograd's own:
 when a node asks for what was dropped, the calls that the plan names there run again.
 
 Nothing is taken on trust. A tensor counts as the value that the plan expects only if it lies in the very
@@ -76,7 +76,7 @@ class _Look:
 
     def __init__(self, slot: int, tensor: torch.Tensor) -> None:
         self.slot = slot
-        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        self.geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 class _Held:
@@ -108,7 +108,7 @@ class _Packed:
 
     def __init__(self, step: "FollowedStep", save: int, slot: int, tensor: torch.Tensor) -> None:
         self.step, self.save, self.slot = step, save, slot
-        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        self.geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 class _Recipe:
@@ -531,7 +531,7 @@ def _generator_state(args: Any, kwargs: Any) -> tuple[torch.Tensor, str, int | N
 
 
 class _plain:  # noqa: N801
-    """A context in which operators run as below autograd in the forward: nothing is saved, nothing is cast."""
+    """A context in which operators run as below autograd in the forward: nothing is saved or cast."""
 
     def __enter__(self) -> None:
         self._grad = torch.no_grad()

@@ -81,8 +81,8 @@ def is_noise(names: Sequence[str]) -> bool:
 
 
 def kept_by(func: Any, out: Any, args: Sequence[Any]) -> float | None:
-    """What the elements of a mask are that are not zero, by the call that made it or wrote it last; None where
-    it can be no mask."""
+    """What the elements of a mask are that are not zero, by the call that made it or wrote it last; None
+    where it can be no mask."""
     if not isinstance(out, torch.Tensor) or out.dtype not in _TYPES:
         return None
     if func is _DRAWN:
@@ -165,21 +165,14 @@ def find_masks(
         if kept is None or made.dtype not in _TYPES or made.numel() < LEAST_ELEMENTS:
             continue
         found.append((base, results[0], base_op(problem.row_of_event[of_calls[-1]]), made, kept))
-    packing = []
+    taken: list[tuple[Call, torch.Tensor]] = []  # for each mask packing, and unpacking, with what they return
     for _, _, _, made, kept in found:
         with fake.mode_of([made]):
             bits = torch.empty((made.numel() + 7) // 8, dtype=torch.uint8, device=made.device)
-        packing.append(
-            (
-                Call(PACK_NOISE, (made,), {}),
-                Call(UNPACK_NOISE, (bits, made.numel(), made.dtype, kept), {}),
-                bits,
-                made,
-            )
-        )
-    flat = [call for p in packing for call in p[:2]]
-    memories = [NOT_RUN] * len(flat) if meter is None else meter.measure(flat)
-    seconds = [costs.seconds(p[i].func, p[i].args, {}, p[i + 2]) for p in packing for i in (0, 1)]  # type: ignore[attr-defined]
+        taken.append((Call(PACK_NOISE, (made,)), bits))
+        taken.append((Call(UNPACK_NOISE, (bits, made.numel(), made.dtype, kept)), made))
+    memories = [NOT_RUN] * len(taken) if meter is None else meter.measure([call for call, _ in taken])
+    seconds = [costs.seconds(call.func, call.args, call.kwargs, out) for call, out in taken]
     return tuple(
         Packing(
             base,

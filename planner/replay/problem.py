@@ -35,7 +35,8 @@ from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op
 STEP_REGION = Region(0)
 
 
-class ReplayOp(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReplayOp:
     """A row as plan files name it, with the fields that an operation of a captured graph has."""
 
     index: int
@@ -345,7 +346,7 @@ class _Builder:
         calls, outputs = self.recording.calls, self.recording.outputs
         memories = [NOT_RUN] * len(calls) if meter is None else meter.measure(calls)
         seconds = [costs.seconds(c.func, c.args, c.kwargs, o) for c, o in zip(calls, outputs, strict=True)]
-        values, row_of_event = list(self.values), {row.event: BaseOp(i) for i, row in enumerate(self.rows)}
+        values, row_of_event = list(self.values), {row.event: base_op(i) for i, row in enumerate(self.rows)}
         known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for row in self.rows:
             call = self.events[row.event].call
@@ -401,7 +402,9 @@ class _Builder:
     def wiring(self) -> Wiring:
         """The calls of the module's forward, by position, and what autograd saves of them."""
         count = len(self.saved.operators)
-        ids, operands, results, written = [-1] * count, *([()] * count for _ in range(3))
+        ids = [-1] * count
+        empty: list[tuple[int, ...]] = [()] * count
+        operands, results, written = empty.copy(), empty.copy(), empty.copy()
         unsure = self.saved.unsure
 
         def values(storages: Sequence[int]) -> tuple[int, ...]:
@@ -429,7 +432,7 @@ class _Builder:
                 asked.append(number)
                 entries.append(self._entry_ids[row])
         begun = [save.begun for save in self.saved.saves]
-        return Wiring(ids, operands, results, written, saves, begun, asked, entries)  # type: ignore[arg-type]
+        return Wiring(ids, operands, results, written, saves, begun, asked, entries)
 
 
 def replay_record(problem: ReplayProblem) -> ReplayRecord:

@@ -1,10 +1,11 @@
-"""From a plan to what its forward and backward look up: decisions by position, none computed while training.
+"""From a plan to what its forward and backward look up: decisions by position, none made while training.
 
-The schedule says which calls run again before which entry of the backward. Of each run it follows which
-values are in memory by then, which of its results are used, and which values are let go of behind it: what the
+The schedule says which calls run again before which entry of the backward. Of each run follows which values
+are in memory by then, which of its results are used, and which values are let go of behind it: what the
 simulator assumes is what the program does.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ import numpy as np
 from planner.planfile.plan import PlanRecord
 from planner.planfile.replay_record import ReplayRecord
 from planner.report.simulated import simulated
+from solvers.model.indices import RowId
 from solvers.model.schedule import lifetimes
 
 
@@ -142,7 +144,7 @@ class _Maker:
         packed = set(self.packed)
         bits: dict[int, int] = {}
         for position, op in enumerate(wiring.ids):
-            replay = graph.ops[self.row_of[op]].replay if op in packed else None
+            replay = graph.ops[RowId(self.row_of[op])].replay if op in packed else None
             if replay is not None:
                 bits[position] = int(graph.ops[replay].inputs[0])
 
@@ -256,4 +258,4 @@ class _Maker:
 
 def _ragged(counts: Sequence[int], flat: Sequence[int]) -> list[tuple[int, ...]]:
     ends = np.cumsum([0, *counts]).tolist()
-    return [tuple(flat[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return [tuple(flat[a:b]) for a, b in itertools.pairwise(ends)]

@@ -254,7 +254,7 @@ class Form(NamedTuple):
         """The form of a tensor."""
         elements = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
         return cls(
-            elements, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+            elements, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device
         )
 
     def tensor(self) -> torch.Tensor:
