@@ -1,7 +1,7 @@
 """A planned step at work: the forward as it was written; what it drops is made again when autograd asks.
 
-The forward runs under a dispatch mode that counts the calls of operators. Where the plan runs a call again its
-arguments are noted. What the plan drops is dropped when autograd saves it. The backward is autograd's own:
+The forward runs under a dispatch mode that counts the calls of operators. Where the plan runs a call again,
+its arguments are noted. What the plan drops is dropped when autograd saves it. The backward is autograd's own:
 when a node asks for what was dropped, the calls that the plan names there run again.
 
 Nothing is taken on trust. A tensor counts as the value that the plan expects only if it lies in the very
@@ -85,7 +85,7 @@ class _Held:
     __slots__ = ("owner", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.version = tensor._version
+        self.version = 0 if tensor.is_inference() else tensor._version
         # Inside of a dispatch mode an alias counts its writes by itself, but for one of a leaf.
         self.owner = self.tensor = tensor
         if tensor.grad_fn is not None:
@@ -96,7 +96,7 @@ class _Held:
                 self.owner = self.tensor = _alias(tensor)
 
     def there(self) -> torch.Tensor:
-        if self.owner._version != self.version:
+        if not self.owner.is_inference() and self.owner._version != self.version:
             raise InputsChanged(_CHANGED.format(tuple(self.tensor.shape)))
         return self.tensor
 
@@ -418,12 +418,7 @@ class FollowedStep:
             return base
         if slot in self.masks and (bits := self.slots.get(self.steps.program.bits[slot])) is not None:
             return self.masks[slot].unpacked(bits)
-        ref = self.refs.get(slot)
-        storage = None if ref is None else ref()
-        if storage is None:
-            return None
-        # Python holds it still; what was written to it meanwhile shows in its version, which the saves have.
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return None
 
 
 class _Kept:
@@ -451,7 +446,7 @@ def unpack(packed: Any) -> torch.Tensor:
             f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
             f"{version} instead"
         )
-    return tensor  # type: ignore[no-any-return]
+    return tensor
 
 
 class Following(TorchDispatchMode):
