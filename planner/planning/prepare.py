@@ -220,6 +220,10 @@ def prepare(
             warn(OF_ANOTHER_MODEL)
         shape_of = None if rank is None else rank.shape_of
         update = optimizer_step(options.optimizer, model, target, meter, source, shape_of)
+        if options.optimizer is None and captured.state_in_hooks:
+            held = unique_storages(captured.state_in_hooks)
+            sizes = [round_bytes(target, int(t.untyped_storage().nbytes())) for t in held]
+            update = replace(update, state_bytes=sum(sizes))
     if isinstance(source, MeasuredCosts):
         source.save()
     if meter is not None and meter.unmeasured:
