@@ -26,12 +26,11 @@ from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
-from planner.planfile.budget import format_bytes
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
-from planner.runtime.earlier_gradients import EarlierGradients
+from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
@@ -228,11 +227,19 @@ class PlannedCall(InstalledCall):
             return self.run_original(*args, **kwargs)
         if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
             return planned(*args, **kwargs)
-        if self._earlier is not None and self._earlier.are_there() and differentiates(model, args, kwargs):
+        earlier = self._earlier is not None and self._earlier.are_there()
+        if earlier and differentiates(model, args, kwargs):
+            if self.when_accumulating is None:
+                there = EarlierBytes(self.plan, model, self._told_of_gradients)
+                return there.watched(self._planned(args, kwargs))
             self._earlier = None
-            instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating
-            if (planned := instead(args, kwargs)) is not None:
+            if (planned := self.when_accumulating(args, kwargs)) is not None:
                 return planned(*args, **kwargs)
+        return self._planned(args, kwargs)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step by the plan, if nothing has changed that it depends on."""
+        model = self._model
         if self._compare_ranks is not None and self._compare_ranks():
             self._compare_ranks = None
         hooks = modules.hooks_on_all_modules()
@@ -262,13 +269,8 @@ class PlannedCall(InstalledCall):
             return modules.module_call(model, *args, **kwargs)
         return modules.call_with_forward(model, self._forward, args, kwargs)
 
-    def _tell_of_gradients(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        there = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
-        warn(
-            f"gradients of {format_bytes(there)} were there already when the step began, as with several "
-            "micro-batches a step, and the plan is for none: the step may take as much more than predicted. "
-            "Plan with accumulate=True, or call optimizer.zero_grad() before each step"
-        )
+    def _told_of_gradients(self) -> None:
+        self._earlier = None
 
     def captured(self) -> None:
         """Look after the classes of what was captured now, too."""
