@@ -35,7 +35,8 @@ class PlannerCallback(TrainerCallback):
     Outputs besides the loss are planned as dropped, as the trainer drops them. The optimizer counts, and
     gradients that are there already do where ``gradient_accumulation_steps`` is more than 1. Checkpointing
     that ``TrainingArguments`` switch on (``gradient_checkpointing=True``) is switched off: the plan goes in
-    its place. A planned model is not compiled by ``torch_compile=True``, which is a warning;
+    its place, and a budget such as "60%" is of what the step takes with it. A planned model is not compiled
+    by ``torch_compile=True``, which is a warning;
     ``backend="inductor"`` compiles it. After training the plan is removed.
 
     In TRL's trainers the loss is computed of what their models return for each token; that is planned for.
@@ -94,8 +95,11 @@ class PlannerCallback(TrainerCallback):
                 "PlannerCallback(module=loss)"
             )
         planned = model if self._module is None else self._module
-        if [part for part in planned.modules() if _switched_off(part)]:
-            tell("the model's own gradient checkpointing is switched off: the plan goes in its place")
+        if (own := _OwnCheckpoints.switched_off(planned)) is not None:
+            tell(
+                "the model's own gradient checkpointing is switched off: the plan goes in its place, and "
+                "percentages are of the step with it"
+            )
         options: PlanKeywords = {"outputs": "dropped", **self._options}
         if args.torch_compile and options.get("backend", "eager") == "eager":
             warn(
@@ -115,11 +119,39 @@ class PlannerCallback(TrainerCallback):
             planned, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
         if wanted is not None:
-            install_lazily(planned, replace(wanted, enlarge=self._longest))
+            install_lazily(planned, replace(wanted, enlarge=self._longest, as_run=own))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the plan."""
         remove(kwargs["model"] if self._module is None else self._module)
+
+
+@dataclass(frozen=True)
+class _OwnCheckpoints:
+    """Switches checkpointing on in a copy of a model, where it was on before.
+
+    Attributes:
+        switches: The parts that checkpoint what is in them, each with the name of its switch.
+    """
+
+    switches: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def switched_off(cls, model: torch.nn.Module) -> "_OwnCheckpoints | None":
+        """Switch a model's own checkpointing off; None where it was not on."""
+        before = [
+            (path, name)
+            for path, part in model.named_modules()
+            for name in ("gradient_checkpointing", "activation_checkpointing")
+            if getattr(part, name, None) is True
+        ]
+        if not [part for part in model.modules() if _switched_off(part)]:
+            return None
+        return cls(tuple((p, n) for p, n in before if not getattr(model.get_submodule(p), n)))
+
+    def __call__(self, copied: torch.nn.Module) -> None:
+        for path, name in self.switches:
+            setattr(copied.get_submodule(path), name, True)
 
 
 def _switched_off(part: torch.nn.Module) -> bool:

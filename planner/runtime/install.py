@@ -176,7 +176,7 @@ class PlannedCall(InstalledCall):
         self.on_new_shape, self.loss = on_new_shape, loss
         self._calls = Calls(warn, plan.target.in_flight)
         self._regions = RunningRegions(plan.model.regions, self.unplanned.region_in_checkpoint)
-        compile_ = partial(_compiled, weakref.ref(model), self._calls, self._regions)
+        compile_ = partial(_compiled, weakref.ref(model), id(_own_forward(model)), self._calls, self._regions)
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
@@ -304,8 +304,14 @@ class PlannedCall(InstalledCall):
         return output
 
 
+def _own_forward(model: torch.nn.Module | None) -> object:
+    """The forward of a module itself, in the place of its class's; None where it has none."""
+    return None if model is None else vars(model).get("forward")
+
+
 def _compiled(
     model: weakref.ref[torch.nn.Module],
+    forward: int,
     calls: Calls,
     regions: RunningRegions,
     plan: PlanRecord,
@@ -315,7 +321,12 @@ def _compiled(
     plan = plan.model_copy().remember(None)  # PyTorch holds what is compiled: no optimizer, no loss with it
 
     def compile_(once_more: bool) -> list[CapturedAgain]:
-        paths = [Path(plan, captured_again=once_more, others=other_paths) for _ in range(2)]
+        def replaced() -> bool:
+            return id(_own_forward(model())) != forward
+
+        paths = [
+            Path(plan, captured_again=once_more, others=other_paths, replaced=replaced) for _ in range(2)
+        ]
         backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
         compiled, in_regions = (
             dynamo.dynamo_compile_shapes(
