@@ -126,32 +126,39 @@ class PlannerCallback(TrainerCallback):
         remove(kwargs["model"] if self._module is None else self._module)
 
 
+_NAMES = ("gradient_checkpointing", "activation_checkpointing")
+"""With these the attributes begin that say whether a part of a model checkpoints, and by what function."""
+
+
 @dataclass(frozen=True)
 class _OwnCheckpoints:
     """Switches checkpointing on in a copy of a model, where it was on before.
 
     Attributes:
-        switches: The parts that checkpoint what is in them, each with the name of its switch.
+        switched: The parts that were, each with the values of its attributes for that.
     """
 
-    switches: tuple[tuple[str, str], ...]
+    switched: tuple[tuple[str, Mapping[str, Any]], ...]
 
     @classmethod
     def switched_off(cls, model: torch.nn.Module) -> "_OwnCheckpoints | None":
         """Switch a model's own checkpointing off; None where it was not on."""
-        before = [
-            (path, name)
+        before = {
+            path: {name: value for name, value in vars(part).items() if name.strip("_").startswith(_NAMES)}
             for path, part in model.named_modules()
-            for name in ("gradient_checkpointing", "activation_checkpointing")
-            if getattr(part, name, None) is True
-        ]
+        }
         if not [part for part in model.modules() if _switched_off(part)]:
             return None
-        return cls(tuple((p, n) for p, n in before if not getattr(model.get_submodule(p), n)))
+        switched = []
+        for path, values in before.items():
+            now = vars(model.get_submodule(path))
+            if changed := {n: v for n, v in values.items() if now.get(n) is not v}:
+                switched.append((path, changed))
+        return cls(tuple(switched))
 
     def __call__(self, copied: torch.nn.Module) -> None:
-        for path, name in self.switches:
-            setattr(copied.get_submodule(path), name, True)
+        for path, values in self.switched:
+            vars(copied.get_submodule(path)).update(values)
 
 
 def _switched_off(part: torch.nn.Module) -> bool:
