@@ -11,7 +11,7 @@ from planner.module_parts import buffers_of, parameters_of, parts_of
 from planner.training_step.arrivals.copied import CopiedHooks
 from planner.training_step.arrivals.reach import Reach
 from planner.training_step.arrivals.suspended import called
-from planner.training_step.python_state import is_stepping
+from planner.training_step.python_state import is_of, is_stepping
 
 NOT_COUNTED = (
     "the hook {} on {}, which runs after its gradient was accumulated, is left out of the prediction ({}): "
@@ -34,7 +34,7 @@ def put_hooks_on_copies(
     Returns:
         What copied them; None where there are none.
     """
-    trained = [(name, p) for name, p in module.named_parameters() if all_hooks_on(p)]
+    trained = [(n, p) for n, p in module.named_parameters() if any(map(_is_users, all_hooks_on(p)))]
     stepping = _stepping_hooks(module, copied)
     if not trained and not stepping:
         return None
@@ -57,13 +57,17 @@ def put_hooks_on_copies(
             continue
         for hook in hooks_on(original):
             copy.register_hook(_unless_data_decide(name, _copied(hooks, hook)[0] or hook, notes))
-        for after in hooks_after_accumulation(original).values():
+        for after in filter(_is_users, hooks_after_accumulation(original).values()):
             own, why = _copied(hooks, after)
             if own is None:
                 note(after, NOT_COUNTED.format(called(after), name, why))
             else:
                 copy.register_post_accumulate_grad_hook(_unless_it_fails(name, after, own, note))
     return hooks
+
+
+def _is_users(hook: Any) -> bool:
+    return not is_of(getattr(hook, "__module__", None), "planner")
 
 
 def _stepping_hooks(
