@@ -1,13 +1,13 @@
 """The public functions plan, prepare and sweep."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 
-from planner.errors import BudgetError
+from planner.errors import BudgetError, CaptureError, warn
 from planner.planfile.budget import Budget, parse_budget
 from planner.planning import prepare as captured
 from planner.planning.make_plan import make_plan
@@ -70,6 +70,26 @@ def plan(
         InfeasibleBudget: If no schedule fits; ``.minimum_bytes`` is the least budget that would,
             and what "min" takes.
     """
+    return plan_in_place(model, args, kwargs, None, budget=budget, progress=progress, **options)
+
+
+def plan_in_place(
+    model: torch.nn.Module,
+    args: Inputs,
+    kwargs: Mapping[str, Any] | None,
+    as_run: Callable[[torch.nn.Module], object] | None,
+    *,
+    budget: int | str,
+    progress: Progress | None = None,
+    **options: Unpack[PlanKeywords],
+) -> Plan:
+    """Plan a step in the place of the one that the user runs: percentages are of that.
+
+    Args:
+        as_run: Makes a copy of the module run as the user's does, with its own checkpoints; None where the
+            module is as it is run.
+        model, args, kwargs, budget, progress, **options: As for :func:`plan`.
+    """
     check_options(progress=progress)
     wanted = read_options("plan", PlanKeywords, options)
     report = progress or no_report
@@ -82,6 +102,15 @@ def plan(
         wanted,
         progress=lambda text, fraction: report(text, 0.7 * fraction),
     )
+    if as_run is not None:
+        report("recording the step with its own checkpoints", 0.7)
+        try:
+            prepared = replace(prepared, as_run_bytes=prepared.changed(as_run)[1].allocated_bytes)
+        except CaptureError as error:
+            warn(
+                f"what the step takes with its own checkpoints is not known ({error}): percentages are of "
+                "the step without them. Pass the budget in bytes, as in '8GiB'"
+            )
     made = plan_prepared(prepared, budget, progress=lambda text, fraction: report(text, 0.7 + 0.3 * fraction))
     return Plan.of(made)
 

@@ -38,7 +38,7 @@ def run_in_browser(page: str, script: str, folder: Path) -> Seen:
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
          "--enable-logging=stderr", "--window-size=1200,900", f"--user-data-dir={folder / 'profile'}",
          "--virtual-time-budget=20000", path.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found is not None, done.stderr[-2000:]

@@ -16,6 +16,7 @@ import pytest
 
 from planner.heap import older_objects_set_aside
 from tests.browser import CHROMIUM
+from tests.clocks import NO_HURRY, SlowClock
 
 # No test asserts a time: on a busy machine any example may take long.
 hypothesis.settings.register_profile("any time", deadline=None)
@@ -93,6 +94,28 @@ def _short_searches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         fast = EFFORTS["fast"]
         patch.setitem(EFFORTS, "fast", replace(fast, parts_work=min(fast.parts_work, 2_000)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_hurry() -> Iterator[None]:
+    """A second of the solvers is ten of the machine's: what they return depends on what they try, and not on
+    what else the machine does. Limits of no time stay limits of no time."""
+    from solvers import least, milp, portfolio
+    from solvers.model import incumbent
+    from solvers.programs import lower_bound
+
+    solve, clock = milp.Program.solve, SlowClock()
+
+    def patient(program: Any, **options: Any) -> Any:
+        limit = options.pop("time_limit", None)
+        return solve(program, time_limit=None if limit is None else limit * NO_HURRY, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (portfolio, incumbent, lower_bound):
+            patch.setattr(module, "time", clock)
+        patch.setattr(least, "perf_counter", clock.perf_counter)
+        patch.setattr(milp.Program, "solve", patient)
         yield
 
 

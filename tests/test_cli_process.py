@@ -60,7 +60,7 @@ def _shell(script: str, cwd: Path, **more: str) -> "subprocess.CompletedProcess[
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
 
@@ -197,7 +197,7 @@ def _interrupted_at(moment: str, cwd: Path) -> tuple[str, int]:
         if line.startswith(moment):
             break
     process.send_signal(signal.SIGINT)
-    return process.communicate(timeout=60)[1], process.returncode
+    return process.communicate(timeout=600)[1], process.returncode
 
 
 @pytest.mark.heavy

@@ -245,9 +245,9 @@ def test_formulas_take_microseconds() -> None:
     assert meter is not None
     args = (meta(4096, 5120), [0], True)
     calls = [Call(aten.sum.dim_IntList, args)] * 1000
-    started = time.perf_counter()
+    started = time.process_time()
     meter.measure(calls)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 class Net(nn.Module):

@@ -11,7 +11,9 @@ import torch
 import torch.nn as nn
 
 import planner
+from planner.planfile.budget import format_bytes
 from planner.runtime.install import installed_plan
+from planner.verification.measure import measure_peak
 from tests.side_by_side import Layers, layers, no_plan_warnings, plan_of
 
 TOLD = "were there already when the step began"
@@ -85,4 +87,52 @@ def test_parameters_that_are_exchanged_have_none_and_go(exchange: Callable[[nn.M
     with pytest.warns(planner.PlanWarning, match=TOLD) as said:
         _add_up(model, x)
     assert "gradients of 0 B" not in str(said[0].message)
+    assert len(said) == 1
+
+
+def _let_go_between(model: nn.Module, x: torch.Tensor) -> int:
+    """The peak of a step as Lightning has it: the gradients of the last are there while its forward runs."""
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        loss = model(x)
+        model.zero_grad()
+        loss.backward()
+
+    step()
+    model.zero_grad()
+    peak = measure_peak(step, "cpu").peak_bytes
+    model.zero_grad()
+    return peak
+
+
+def _over(plan: planner.Plan, model: nn.Module) -> int:
+    """By how much what the forward holds, with gradients that are there, is more than the predicted peak."""
+    forward = max(plan.timeline.bytes[: plan.timeline.forward_length])
+    return forward + sum(p.nbytes for p in model.parameters()) - plan.predicted.dynamic_peak_bytes
+
+
+def test_gradients_that_are_let_go_of_between_forward_and_backward_are_no_matter_where_they_fit() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(2).train(), torch.randn(4096, 32)
+    plan = plan_of(model, (x,), budget="min", outputs="dropped")
+    assert _over(plan, model) < 0
+    plan.apply(model)
+    with no_plan_warnings():
+        assert _let_go_between(model, x) == plan.predicted.dynamic_peak_bytes
+    with pytest.warns(planner.PlanWarning, match=TOLD):  # those that stay are warned of all the same
+        _add_up(model, x)
+
+
+def test_it_is_said_how_much_more_a_step_takes_where_they_do_not_fit() -> None:
+    model, (x,), _ = layers()
+    plan = plan_of(model, (x,), budget="100%", outputs="dropped")
+    over = _over(plan, model)
+    assert over > 0
+    plan.apply(model)
+    with pytest.warns(planner.PlanWarning, match="let go of between forward and backward") as said:
+        peak = _let_go_between(model, x)
+    assert peak == plan.predicted.dynamic_peak_bytes + over
+    assert f"takes {format_bytes(over)} more than predicted" in str(said[0].message)
     assert len(said) == 1

@@ -8,6 +8,8 @@ from solvers.programs import ilp
 from solvers.programs.lower_bound import lower_bound
 from tests.graphs import chain, random_dag, transformer, unet
 
+pytestmark = pytest.mark.usefixtures("no_hurry")
+
 GRAPHS = {"transformer": transformer(4), "unet": unet(4), "chain": chain(40), "dag": random_dag(11, 60)}
 
 

@@ -12,6 +12,8 @@ from solvers.model.cut_points import forward_uses
 from solvers.programs.lower_bound import at_more_moments, bound_at, holds_for_every_order, lower_bound
 from tests.graphs import Forward, chain, graphs, random_dag, training_graph, transformer
 
+pytestmark = pytest.mark.usefixtures("no_hurry")
+
 
 @settings(deadline=None)
 @given(graphs(most=20), st.integers(0, 2**20))

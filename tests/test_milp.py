@@ -101,6 +101,6 @@ def test_presolving_ends(backend: None) -> None:
     )
     file = Path(__file__).parent / "programs" / "presolving_without_end.npz"
     done = subprocess.run(
-        [sys.executable, "-c", solve, str(file)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", solve, str(file)], capture_output=True, text=True, timeout=600, check=True
     )
     assert done.stdout.strip() in ("optimal", "feasible")

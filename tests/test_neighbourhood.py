@@ -21,6 +21,8 @@ from solvers.programs import exact_ilp, neighbourhood
 from solvers.programs.slots import VARIABLES_A_STEP, best_runs
 from tests.graphs import chain, graphs, random_dag
 
+pytestmark = pytest.mark.usefixtures("no_hurry")
+
 
 def searching(graph: Graph, budget: int, solver: str, constraints: Constraints = NO_CONSTRAINTS) -> Search:
     """A search that has a solver's schedule."""

@@ -1,6 +1,7 @@
 """Local improvement by simulation."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,8 @@ from solvers.local.polish import delay, is_rerun, polish, prune
 from solvers.model.incumbent import Search
 from solvers.programs import ilp
 from tests.graphs import chain, graphs, random_dag
+
+pytestmark = pytest.mark.usefixtures("no_hurry")
 
 
 @settings(deadline=None)

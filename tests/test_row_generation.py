@@ -14,6 +14,8 @@ from solvers.programs import exact_ilp, row_generation
 from solvers.programs.lower_bound import lower_bound
 from tests.graphs import graphs, random_dag, transformer
 
+pytestmark = pytest.mark.usefixtures("no_hurry")
+
 
 def search_for(graph: Graph, budget: int, constraints: Constraints | None = None) -> Search:
     search = Search("test", graph, budget, 60.0, constraints=constraints or Constraints())

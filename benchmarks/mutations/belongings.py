@@ -231,4 +231,46 @@ BELONGINGS = [
         ),
         ("tests/test_exchanged_in_place.py::test_a_module_that_was_planned_at_its_first_call",),
     ),
+    Mutation(
+        "optimizers-in-hooks-put-back",
+        "verify puts back the optimizers that hooks on weights step in the backward.",
+        "Their state is that of many steps afterwards.",
+        (
+            Change(
+                "planner/training_step/snapshot.py",
+                "(*given, step.loss, *attributes, *reach.objects),",
+                "(*given, step.loss, *attributes),",
+            ),
+        ),
+        ("tests/test_optimizer_in_backward.py::test_all_that_a_method_changes_is_put_back",),
+    ),
+    Mutation(
+        "hooks-that-cannot-be-put-back",
+        "Hooks after accumulation that change what nobody can put back do not run in verify.",
+        "They run, and what they change stays.",
+        (
+            Change(
+                "planner/training_step/arrivals/suspended.py",
+                "            hooks.clear()  # the very dictionary that autograd calls\n",
+                "            pass\n",
+            ),
+        ),
+        (
+            "tests/test_optimizer_in_backward.py"
+            "::test_a_hook_of_which_something_cannot_be_put_back_is_not_run_and_said",
+        ),
+    ),
+    Mutation(
+        "weights-that-hooks-stepped",
+        "verify compares weights with hooks, whose gradients these may have let go of.",
+        "A wrong gradient that was used and let go of is not noticed.",
+        (
+            Change(
+                "planner/verification/outcomes.py",
+                "        if all_hooks_on(parameter):",
+                "        if False:",
+            ),
+        ),
+        ("tests/test_optimizer_in_backward.py::test_verify_sees_weights_that_a_wrong_gradient_stepped",),
+    ),
 ]

@@ -11,6 +11,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch.tensors import dispatch_keys
 
@@ -26,6 +27,18 @@ def fake_mode() -> FakeTensorMode:
 def fake_mode_with_sizes() -> FakeTensorMode:
     """The same, knowing of symbolic sizes, without which Inductor does not use its cache."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+class AnyNumber(TorchDispatchMode):
+    """Optimizers ask for the number of their steps; with any in its place they allocate the same."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentError:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return 1.0 if args[0].is_floating_point() else 1
 
 
 class QuickFakeMode(FakeTensorMode):

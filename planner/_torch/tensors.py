@@ -150,6 +150,17 @@ def hooks_on(tensor: torch.Tensor) -> list[Hook]:
     return list((tensor._backward_hooks or {}).values())
 
 
+def hooks_after_accumulation(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:
+    """The hooks that run once the gradient of a leaf has been accumulated, by number."""
+    found: dict[int, Callable[[torch.Tensor], None]] | None = tensor._post_accumulate_grad_hooks
+    return {} if found is None else found
+
+
+def all_hooks_on(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """The hooks on the gradient of a leaf, and those that run after it has been accumulated."""
+    return [*hooks_on(tensor), *hooks_after_accumulation(tensor).values()]
+
+
 class HooksOn:
     """The hooks on the gradient of a tensor, by number, which this does not hold."""
 

@@ -51,6 +51,7 @@ from planner.lowering.lowerings import chosen_lowering
 from planner.module_parts import buffers_of, parameters_of
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
+from planner.training_step.arrivals.on_copies import state_of
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder
@@ -192,8 +193,7 @@ class _Capture:
         self._runners: list[GraphRunner] = []
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
         self._alone = rank is None
-        if rank is not None:
-            added_to = rank.put_into(copied, added_to, elsewhere=cuda is not None)
+        added_to = added_to if rank is None else rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self._python = PythonState([copied.module])
         self._generators = GeneratorStates.now(self._python.generators)
         self.parameters, self.buffers = parameters_of(copied.module), buffers_of(copied.module)
@@ -292,8 +292,12 @@ class _Capture:
             finally:
                 for compiled in (whole, region):
                     dynamo.forget(compiled)
+<<<<<<< HEAD
         uncaptured.refuse_second_backwards(recording, [runner.graph for runner in runners])
         warn_of_other_gradients(recording, runners, self._with_gradients, module, self._warn)
+=======
+        warn_of_other_gradients(recording, runners, self._with_gradients, self.copied, self._warn, regions)
+>>>>>>> hooks
         if self._cuda is not None:
             warn_of_cpu_kernels(recording, runners, module, recurrent, self._cuda, self._warn)
         report("captured", 1.0)
@@ -328,6 +332,7 @@ class _Capture:
             uncompiled=list(self._uncompiled),
             untraced=list(untraced.errors),
             overwritten=[name for r in runners for name in r.written_inputs()],
+            state_in_hooks=state_of(self.copied.hooks),
         )
 
     def _compiled_pass(
@@ -372,9 +377,8 @@ class _Capture:
 
     def _layers(self, regions: Sequence[str]) -> LayersLeftOut | None:
         """Layers that the step is recorded without, if there are many that are alike."""
-        if self.copied.decided_by_data or not (self._alone and self.copied.step.in_flight is None):
-            return None
-        return LayersLeftOut(self.copied.module, regions, self.gradients) or None
+        all_run = self.copied.differs_by_layer or not self._alone or self.copied.step.in_flight is not None
+        return None if all_run else LayersLeftOut(self.copied.module, regions, self.gradients) or None
 
     def _recorded_eagerly(self, layers: LayersLeftOut | None = None) -> Recording:
         """The step as it is, once what a first forward sets up is there."""
@@ -440,8 +444,8 @@ class _Capture:
         self._leaves_tensors = recorder.left_tensors()
         if without is None:
             return recorder.recording, marked.events
-        recording, more = without.lengthened(recorder.recording)
-        return recording, marked.events + more
+        longer, more = without.lengthened(recorder.recording)
+        return longer, marked.events + more
 
     @contextlib.contextmanager
     def _pass(self, doing: str, *, restoring: bool = True) -> Iterator[None]:

@@ -66,6 +66,7 @@ class CapturedStep:
         uncompiled: Names of functions that the user compiles and that ran as written.
         untraced: Qualified names of functions that PyTorch could not trace and that ran as written.
         overwritten: Inputs of graphs that the step changes in place before their backward.
+        state_in_hooks: The state of optimizers that hooks on weights step in the backward.
     """
 
     graphs: list[CapturedGraph]
@@ -84,6 +85,7 @@ class CapturedStep:
     uncompiled: list[str] = field(default_factory=list)
     untraced: list[str] = field(default_factory=list)
     overwritten: list[str] = field(default_factory=list)
+    state_in_hooks: Sequence[torch.Tensor] = ()
 
     def places_of(self, home: int, executions: Mapping[int, int]) -> dict[int, Sequence[int]]:
         """Which executions of a graph it stands for itself, and which of them others stand for.

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from planner._torch.execution.checkpoints import checkpoint_calls
+from planner._torch.tensors import hooks_after_accumulation
 from planner.capture.captured_step import CudaKernels
 from planner.capture.external_accumulation import reordered_views, sums_between_graphs
 from planner.capture.graphs.graph_runner import GraphRunner
 from planner.capture.recurrent_layers import RecurrentCalls
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING
+from planner.training_step.copies import StepCopy
 from planner.training_step.recorder import Recording
 
 _MANY_ALIKE = 3
@@ -24,18 +26,32 @@ def warn_of_other_gradients(
     recording: Recording,
     runners: Sequence[GraphRunner],
     with_gradients: Mapping[bool, Sequence[bool]],
-    module: torch.nn.Module,
+    copied: StepCopy,
     warn: Callable[[str], None],
+    regions: Sequence[str],
 ) -> None:
     """Say so where gradients pass between graphs in another order, or layout, than eager's, and where a
-    parameter gets none: ``with_gradients`` says which get one without graphs, and with them."""
-    named = zip(module.named_parameters(), with_gradients[False], with_gradients[True], strict=True)
+    parameter gets none: ``with_gradients`` says which get one without graphs, and with them. So it
+    is where hooks let go of gradients and there are no regions that hand them out."""
+    parameters = list(copied.module.named_parameters())
+    named = zip(parameters, with_gradients[False], with_gradients[True], strict=True)
     if missing := [name for (name, _), without_plan, with_plan in named if without_plan and not with_plan]:
         warn(
             f"{len(missing)} parameters get gradients without a plan that are None with it, the first is "
             f"{missing[0]}: a torch.autograd.Function returns None for what an earlier part of the forward "
             "made with such a function, which takes that for zeros. Let it return zeros, or keep both in one "
             "graph"
+        )
+    let_go = [
+        name
+        for (name, parameter), without_plan in zip(parameters, with_gradients[False], strict=True)
+        if not without_plan and hooks_after_accumulation(parameter)
+    ]
+    if let_go and copied.hooks is not None and not regions:
+        warn(
+            f"hooks let go of the gradients of {len(let_go)} parameters in the backward, the first is "
+            f"{let_go[0]}. The backward of a planned graph hands out its gradients together, when it ends: "
+            "plan with regions='auto', or with the names of blocks, which hand theirs out block by block"
         )
     sums = len(sums_between_graphs(recording, runners)) + reordered_views(runners)
     relaid = sum(r.gradients.relaid(r.joint) for r in runners if r.joint is not None)

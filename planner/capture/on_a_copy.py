@@ -13,6 +13,7 @@ from planner._torch.compat import check_version
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
+from planner._torch.tracing.let_go import forget_what_was_looked_up
 from planner._torch.without_data.answers import Answers, answers_noted
 from planner._torch.without_data.imports import imports_without_modes
 from planner.blocks.running import blocks_run_as_written
@@ -88,6 +89,7 @@ def on_a_copy(
                     result = use(RunOfACopy(copied, before))
                     return result
                 finally:
+                    forget_what_was_looked_up()
                     before.restore()
                     if copied is not None and not copied.data:
                         left = left_behind(newer, result, parts_of(copied.module))

@@ -91,7 +91,10 @@ class Calls:
             self._warned_of_kept = True
             self._warn(
                 "a backward with retain_graph=True holds what the plan would free, and the step may take "
-                "more than predicted. Add up the losses and call backward once"
+                "more than predicted: as much as the forward keeps, and the gradients that you keep of each "
+                "loss. Add up the losses and call backward once; where each loss needs gradients of its own, "
+                "as in PCGrad, call the planned part once for each loss, with its backward before the next, "
+                "or plan for so much less"
             )
 
 

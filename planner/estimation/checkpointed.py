@@ -9,8 +9,6 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from planner.capture.capture import record_eagerly
-from planner.costs.eager_timeline import eager_timeline
 from planner.errors import CaptureError
 from planner.estimation.table import Checkpointed
 from planner.planning.prepare import Prepared
@@ -81,17 +79,8 @@ def enable(copied: torch.nn.Module) -> None:
 
 
 def _recorded(prepared: Prepared, change: Change, names: Sequence[str]) -> Checkpointed:
-    recording = record_eagerly(
-        prepared.model,
-        prepared.step,
-        change,
-        cuda=prepared.cuda,
-        accumulate=prepared.options.accumulate,
-        rank=prepared.rank,
-    )
-    timeline = eager_timeline(recording, prepared.device, prepared.meter, prepared.costs)
+    timeline, whole = prepared.changed(change)
     before = prepared.problem.eager.seconds
-    whole = prepared.footprint.whole_step(timeline.peak_bytes, timeline.final_bytes, timeline.allocations)
     return Checkpointed(
         modules=tuple(names),
         peak_bytes=prepared.resident.total + timeline.peak_bytes,

@@ -35,7 +35,8 @@ class PlannerCallback(TrainerCallback):
     Outputs besides the loss are planned as dropped, as the trainer drops them. The optimizer counts, and
     gradients that are there already do where ``gradient_accumulation_steps`` is more than 1. Checkpointing
     that ``TrainingArguments`` switch on (``gradient_checkpointing=True``) is switched off: the plan goes in
-    its place. A planned model is not compiled by ``torch_compile=True``, which is a warning;
+    its place, and a budget such as "60%" is of what the step takes with it. A planned model is not compiled
+    by ``torch_compile=True``, which is a warning;
     ``backend="inductor"`` compiles it. After training the plan is removed.
 
     In TRL's trainers the loss is computed of what their models return for each token; that is planned for.
@@ -94,8 +95,11 @@ class PlannerCallback(TrainerCallback):
                 "PlannerCallback(module=loss)"
             )
         planned = model if self._module is None else self._module
-        if [part for part in planned.modules() if _switched_off(part)]:
-            tell("the model's own gradient checkpointing is switched off: the plan goes in its place")
+        if (own := _OwnCheckpoints.switched_off(planned)) is not None:
+            tell(
+                "the model's own gradient checkpointing is switched off: the plan goes in its place, and "
+                "percentages are of the step with it"
+            )
         options: PlanKeywords = {"outputs": "dropped", **self._options}
         if args.torch_compile and options.get("backend", "eager") == "eager":
             warn(
@@ -115,11 +119,46 @@ class PlannerCallback(TrainerCallback):
             planned, budget=self._budget, on_new_shape=self._on_new_shape, cache=self._cache, **options
         )
         if wanted is not None:
-            install_lazily(planned, replace(wanted, enlarge=self._longest))
+            install_lazily(planned, replace(wanted, enlarge=self._longest, as_run=own))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the plan."""
         remove(kwargs["model"] if self._module is None else self._module)
+
+
+_NAMES = ("gradient_checkpointing", "activation_checkpointing")
+"""With these the attributes begin that say whether a part of a model checkpoints, and by what function."""
+
+
+@dataclass(frozen=True)
+class _OwnCheckpoints:
+    """Switches checkpointing on in a copy of a model, where it was on before.
+
+    Attributes:
+        switched: The parts that were, each with the values of its attributes for that.
+    """
+
+    switched: tuple[tuple[str, Mapping[str, Any]], ...]
+
+    @classmethod
+    def switched_off(cls, model: torch.nn.Module) -> "_OwnCheckpoints | None":
+        """Switch a model's own checkpointing off; None where it was not on."""
+        before = {
+            path: {name: value for name, value in vars(part).items() if name.strip("_").startswith(_NAMES)}
+            for path, part in model.named_modules()
+        }
+        if not [part for part in model.modules() if _switched_off(part)]:
+            return None
+        switched = []
+        for path, values in before.items():
+            now = vars(model.get_submodule(path))
+            if changed := {n: v for n, v in values.items() if now.get(n) is not v}:
+                switched.append((path, changed))
+        return cls(tuple(switched))
+
+    def __call__(self, copied: torch.nn.Module) -> None:
+        for path, values in self.switched:
+            vars(copied.get_submodule(path)).update(values)
 
 
 def _switched_off(part: torch.nn.Module) -> bool:

@@ -34,6 +34,8 @@ class Wanted:
         given: Options of :func:`planner.plan`, by name.
         progress: See :func:`planner.plan`.
         enlarge: Turns the arguments of the first training call into those to plan for; None: as they are.
+        as_run: Makes a copy of the module run as the user's did before it was to be planned, with checkpoints
+            that were switched off since; None: as it is.
     """
 
     budget: int | str
@@ -42,6 +44,7 @@ class Wanted:
     given: PlanKeywords = field(default_factory=PlanKeywords)
     progress: Progress | None = None
     enlarge: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    as_run: Callable[[torch.nn.Module], object] | None = None
 
     @property
     def options(self) -> PlanOptions:
@@ -109,6 +112,8 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
         try:
             plan = PlanRecord.load(cache)
             why = mismatch(plan, model, step, wanted.budget, wanted.given)
+            there, now = plan.created_with.get("own_checkpoints", "off"), _on_or_off(wanted)
+            why = why or (f"the model's own checkpoints were {there}, now {now}" if there != now else "")
         except PlanFileError as error:
             why = f"could not be read: {f'{error}'.removeprefix(f'{os.fspath(cache)}: ')}"
         else:
@@ -117,13 +122,12 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
                 return Made(plan.remember(wanted.options), how)
             why = f"was for another step: {why}"
     started = time.perf_counter()
-    plan = api.plan(
-        model, step.args, step.kwargs, budget=wanted.budget, progress=wanted.progress, **wanted.given
-    )
+    given, progress = (model, step.args, step.kwargs, wanted.as_run), wanted.progress
+    plan = api.plan_in_place(*given, budget=wanted.budget, progress=progress, **wanted.given)
     seconds = time.perf_counter() - started
     end = ""
     if cache is not None:
-        noted = {**plan.created_with, **made_of(model, wanted.given)}
+        noted = {**plan.created_with, **made_of(model, wanted.given), "own_checkpoints": _on_or_off(wanted)}
         plan = plan.model_copy(update={"created_with": noted}).remember(wanted.options)
         end = f"; {os.fspath(cache)}" + (f", which {why}" if why else "")
         try:
@@ -131,3 +135,8 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
         except PlanFileError as error:  # a full disk, say: the plan is there all the same
             end = f"; {error}: it will be planned again"
     return Made(plan, f"{name} planned for {plan.target.budget_text} in {seconds:.0f} s", end)
+
+
+def _on_or_off(wanted: Wanted) -> str:
+    """Whether the model has checkpoints of its own, in whose place the plan goes."""
+    return "off" if wanted.as_run is None else "on"

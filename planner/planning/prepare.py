@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,12 @@ import torch
 from planner._torch.distributed import holds_dtensors, is_fully_sharded
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
-from planner.capture.capture import capture
+from planner.capture.capture import capture, record_eagerly
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.capture.decided_by_data import PRODUCTS, SPARSE_TENSORS, has_products, has_sparse
 from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
+from planner.costs.eager_timeline import EagerTimeline, eager_timeline
 from planner.costs.kernel_timer import MeasuredCosts
 from planner.costs.optimizer_step import OF_ANOTHER_MODEL, OptimizerStep, is_of_another_model, optimizer_step
 from planner.costs.roofline import Costs
@@ -95,6 +96,9 @@ class Prepared:
     """Names of the submodules that are graphs of their own."""
     rank: Rank | None = None
     """What the step is one of several ranks'; None for a single process."""
+    as_run_bytes: int | None = None
+    """What the step allocates as the user runs it, with checkpoints that the plan goes in the place of;
+    percentages are of these. None where there are none."""
     emitted_models: "dict[Any, EmittedStepModel]" = field(default_factory=dict, compare=False)
     """What says what schedules take under Inductor, by its options: each is lowered once for all budgets."""
 
@@ -121,13 +125,27 @@ class Prepared:
         allocations = planned_allocations(problem.graph, schedule) if self.device.kind == "cuda" else None
         return self.footprint.whole_step(peak, problem.final_bytes, allocations)
 
+    def changed(self, change: Callable[[torch.nn.Module], object]) -> tuple[EagerTimeline, WholeStep]:
+        """The unplanned step of a copy of the model that is changed before, as by checkpoints.
+
+        Raises:
+            CaptureError: It cannot be run so.
+        """
+        options = self.options
+        recording = record_eagerly(
+            self.model, self.step, change, cuda=self.cuda, accumulate=options.accumulate, rank=self.rank
+        )
+        line = eager_timeline(recording, self.device, self.meter, self.costs)
+        return line, self.footprint.whole_step(line.peak_bytes, line.final_bytes, line.allocations)
+
     def budget(self, value: int | str) -> Budget:
         """Read a budget; percentages are of the unplanned step's allocated bytes, and bound allocated bytes.
 
         Raises:
             BudgetError: The budget cannot be read.
         """
-        wanted = parse_budget(value, self.baseline_whole_step.allocated_bytes)
+        now = self.baseline_whole_step.allocated_bytes if self.as_run_bytes is None else self.as_run_bytes
+        wanted = parse_budget(value, now)
         if wanted.bytes is None or not wanted.relative:
             return wanted
         return replace(wanted, bytes=self.footprint.around(wanted.bytes))
@@ -286,6 +304,10 @@ def _prepare(
             warn(OF_ANOTHER_MODEL)
         shape_of = None if rank is None else rank.shape_of
         update = optimizer_step(options.optimizer, model, target, meter, source, shape_of)
+        if options.optimizer is None and captured.state_in_hooks:
+            held = unique_storages(captured.state_in_hooks)
+            sizes = [round_bytes(target, int(t.untyped_storage().nbytes())) for t in held]
+            update = replace(update, state_bytes=sum(sizes))
     if isinstance(source, MeasuredCosts):
         source.save()
     if meter is not None and meter.unmeasured:

@@ -2,8 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+
+from planner.errors import warn
+from planner.planfile.budget import format_bytes
+from planner.planfile.plan import PlanRecord
+from planner.training_step.step import differentiable_outputs
 
 
 class EarlierGradients:
@@ -47,3 +53,57 @@ def _has_gradient(module: torch.nn.Module) -> bool:
 def _has_gradient_or_is_gone(reference: "weakref.ref[torch.nn.Module]") -> bool:
     module = reference()
     return module is None or _has_gradient(module)
+
+
+class EarlierBytes:
+    """Gradients that were there when a forward began, until its backward tells what became of them.
+
+    Some trainers let go of them in between, as Lightning does: then they were there together with what the
+    forward keeps, and with nothing that the backward makes.
+
+    Args:
+        plan: The plan, which is for none.
+        model: The module, before its forward.
+        told: Called when there was a warning.
+    """
+
+    def __init__(self, plan: PlanRecord, model: torch.nn.Module, told: Callable[[], None]) -> None:
+        self._plan, self._told = plan, told
+        self._model = weakref.ref(model)  # graphs outlive modules
+        self._bytes, self._asked = _bytes_of_gradients(model), False
+
+    def watched(self, output: Any) -> Any:
+        """What the forward returned; its backward asks."""
+        nodes = {tensor.grad_fn: None for tensor in differentiable_outputs(output)}
+        for node in nodes:
+            if node is not None:
+                node.register_prehook(self._at_backward)
+        return output
+
+    def _at_backward(self, _gradients: Any) -> None:
+        model = self._model()
+        if self._asked or model is None:
+            return
+        self._asked = True
+        text = f"gradients of {format_bytes(self._bytes)} were there already when the step began"
+        if _bytes_of_gradients(model):
+            self._told()
+            warn(
+                f"{text}, as with several micro-batches a step, and the plan is for none: the step may take "
+                "as much more than predicted. Plan with accumulate=True, or call optimizer.zero_grad() "
+                "before each step"
+            )
+            return
+        line, predicted = self._plan.timeline, self._plan.predicted.dynamic_peak_bytes
+        over = max(line.bytes[: line.forward_length], default=0) + self._bytes - predicted
+        if over > 0:
+            self._told()
+            warn(
+                f"{text}, and were let go of between forward and backward, as Lightning does: the step takes "
+                f"{format_bytes(over)} more than predicted. Call optimizer.zero_grad() before the forward; "
+                "in Lightning planner.integrations.lightning.PlannerCallback does so"
+            )
+
+
+def _bytes_of_gradients(model: torch.nn.Module) -> int:
+    return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)

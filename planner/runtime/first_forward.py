@@ -21,6 +21,12 @@ Compiled = Callable[..., Any]
 MOST_RETURNS = 8
 """How often a forward is captured again because hooks came or went; each time takes seconds."""
 
+REPLACED = (
+    "the module's forward was replaced since the plan was put in, as accelerator.prepare() does for bf16 and "
+    "fp16: autocast and the conversion of outputs to float32 are inside of it then, which the plan has not "
+    "seen. Of the operations that the plan re-runs the step re-runs the {} that are there, and it may exceed "
+    "the budget. Plan after accelerator.prepare(...), or call planner.auto_checkpoint(...) before it"
+)
 _MANY_ALIKE = 8
 """So many layers that are alike are captured once for all."""
 
@@ -32,10 +38,12 @@ class OtherPaths:
     Attributes:
         fitting: Structures of graphs that were found to fit the budget by the plan's schedule.
         met: Whether a forward took another path since this was looked at last.
+        told: Whether there was a warning of a forward that was replaced.
     """
 
     fitting: set[str] = field(default_factory=set)
     met: bool = False
+    told: bool = False
 
 
 class Path:
@@ -45,13 +53,21 @@ class Path:
         plan: The plan.
         captured_again: Whether the forward is captured again where it was not made of the plan's graphs.
         others: What is known of other paths; learns of those that are met.
+        replaced: Whether the module's forward was replaced by another since the plan was put in.
 
     Attributes:
         captures: How many graphs have been captured.
     """
 
-    def __init__(self, plan: PlanRecord, *, captured_again: bool, others: OtherPaths | None = None) -> None:
-        self.captured_again = captured_again
+    def __init__(
+        self,
+        plan: PlanRecord,
+        *,
+        captured_again: bool,
+        others: OtherPaths | None = None,
+        replaced: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.captured_again, self._replaced = captured_again, replaced
         self._others = OtherPaths() if others is None else others
         self._planned = {_key(graph) for graph in plan.graphs}
         self._followed: set[tuple[str, int]] = set()
@@ -82,6 +98,9 @@ class Path:
         warned, self._left = self._left and self.captured_again, True
         if warned:
             return ""
+        if self._replaced():
+            self._others.met, told, self._others.told = not self.captured_again, self._others.told, True
+            return "" if told else REPLACED.format(followed)
         if self.captured_again:
             return (
                 "the forward took a path that the plan has not seen, as first forwards do that set something "

@@ -26,14 +26,17 @@ from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, printable, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
+<<<<<<< HEAD
 from planner.module_parts import named_parts
 from planner.planfile.budget import format_bytes
+=======
+>>>>>>> hooks
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
 from planner.planning.backends import check_options_of_file
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
-from planner.runtime.earlier_gradients import EarlierGradients
+from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
@@ -202,7 +205,7 @@ class PlannedCall(InstalledCall):
         self.on_new_shape, self.loss = on_new_shape, loss
         self._calls = Calls(warn, plan.target.in_flight)
         self._regions = RunningRegions(plan.model.regions, self.unplanned.region_in_checkpoint)
-        compile_ = partial(_compiled, weakref.ref(model), self._calls, self._regions)
+        compile_ = partial(_compiled, weakref.ref(model), id(_own_forward(model)), self._calls, self._regions)
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
@@ -257,11 +260,19 @@ class PlannedCall(InstalledCall):
             return self.run_original(*args, **kwargs)
         if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
             return planned(*args, **kwargs)
-        if self._earlier is not None and self._earlier.are_there() and differentiates(model, args, kwargs):
+        earlier = self._earlier is not None and self._earlier.are_there()
+        if earlier and differentiates(model, args, kwargs):
+            if self.when_accumulating is None:
+                there = EarlierBytes(self.plan, model, self._told_of_gradients)
+                return there.watched(self._planned(args, kwargs))
             self._earlier = None
-            instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating
-            if (planned := instead(args, kwargs)) is not None:
+            if (planned := self.when_accumulating(args, kwargs)) is not None:
                 return planned(*args, **kwargs)
+        return self._planned(args, kwargs)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step by the plan, if nothing has changed that it depends on."""
+        model = self._model
         if self._compare_ranks is not None and self._compare_ranks():
             self._compare_ranks = None
         hooks = modules.hooks_on_all_modules()
@@ -291,13 +302,8 @@ class PlannedCall(InstalledCall):
             return modules.module_call(model, *args, **kwargs)
         return modules.call_with_forward(model, self._forward, args, kwargs)
 
-    def _tell_of_gradients(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        there = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
-        warn(
-            f"gradients of {format_bytes(there)} were there already when the step began, as with several "
-            "micro-batches a step, and the plan is for none: the step may take as much more than predicted. "
-            "Plan with accumulate=True, or call optimizer.zero_grad() before each step"
-        )
+    def _told_of_gradients(self) -> None:
+        self._earlier = None
 
     def captured(self) -> None:
         """Look after the classes of what was captured now, too."""
@@ -331,8 +337,14 @@ class PlannedCall(InstalledCall):
         return output
 
 
+def _own_forward(model: torch.nn.Module | None) -> object:
+    """The forward of a module itself, in the place of its class's; None where it has none."""
+    return None if model is None else vars(model).get("forward")
+
+
 def _compiled(
     model: weakref.ref[torch.nn.Module],
+    forward: int,
     calls: Calls,
     regions: RunningRegions,
     plan: PlanRecord,
@@ -342,7 +354,12 @@ def _compiled(
     plan = plan.model_copy().remember(None)  # PyTorch holds what is compiled: no optimizer, no loss with it
 
     def compile_(once_more: bool) -> list[CapturedAgain]:
-        paths = [Path(plan, captured_again=once_more, others=other_paths) for _ in range(2)]
+        def replaced() -> bool:
+            return id(_own_forward(model())) != forward
+
+        paths = [
+            Path(plan, captured_again=once_more, others=other_paths, replaced=replaced) for _ in range(2)
+        ]
         backends = [PlanBackend(model, plan, warned_of_shapes, path, calls, _captured) for path in paths]
         compiled, in_regions = (
             dynamo.dynamo_compile_shapes(

@@ -14,13 +14,15 @@ from planner._torch import fake as fake_
 from planner._torch import modules, pytree
 from planner._torch.cuda.recurrent_state import flatten_like
 from planner._torch.layouts.shape_functions import widen_grouped_products
-from planner._torch.tensors import SPARSE, Hook, has_hooks, hooks_on, strided_copy, writes
+from planner._torch.tensors import SPARSE, strided_copy, writes
 from planner._torch.without_data import fake_values
 from planner._torch.without_data.answers import Answers
 from planner.errors import CaptureError
 from planner.heap import collector_off
 from planner.module_copies import KEPT, attribute_of, copied_module, referring_to
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
+from planner.training_step.arrivals.copied import CopiedHooks
+from planner.training_step.arrivals.on_copies import put_hooks_on_copies
 from planner.training_step.step import NESTED, Loss, Step, map_tensors, tensors_in
 from planner.training_step.user_lines import line_of
 
@@ -37,6 +39,7 @@ class StepCopy:
         value_of: A tensor of the step without data as one with data; None where it depends on data.
         let_go: Called when no pass will run any more: forgets the original's tensors.
         notes: What of the step the copy leaves out; more may come while it runs.
+        hooks: What copied the hooks on weights, if there are some.
     """
 
     module: torch.nn.Module
@@ -48,11 +51,12 @@ class StepCopy:
     let_go: Callable[[], None]
     notes: Sequence[str] = ()
     answers: Answers | None = None
+    hooks: CopiedHooks | None = None
 
     @property
-    def decided_by_data(self) -> bool:
-        """Whether what a layer does depends on data, so that none says what others like it do."""
-        return self.data or self.answers is not None
+    def differs_by_layer(self) -> bool:
+        """Whether what a layer does depends on data, or hooks, so that none says what others like it do."""
+        return self.data or self.answers is not None or self.hooks is not None
 
 
 @collector_off()
@@ -95,6 +99,8 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         if answers is not None:
             answers.begin_again()
 
+    notes = _scripted(module)
+    hooks = put_hooks_on_copies(module, copied, fake, notes)
     pairs = [] if step.loss is None else _paired(module, step, copied, (args, kwargs))
     loss = _on_copies(step.loss, module, copied, pairs)
     left = step.left_in(copied)
@@ -107,7 +113,8 @@ def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = Non
         data=False,
         value_of=mode.log.value,
         let_go=partial(fake_.forget_real_tensors, mode),
-        notes=_notes(module, copied),
+        notes=notes,
+        hooks=hooks,
         answers=answers,
     )
 
@@ -142,6 +149,8 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
                     mine.copy_(original)
                     versions[id(mine)] = writes(mine)
 
+    notes = _scripted(module)
+    hooks = put_hooks_on_copies(module, copied, clone, notes)
     versions = {id(mine): writes(mine) for _, mine in pairs}
     buffers = {id(buffer) for buffer in copied.buffers()}
     loss = _on_copies(step.loss, module, copied, pairs)
@@ -155,7 +164,8 @@ def real_copy(module: torch.nn.Module, step: Step) -> StepCopy:
         data=True,
         value_of=lambda tensor: tensor,
         let_go=lambda: None,
-        notes=_notes(module, copied),
+        notes=notes,
+        hooks=hooks,
     )
 
 
@@ -237,42 +247,6 @@ def _not_copied(error: Exception) -> str:
         f"copying the module failed at its attribute {attribute}: {type(error).__name__}: {said}. The step "
         "is planned on a copy: keep that outside of the module, or give its class a __deepcopy__"
     )
-
-
-def _notes(module: torch.nn.Module, copied: torch.nn.Module) -> list[str]:
-    """What a plan should say of a copy; running it adds to that."""
-    notes = _scripted(module)
-    _hook_gradients(module, copied, notes)
-    return notes
-
-
-def _hook_gradients(module: torch.nn.Module, copied: torch.nn.Module, notes: list[str]) -> None:
-    """Let the hooks on the gradients of weights run on those of a copy; notes what of them is not planned.
-
-    One that asks for data, as to log a norm, is none without them.
-    """
-
-    def unless_data_decide(name: str, hook: Hook) -> Hook:
-        def run(gradient: torch.Tensor) -> torch.Tensor | None:
-            try:
-                return hook(gradient)
-            except fake_.DataDependentError:
-                note = f"a hook on the gradient of {name} asks for its values: what that takes is not planned"
-                notes.extend([note] * (note not in notes))
-                return None
-
-        return run
-
-    if not any(map(has_hooks, parameters_of(module))):
-        return
-    copies = dict(copied.named_parameters())
-    for name, original in module.named_parameters():
-        if not has_hooks(original):
-            continue
-        mine = copies[name]
-        if mine.requires_grad and not has_hooks(mine):
-            for hook in hooks_on(original):
-                mine.register_hook(unless_data_decide(name, hook))
 
 
 def _scripted(module: torch.nn.Module) -> list[str]:

@@ -3,12 +3,13 @@
 import dis
 import functools
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from operator import is_
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,12 +18,14 @@ from planner.heap import collector_off
 from planner.module_parts import parts_of
 from planner.training_step.generators import is_generator
 
-CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _IS_CONTAINER = frozenset(CONTAINERS)
 _IS_NOTHING = frozenset((type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device))
 FUNCTIONS = (FunctionType, MethodType, functools.partial)
 _NOT_OF_USERS = frozenset(("torch", "planner", "numpy", *sys.stdlib_module_names))
-_MOST_ELEMENTS = 10_000
+MOST_ELEMENTS = 10_000
+_MOST_NUMBERS = 1_000_000
+_STEPPING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _MISSING = object()
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
@@ -38,6 +41,7 @@ class PythonState:
         modules: Modules.
         others: Functions, arguments and other objects, with the objects that these hold.
         objects: Whether objects among the attributes of modules are noted, too.
+        variables: Global variables that are noted besides, each with its value.
 
     Attributes:
         modules: All modules that were reached.
@@ -48,7 +52,12 @@ class PythonState:
 
     @collector_off()
     def __init__(
-        self, modules: Iterable[nn.Module], others: Iterable[Any] = (), *, objects: bool = False
+        self,
+        modules: Iterable[nn.Module],
+        others: Iterable[Any] = (),
+        *,
+        objects: bool = False,
+        variables: Iterable[tuple[dict[str, Any], str, Any]] = (),
     ) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
@@ -56,17 +65,21 @@ class PythonState:
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._empty: list[Any] = []  # most containers: a module has ten for hooks
         self._variables: list[tuple[CellType, Any]] = []
+        self._arrays: list[tuple[Any, Any]] = []
         # What is still to be looked at, by how many objects may be passed from there.
         self._pending: tuple[list[Any], ...] = ([], [], [])
         self._seen: dict[int, Any] = {}
         self._pending[first := 2 if objects else 0].extend(modules)
         self._look(first)  # others may refer to these modules, too
         self._pending[2].extend(others)
-        while left := next((n for n in (2, 1, 0) if self._pending[n]), -1) + 1:
-            self._look(left - 1)
-        del self._pending, self._seen  # they would hold what a step frees
+        self._look_at_all()
         classes = dict.fromkeys(base for part in self.modules for base in type(part).__mro__)
-        self._globals = [
+        if objects:
+            named = [v for kind in classes for f in _functions_of(kind) for v in globals_named_in(f).values()]
+            self._pending[1].extend(filter(_holds_stepping, named))
+            self._look_at_all()
+        del self._pending, self._seen  # they would hold what a step frees
+        self._globals = [*variables] + [
             (space, name, space[name])
             for space, name in (written for kind in classes for written in _written_by(kind))
             if type(space.get(name, _MISSING)) in _IS_NOTHING
@@ -86,6 +99,9 @@ class PythonState:
                 del cell.cell_contents
             else:
                 cell.cell_contents = content
+        for array, numbers in self._arrays:
+            if array.flags.writeable:
+                array[...] = numbers
         for space, name, value in self._globals:
             space[name] = value
 
@@ -105,6 +121,10 @@ class PythonState:
                 else:
                     del container[name]
 
+    def _look_at_all(self) -> None:
+        while left := next((n for n in (2, 1, 0) if self._pending[n]), -1) + 1:
+            self._look(left - 1)
+
     def _look(self, left: int) -> None:
         pending, seen, contents, empty = self._pending[left], self._seen, self._contents, self._empty
         while pending:
@@ -115,7 +135,7 @@ class PythonState:
                     empty.append(found)
                 elif (number := identity(found)) not in contents:
                     contents[number] = (found, found.copy())
-                    if left != 1 or len(found) <= _MOST_ELEMENTS:  # of objects: data sets, vocabularies
+                    if left != 1 or len(found) <= MOST_ELEMENTS:  # of objects: data sets, vocabularies
                         held = found.values() if isinstance(found, dict) else found
                         # Nearly all that modules have are switches, and hooks of which there are none.
                         some = [value for value in held if type(value) not in _IS_NOTHING]
@@ -144,11 +164,16 @@ class PythonState:
             self._note_function(found)
         elif is_generator(found):
             self.generators.append(found)
-        elif left and _is_of_users(found):
+        elif issubclass(kind, _STEPPING):  # their tensors are numbers of a step as well
+            self._pending[2].append(vars(found))
+        elif kind is np.ndarray:
+            if found.size <= _MOST_NUMBERS:
+                self._arrays.append((found, found.copy()))
+        elif left and is_of_users(found):
             self._pending[left - 1].append(vars(found))
 
     def _note_function(self, function: Any) -> None:
-        if _is_of(getattr(function, "__module__", None), "torch", "planner"):
+        if is_of(getattr(function, "__module__", None), "torch", "planner"):
             return
         if isinstance(function, FunctionType):
             for cell in function.__closure__ or ():
@@ -156,6 +181,7 @@ class PythonState:
                 self._variables.append((cell, content))
                 if issubclass(type(content), torch.Tensor):
                     self.tensors.append(content)
+            self._pending[1].extend(v for v in globals_named_in(function).values() if _holds_stepping(v))
         self._pending[1].extend(referred(function))
 
     def _note_hooks(self, part: nn.Module) -> None:
@@ -171,16 +197,43 @@ class PythonState:
 
 def _written_by(kind: type) -> list[tuple[dict[str, Any], str]]:
     """The global variables that methods of a class write to, with the namespaces that they are in."""
-    if _is_library(kind):
+    return [(f.__globals__, name) for f in _functions_of(kind) for name in written_by_function(f)]
+
+
+def _functions_of(kind: type) -> list[FunctionType]:
+    """The methods that a class of the user's is written with."""
+    return [] if _is_library(kind) else [f for f in vars(kind).values() if isinstance(f, FunctionType)]
+
+
+def written_by_function(function: FunctionType) -> list[str]:
+    """The global variables that a function writes to."""
+    if _STORE_GLOBAL not in function.__code__.co_code[::2]:
         return []
-    functions = [f for f in vars(kind).values() if isinstance(f, FunctionType)]
-    return [
-        (function.__globals__, str(instruction.argval))
-        for function in functions
-        if _STORE_GLOBAL in function.__code__.co_code[::2]
-        for instruction in dis.get_instructions(function)
-        if instruction.opcode == _STORE_GLOBAL
-    ]
+    return [str(i.argval) for i in dis.get_instructions(function) if i.opcode == _STORE_GLOBAL]
+
+
+def globals_named_in(function: FunctionType) -> dict[str, Any]:
+    """The global variables that a function names, and functions that are written inside of it."""
+    variables, found = function.__globals__, dict[str, Any]()
+    pending = [function.__code__]
+    while pending:
+        code = pending.pop()
+        found |= {name: variables[name] for name in code.co_names if name in variables}
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return found
+
+
+def is_stepping(value: Any) -> bool:
+    """Whether a value is an optimizer, or what changes its settings."""
+    return issubclass(type(value), _STEPPING)
+
+
+def _holds_stepping(value: Any) -> bool:
+    if type(value) not in _IS_CONTAINER and type(value) is not tuple:
+        return is_stepping(value)
+    if len(value) > MOST_ELEMENTS:
+        return False
+    return any(map(is_stepping, value.values() if isinstance(value, dict) else value))
 
 
 def referred(function: Any) -> list[Any]:
@@ -200,7 +253,10 @@ def put_back(container: Any, saved: Any) -> None:
     if container == saved if isinstance(container, set) else _same(container, saved):
         return
     container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(saved)
+    if isinstance(container, dict):
+        dict.update(container, saved)  # a Counter's own adds
+    else:
+        (container.update if isinstance(container, set) else container.extend)(saved)
 
 
 def _same(container: Any, saved: Any) -> bool:
@@ -236,7 +292,7 @@ def _has_attributes(value: Any) -> bool:
         return False
 
 
-def _is_of_users(value: Any) -> bool:
+def is_of_users(value: Any) -> bool:
     """Whether a value is an object with attributes, of a class of the user's or of another library."""
     kind = type(value)
     if kind is not SimpleNamespace and (
@@ -246,7 +302,7 @@ def _is_of_users(value: Any) -> bool:
     return _has_attributes(value)
 
 
-def _is_of(name: str | None, *packages: str) -> bool:
+def is_of(name: str | None, *packages: str) -> bool:
     return (name or "").partition(".")[0] in packages
 
 
@@ -279,7 +335,7 @@ class Namespaces:
             (value, value.copy())
             for space, _ in spaces
             for value in list(space.values())
-            if type(value) in CONTAINERS and len(value) <= _MOST_ELEMENTS
+            if type(value) in CONTAINERS and len(value) <= MOST_ELEMENTS
         ]
 
     def take_out_tensors(self) -> None:
@@ -315,13 +371,13 @@ def _of_file(variables: dict[str, Any]) -> _Change:
 
 
 def _is_library(value: Any) -> bool:
-    return _is_of(value.__module__, "torch", "builtins", "abc", "typing")
+    return is_of(value.__module__, "torch", "builtins", "abc", "typing")
 
 
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if type(value) not in (*CONTAINERS, tuple) or len(value) > _MOST_ELEMENTS:
+    if type(value) not in (*CONTAINERS, tuple) or len(value) > MOST_ELEMENTS:
         return False
     members = value.values() if isinstance(value, dict) else value
     return any(isinstance(member, torch.Tensor) for member in list(members))

@@ -14,9 +14,10 @@ from torch import nn
 
 from planner._torch import fake, versions
 from planner._torch.autocast_state import AutocastState, autocast_state, set_autocast_state
-from planner._torch.tensors import schema_of
+from planner._torch.tensors import all_hooks_on, schema_of
 from planner.heap import collector_off
 from planner.module_parts import buffers_of, parameters_of, parts_of, tensors_of
+from planner.training_step.arrivals.reach import Reach
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.python_state import Namespaces, PythonState
 from planner.training_step.step import Step, tensors_in
@@ -77,7 +78,13 @@ class StepSnapshot:
         """
         given = (step.args, dict(step.kwargs))
         attributes = _attributes_of_tensors(module) if runs == "module" else []
-        python = PythonState([module], (*given, step.loss, *attributes), objects=runs == "module")
+        reach = Reach(*(hook for p in parameters_of(module) for hook in all_hooks_on(p)))
+        python = PythonState(
+            [module],
+            (*given, step.loss, *attributes, *reach.objects),
+            objects=runs == "module",
+            variables=reach.variables,
+        )
         tensors: dict[int, _Before] = {}
         found = [*tensors_in(given), *python.tensors]
         for part in python.modules:

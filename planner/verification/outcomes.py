@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 
+from planner._torch.tensors import all_hooks_on
 from planner.training_step.generators import GeneratorStates
 from planner.training_step.snapshot import on_host
 from planner.training_step.step import Step, differentiable_outputs, tensors_in
 
 Name = tuple[str, str]
-"""What a tensor is, "loss", "gradient of" or "buffer", and its name."""
+"""What a tensor is, "loss", "gradient of", "parameter" or "buffer", and its name."""
 
 
 class Outcome:
     """What a step leaves: copies, so that the next step cannot change them.
 
     Attributes:
-        tensors: Losses, gradients and buffers, by what they are; None for a gradient that is not there.
+        tensors: Losses, gradients, buffers and parameters with hooks, by what they are; None for a gradient
+            that is not there.
         rng: The states of the default random generators, and of others that are given.
     """
 
@@ -38,6 +40,8 @@ def _left(
         yield ("loss", str(i)), loss
     for name, parameter in model.named_parameters():
         yield ("gradient of", name), parameter.grad
+        if all_hooks_on(parameter):  # which may step an optimizer, and let go of the gradient
+            yield ("parameter", name), parameter
     for i, tensor in enumerate(tensors_in((step.args, dict(step.kwargs)))):
         if tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad):
             yield ("gradient of", f"input {i}"), tensor.grad

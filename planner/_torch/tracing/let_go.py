@@ -9,6 +9,7 @@ import weakref
 from types import MethodType
 from typing import Any
 
+from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.utils import get_metrics_context
 
@@ -33,6 +34,16 @@ class Captured:
         timed = get_metrics_context()
         if not timed.in_progress():
             timed._edits.clear()
+
+
+def forget_what_was_looked_up() -> None:
+    """Forget what Dynamo was looking up for a guard when a capture was interrupted, as by Ctrl-C.
+
+    It puts values that are on their way into variables named tmp, tmp0 and so on, which it deletes then.
+    """
+    variables = dynamo_guards._CLOSURE_VARS or {}
+    for name in [name for name in variables if name.startswith("tmp")]:
+        del variables[name]
 
 
 def _let_go(guards: list[Guards]) -> None:

@@ -8,6 +8,7 @@ step that runs with data, what the graph computes.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.without_data import fake_values
 from planner.capture.graphs.alike_executions import AlikeExecutions
+from planner.capture.graphs.arrival_order import RecordedArrivalOrder
 from planner.capture.graphs.copies_apart import copy_apart
 from planner.capture.graphs.fresh_results import fresh_results
 from planner.capture.graphs.graph_call import GraphCall
@@ -106,6 +108,7 @@ class GraphRunner:
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._around, self._autocast = AutocastContext.here(), autocast_state()
         self.casts, self._written = AutocastCastCache(), WrittenInPlace()
+        self._order = RecordedArrivalOrder(lambda: self.recorder.pause() if self.recorder else nullcontext())
 
     @property
     def outdated(self) -> bool:
@@ -232,7 +235,7 @@ class GraphRunner:
         self._alike.forget()
         self._without = self.unused_outputs
         unused = UnusedOutputs(self._without, self.gradients.received.add)
-        hooks = [self.casts, unused, self._written]
+        hooks = [self.casts, unused, self._written, self._order]
         runs_as_it_is = self.joint is None and not self.gradients.received
         call = self._operation_by_operation if runs_as_it_is else compiled.call
         self._compiled, self.spec = CompiledGraph(call, hooks), compiled.followed
@@ -250,6 +253,7 @@ class GraphRunner:
     def _partition(self, traced: TracedGraph) -> tuple[GraphModule, GraphModule]:
         self.casts.on_traced(traced)
         self._written.on_traced(traced)
+        self._order.on_traced(traced)
         joint, self.joint = traced.joint, traced.reading
         parameters = [isinstance(x, torch.nn.Parameter) for x in self.example_inputs]
         self.joint.to_copy = to_copy(self.joint, parameters)
