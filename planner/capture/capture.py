@@ -22,7 +22,7 @@ import torch
 
 from planner._torch import dynamo, fake
 from planner._torch.autocast_state import region_of_its_own
-from planner._torch.autograd import no_saved_tensors_hooks
+from planner._torch.autograd import apart_from_a_backward, no_saved_tensors_hooks
 from planner._torch.cuda.kernels import dispatched_in_python
 from planner._torch.distributed import holds_dtensors
 from planner._torch.layouts.shape_functions import layouts_of_kernels
@@ -136,7 +136,7 @@ def _on_a_copy(
     def capture_with(run: RunOfACopy) -> _T:
         return use(_Capture(run, report, cuda if run.without_data else None, added_to, rank))
 
-    with no_saved_tensors_hooks():
+    with no_saved_tensors_hooks(), apart_from_a_backward():
         return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None)
 
 
