@@ -20,6 +20,7 @@ from planner._torch.joint.graph_modules import tell_sizes_alone
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
+from planner.capture.uncaptured import AROUND
 from planner.compiled.calls import Calls
 from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
 from planner.errors import CaptureError, warn
@@ -150,7 +151,7 @@ class PlanBackend:
             except aot.DATA_DECIDE as error:  # Dynamo would go on silently
                 warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
             except Exception as error:
-                unplanned("a part of the forward", error)
+                unplanned("a part of the forward", error, AROUND)
             return as_written(graph).forward
         try:
             symbolic = replace(spec, tangent_layouts={})  # gradients are copied to lie as the outputs do
@@ -219,7 +220,7 @@ class PlanBackend:
             try:
                 return compile_(number, inputs)
             except Exception as error:
-                unplanned("a part of the forward", error)
+                unplanned("a part of the forward", error, AROUND)
                 return as_written(graph).forward
 
         programs: dict[int, Callable[..., Any]] = {plan.number(record.programs[0]): first}

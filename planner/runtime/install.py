@@ -22,6 +22,7 @@ from planner._torch.tracing.hindrances import hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.module_calls import run_forward
+from planner.capture.uncaptured import AROUND
 from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, warn
@@ -34,7 +35,7 @@ from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
-from planner.runtime.own_errors import unplanned
+from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
 from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked
 from planner.runtime.shapes.shape_key import shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
@@ -290,7 +291,7 @@ class PlannedCall(InstalledCall):
                     return run_forward(self._model, args, kwargs)  # which takes no more than it frees
                 program = self._programs[key] = self._shapes.program(args, kwargs)
         except Exception as error:
-            unplanned("a step with inputs that have not been seen before", error)
+            unplanned("a step with inputs that have not been seen before", error, PLAN_WITH_THESE)
             program = self._programs[key] = run_forward
         if program is run_forward:
             return program(self._model, args, kwargs)
@@ -343,7 +344,7 @@ def _captured(model: torch.nn.Module) -> None:
 
 
 def _not_captured(error: Exception) -> None:
-    unplanned("a part of the forward that cannot be captured", error)
+    unplanned("a part of the forward that cannot be captured", error, AROUND)
 
 
 def _captured_often(times: int) -> None:
