@@ -13,10 +13,12 @@ from planner._torch.tracing.inside_compile import not_compiled
 from planner.capture.captured_step import NO_LOSS
 from planner.environment import plans_are_off, tell
 from planner.errors import CaptureError, SkippedStep, warn
+from planner.lazy.grown import Grown
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.lazy.thawed import Thawed
 from planner.parallel.data_parallel import wrapped_here
+from planner.planfile.budget import format_bytes
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.training_step.inputs import read_step
@@ -99,14 +101,20 @@ class PlannedAtFirstCall(InstalledCall):
         return planned
 
     def _watch(self, planned: PlannedCall) -> None:
-        """Have the module planned again when parameters train that are frozen now."""
+        """Have the module planned again when its parameters take more, or some train that are frozen now."""
         if self.wanted.on_new_shape != "replan":
             return
-        thawed = Thawed(self._model)
+        thawed, grown = Thawed(self._model), Grown(self._model)
+
+        def why() -> str | None:
+            if (taken := grown.now()) is not None:
+                before, now = format_bytes(grown.planned_bytes), format_bytes(taken)
+                return f"the parameters take {now} and took {before}"
+            count = thawed.count()
+            return f"{count} parameters train that were frozen" if count else None
 
         def plan_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | None:
-            count = thawed.count()
-            if not count:
+            if (reason := why()) is None:
                 return None
             try:
                 made, again = self._plan(args, kwargs)
@@ -118,7 +126,7 @@ class PlannedAtFirstCall(InstalledCall):
                 return None
             again.when_accumulating = self._plan_again
             self._watch(again)
-            _tell(made, f"; planned again, as {count} parameters train that were frozen")
+            _tell(made, f"; planned again, as {reason}")
             return again
 
         planned.when_changed = plan_again
