@@ -29,6 +29,12 @@ AROUND = (
 )
 """What to do where eager runs and tracing does not."""
 
+_AS_IT_IS = (
+    "Call the module as it is, with these inputs, and backward(): where that fails too, it says why; else "
+    "plan submodules that leave out that line"
+)
+"""What to do where the step does not run under the recorder."""
+
 
 _OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, MEET_OUTSIDE)
 """Texts of errors of ``torch.autograd.grad`` inside of a forward that is captured."""
@@ -57,7 +63,7 @@ def failed(
             "that are not differentiated inside of the forward"
         )
     kind = CaptureError if with_data else NotWithoutDataError
-    return kind(f"{text}. {AROUND}" if eager else text)
+    return kind(f"{text}. {AROUND if eager else _AS_IT_IS}")
 
 
 def always_different(graphs: Iterable[torch.fx.GraphModule]) -> CaptureError:

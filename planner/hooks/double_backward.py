@@ -136,7 +136,8 @@ class DoubleBackward(GraphHook):
             self._warned = True
             self._warn(
                 "gradients are to be differentiable (create_graph=True): the forward runs again without the "
-                "plan, and the step may exceed the budget"
+                "plan, and the step may exceed the budget. Leave room in it, or use "
+                "planner.remove(model) for such steps"
             )
         args = tuple(map(_there, kept[0]))
         wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]

@@ -8,7 +8,7 @@ import torch
 
 from planner._torch.distributed import holds_dtensors
 from planner._torch.tracing import recording
-from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.capture.captured_step import NO_LOSS
 from planner.environment import plans_are_off, tell
@@ -27,6 +27,8 @@ from planner.training_step.step import differentiates
 LOSS_OUTSIDE = (
     "; the loss is computed outside the module and its memory is not counted: pass loss= to count it"
 )
+
+GIVEN_UP = "Mend that, and call auto_checkpoint again; planner.remove(model) leaves the module as it is"
 
 
 class PlannedAtFirstCall(InstalledCall):
@@ -57,7 +59,7 @@ class PlannedAtFirstCall(InstalledCall):
         if not differentiates(model, args, kwargs):
             return self.run_original(*args, **kwargs)
         if (hindrance := hindering_mode()) is not None:
-            self.unplanned.hindered_call(hindrance)
+            self.unplanned.hindered_call(hindrance, END_IT)
             return self.run_original(*args, **kwargs)
         if self._given_up:
             return self.run_original(*args, **kwargs)
@@ -74,7 +76,7 @@ class PlannedAtFirstCall(InstalledCall):
         except CaptureError as error:
             if type(error) is not CaptureError:  # of arguments and functions that are no step
                 raise
-            self.unplanned.hindered_call(f"{type(model).__name__} cannot be planned ({error})")
+            self.unplanned.hindered_call(f"{type(model).__name__} cannot be planned ({error})", GIVEN_UP)
             output = self.run_original(*args, **kwargs)
             self._given_up = True  # not where the forward raises: the next call may be of a better batch
             return output
@@ -170,7 +172,10 @@ class PlannedAtFirstCall(InstalledCall):
 
 def _go_on(error: CaptureError) -> None:
     """Say that a step runs by the plan there is, since it cannot be planned again."""
-    warn(f"the module cannot be planned again ({error}): it trains by its plan, and may exceed the budget")
+    warn(
+        f"the module cannot be planned again ({error}): it trains by its plan, and may exceed the budget. Do "
+        "what that says, or plan before with what it is trained with now"
+    )
 
 
 def _tell(made: Made, end: str) -> None:

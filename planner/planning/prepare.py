@@ -175,7 +175,8 @@ def prepare(
     elsewhere = target.kind == "cuda" and here.type != "cuda"
     if options.attention is not None and not elsewhere:
         warn(
-            f"attention={options.attention!r} is for plans for a GPU that is not here: {here} does not use it"
+            f"attention={options.attention!r} is for plans for a GPU that is not here, and {here} does not "
+            "use it: leave it out"
         )
     cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
     captured = capture(

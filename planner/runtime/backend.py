@@ -135,7 +135,7 @@ class PlanBackend:
         if absent:
             warn(
                 f"the plan says that the loss leaves output {absent[0]} unused, and the model has no such "
-                "output: another model? It runs as it is, without the plan"
+                "output: another model? It runs as it is, without the plan. Plan it again"
             )
             return as_written(graph).forward
         if not any(map(fake.is_size, example_inputs)):
@@ -149,7 +149,9 @@ class PlanBackend:
                 self._captured[record.structure if record else structure_of(graph)] -= 1
                 raise
             except aot.DATA_DECIDE as error:  # Dynamo would go on silently
-                warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
+                warn(
+                    f"data decide what a part of the forward does, and it runs as written: {error}. {AROUND}"
+                )
             except Exception as error:
                 unplanned("a part of the forward", error, AROUND)
             return as_written(graph).forward
@@ -383,7 +385,7 @@ class PlanBackend:
             warn(
                 f"the operations produce {total_bytes(joint):,} bytes instead of {planned_bytes(record):,}, "
                 f"although the inputs have the planned shapes: {why_grown(self._plan, self._model())}. The "
-                "step may exceed the budget"
+                "step may exceed the budget. Plan it again as it is now, or where it takes most"
             )
         return record.backward, record.packed
 

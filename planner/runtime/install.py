@@ -18,7 +18,7 @@ from planner._torch.distributed import UnreducedGradients, holds_dtensors
 from planner._torch.tracing import recording
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
-from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.module_calls import run_forward
@@ -150,7 +150,10 @@ def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape
             plan = PlanRecord.loads(text, source="the plan of the pickled model")
             _install(model, plan, None, checked(on_new_shape))
         except PlanFileError as error:
-            warn(f"the model is unpickled without its plan: {error}")
+            warn(
+                f"the model is unpickled without its plan: {error}. Plan it again, or apply the "
+                "plan from a file"
+            )
     return Companion(model)
 
 
@@ -225,7 +228,7 @@ class PlannedCall(InstalledCall):
                 self.unplanned.called_in_other_mode(output)
             return output
         if (hindrance := hindering_mode()) is not None:
-            self.unplanned.hindered_call(hindrance)
+            self.unplanned.hindered_call(hindrance, END_IT)
             return self.run_original(*args, **kwargs)
         if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
             return planned(*args, **kwargs)
@@ -359,5 +362,6 @@ def _not_captured_any_more() -> None:
     warn(
         "the forward was captured so often that PyTorch gives up: what it does changes with every call "
         "(Python state, not shapes: these become symbols). It runs as it is, without the plan, where it "
-        "does something new"
+        "does something new. Put @torch.compiler.disable on the function that does this, or keep what "
+        "changes in a buffer"
     )

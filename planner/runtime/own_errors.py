@@ -4,7 +4,7 @@ from planner.errors import InfeasibleBudget, PlanMismatch, warn
 from planner.training_step.user_lines import line_of
 
 PLAN_WITH_THESE = (
-    "planner.plan(model, args) with such inputs makes a plan for them, or says why there is none; "
+    "Call planner.plan(model, args) with such inputs, which makes a plan for them or says why there is none; "
     "planner.remove(model) turns this one off"
 )
 """What to do where inputs that were not seen before have no plan."""
