@@ -89,14 +89,16 @@ def warn(text: str, *, cause: Exception | None = None) -> None:
 
     Args:
         text: What does not run as planned, and what to do.
-        cause: An error that is behind it; its traceback goes to the log.
+        cause: An error that is behind it; its traceback goes to the log, at the level of DEBUG.
     """
     collected = _collected.get()
     if collected is not None:
         collected.append(text)
         return
     text = printable(text, keep="\n")
-    logger.warning(text, exc_info=cause)
+    logger.warning(text)
+    if cause is not None:
+        logger.debug("what is behind it:", exc_info=cause)
     warnings.warn(text, PlanWarning, stacklevel=_level_of_user(sys._getframe(1)))
 
 

@@ -1,6 +1,7 @@
 """A training step does not end in an error of the planner's own: it runs without the plan, and says so."""
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +104,20 @@ class TurnsForbidden(Small):
         return super().forward(x)
 
 
-def test_a_step_outlives_an_error_of_dynamos() -> None:
+def test_a_step_outlives_an_error_of_dynamos(caplog: pytest.LogCaptureFixture) -> None:
     model, args, _ = layers(TurnsForbidden)
     twin = copy.deepcopy(model)
     plan_of(model, args).apply(model)
     for each in (model, twin):
         each.forbidden = True  # type: ignore[assignment]
-    with pytest.warns(PlanWarning, match="forbidden callable"):
+    told = (
+        r"forbidden callable.*test_own_errors\.py:\d+ \(_never_traced\(\)\)\. Put @torch\.compiler\.disable"
+    )
+    with pytest.warns(PlanWarning, match=told):
         ours = left_by(model, steps(args))
+    shown = [record for record in caplog.records if record.levelno >= logging.INFO]
+    assert shown
+    assert not any(record.exc_info for record in shown)  # no traceback of ours or Dynamo's
     assert_same(ours, left_by(twin, steps(args)))
     model.forbidden = False  # type: ignore[assignment]
     with no_plan_warnings():

@@ -245,4 +245,37 @@ SHAPES = [
             "::test_gradients_that_lead_through_several_graphs_are_those_of_eager[OnlyOnce]",
         ),
     ),
+    Mutation(
+        "parameters-grown",
+        "Parameters that have become larger are planned for.",
+        "The step goes on by the plan for smaller ones, over the budget.",
+        (Change("planner/lazy/grown.py", "taken if taken > self.planned_bytes else None", "None"),),
+        ("tests/test_grown.py::test_larger_parameters_are_planned_again[_longer]",),
+    ),
+    Mutation(
+        "step-in-a-backward",
+        "A step that is recorded inside of a running backward has a forward.",
+        "All of it is part of that backward, and no plan fits its budget.",
+        (
+            Change(
+                "planner/_torch/autograd.py",
+                "running in (-1, _around.backward)",
+                "running == -1",
+            ),
+        ),
+        ("tests/test_inside_a_backward.py::test_the_plan_is_that_made_outside[in_a_hook]",),
+    ),
+    Mutation(
+        "plain-numbers",
+        "What cannot be traced with symbols is traced with plain numbers.",
+        "The step runs without its plan.",
+        (
+            Change(
+                "planner/_torch/dynamo.py",
+                "            if not dynamo.config.automatic_dynamic_shapes:\n                raise\n",
+                "            raise\n",
+            ),
+        ),
+        ("tests/test_switches_by_number.py::test_a_number_that_changes_switches[gradients]",),
+    ),
 ]

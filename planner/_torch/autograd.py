@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +31,33 @@ class InfrastructureMode(TorchDispatchMode):
         return True
 
 
+class _Around(threading.local):
+    """The backward of this thread that what runs in it is no part of; -1 where there is none."""
+
+    backward = -1
+
+
+_around = _Around()
+
+
+@contextlib.contextmanager
+def apart_from_a_backward() -> Iterator[None]:
+    """What runs within this is no part of the backward that goes on around it.
+
+    A step that is recorded in a hook of another backward, as gradient caching calls a model there, has a
+    forward.
+    """
+    before, _around.backward = _around.backward, torch._C._current_graph_task_id()
+    try:
+        yield
+    finally:
+        _around.backward = before
+
+
 def running_node() -> Any:
     """The autograd node whose backward is running in this thread; None outside of a backward."""
-    return None if torch._C._current_graph_task_id() == -1 else torch._C._current_autograd_node()
+    running = torch._C._current_graph_task_id()
+    return None if running in (-1, _around.backward) else torch._C._current_autograd_node()
 
 
 def running_node_number() -> tuple[str, int] | None:

@@ -169,7 +169,7 @@ class _WithSettings(Callback):
             dynamo.config.patch(allow_empty_graphs=empty),
         ):
             try:
-                result = self._torchdynamo_orig_backend(frame, *rest)
+                result = self._traced(frame, *rest)
             except _OF_TRACING as error:
                 if not self._untraced(frame.f_code.co_qualname, error):
                     raise
@@ -187,6 +187,17 @@ class _WithSettings(Callback):
                 self._often(times)
                 self._often = None
         return result
+
+    def _traced(self, *frame: Any) -> Any:
+        """What Dynamo makes of a frame; of plain numbers where it cannot trace that with symbols, as where a
+        number that changes decides whether gradients or autocast are on."""
+        try:
+            return self._torchdynamo_orig_backend(*frame)
+        except _OF_TRACING:
+            if not dynamo.config.automatic_dynamic_shapes:
+                raise
+            with dynamo.config.patch(automatic_dynamic_shapes=False):
+                return self._torchdynamo_orig_backend(*frame)
 
 
 def dynamo_compile(

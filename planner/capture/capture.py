@@ -22,7 +22,7 @@ import torch
 
 from planner._torch import dynamo, fake
 from planner._torch.autocast_state import region_of_its_own
-from planner._torch.autograd import no_saved_tensors_hooks
+from planner._torch.autograd import apart_from_a_backward, no_saved_tensors_hooks
 from planner._torch.cuda.kernels import dispatched_in_python
 from planner._torch.distributed import holds_dtensors
 from planner._torch.layouts.shape_functions import layouts_of_kernels
@@ -168,7 +168,7 @@ def _on_a_copy(
     def capture_with(run: RunOfACopy) -> _T:
         return use(_Capture(run, report, cuda if run.without_data else None, added_to, rank))
 
-    with no_saved_tensors_hooks():
+    with no_saved_tensors_hooks(), apart_from_a_backward():
         return on_a_copy(module, step, capture_with, report, may_have_data=cuda is None)
 
 
@@ -292,12 +292,8 @@ class _Capture:
             finally:
                 for compiled in (whole, region):
                     dynamo.forget(compiled)
-<<<<<<< HEAD
         uncaptured.refuse_second_backwards(recording, [runner.graph for runner in runners])
-        warn_of_other_gradients(recording, runners, self._with_gradients, module, self._warn)
-=======
         warn_of_other_gradients(recording, runners, self._with_gradients, self.copied, self._warn, regions)
->>>>>>> hooks
         if self._cuda is not None:
             warn_of_cpu_kernels(recording, runners, module, recurrent, self._cuda, self._warn)
         report("captured", 1.0)

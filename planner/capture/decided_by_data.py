@@ -21,7 +21,8 @@ PRODUCTS = (
 
 SPARSE_TENSORS = (
     "the step computes with sparse tensors: what their kernels allocate and free again is not predicted, nor "
-    "what they take with other data, so that a step may take more than planned. planner.verify() measures it"
+    "what they take with other data, so that a step may take more than planned. Call planner.verify(), "
+    "which measures it"
 )
 
 

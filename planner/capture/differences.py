@@ -59,7 +59,8 @@ def warn_of_other_gradients(
         warn(
             "gradients between graphs, of views, or of weights in use_reentrant=True checkpoints, "
             "are added up in another order, or have other strides, than without a plan "
-            f"({sums + relaid}): they may differ in the last bits. planner.verify() tells"
+            f"({sums + relaid}): they may differ in the last bits. Call planner.verify(), "
+            "which tells"
         )
     if any(r.casts.again for r in runners):
         warn(SHARED_WEIGHT_WARNING)

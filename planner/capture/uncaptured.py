@@ -45,6 +45,11 @@ _NAMED_TUPLE = (
 )
 _EMPTIED = ("got 0)", "IndexError: tuple index out of range")
 """Texts of errors of a tuple without its fields."""
+_AS_IT_IS = (
+    "Call the module as it is, with these inputs, and backward(): where that fails too, it says why; else "
+    "plan submodules that leave out that line"
+)
+"""What to do where the step does not run under the recorder."""
 
 
 _OF_GRADIENTS_INSIDE = ("double backward", "differentiated Tensor", DIFFERENTIATED_TWICE, MEET_OUTSIDE)
@@ -75,7 +80,7 @@ def failed(
     kind = CaptureError if with_data else NotWithoutDataError
     if eager and any(sign in text for sign in _EMPTIED):
         return kind(f"{text}. {_NAMED_TUPLE}. If it is none: {AROUND[0].lower()}{AROUND[1:]}")
-    return kind(f"{text}. {AROUND}" if eager else text)
+    return kind(f"{text}. {AROUND if eager else _AS_IT_IS}")
 
 
 def refuse_second_backwards(recording: Recording, graphs: Sequence[torch.fx.GraphModule]) -> None:

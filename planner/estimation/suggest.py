@@ -110,7 +110,10 @@ def _suggested(prepared: Prepared, k: int, report: Progress) -> list[Checkpointe
         candidates = [c for c in candidates if not _nested(c, name)]
     if unfit:
         why = next(iter(unfit.values()))
-        warn(f"not suggested are {', '.join(unfit)} and the like, which cannot run twice. {why}")
+        warn(
+            f"not suggested are {', '.join(unfit)} and the like, which cannot run twice. Leave them as they "
+            f"are. {why}"
+        )
     return found
 
 

@@ -34,7 +34,10 @@ class GradientsInside(GraphHook):
             return None
         if not self._warned:
             self._warned = True
-            self._warn(f"{MEET_OUTSIDE}: that part runs without the plan, and the step may exceed the budget")
+            self._warn(
+                f"{MEET_OUTSIDE}: that part runs without the plan, and the step may exceed the budget. "
+                "Compute both in that graph, or plan the parts of the module apart"
+            )
         return as_written(self._graph).forward
 
 

@@ -56,7 +56,8 @@ def auto_checkpoint(
         progress: See :func:`planner.plan`.
         **options: See :class:`planner.planning.options.PlanOptions`.
 
-    Without example inputs ``accumulate=None`` plans again when a step begins with gradients that are there.
+    Without example inputs ``accumulate=None`` plans again when a step begins with gradients that are there,
+    and ``on_new_shape="replan"`` when parameters have become larger, or train that were frozen.
 
     The environment variable ``PLANNER=0`` turns it off: the module is returned as it is.
 

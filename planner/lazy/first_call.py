@@ -8,15 +8,17 @@ import torch
 
 from planner._torch.distributed import holds_dtensors
 from planner._torch.tracing import recording
-from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.capture.captured_step import NO_LOSS
 from planner.environment import plans_are_off, tell
 from planner.errors import CaptureError, SkippedStep, warn
+from planner.lazy.grown import Grown
 from planner.lazy.make import Made, Wanted, planned_or_cached
 from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.lazy.thawed import Thawed
 from planner.parallel.data_parallel import wrapped_here
+from planner.planfile.budget import format_bytes
 from planner.runtime.install import PlannedCall, check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.replayed import ReplayedCall
@@ -27,6 +29,8 @@ from planner.training_step.wrappers import without_shape
 LOSS_OUTSIDE = (
     "; the loss is computed outside the module and its memory is not counted: pass loss= to count it"
 )
+
+GIVEN_UP = "Mend that, and call auto_checkpoint again; planner.remove(model) leaves the module as it is"
 
 
 class PlannedAtFirstCall(InstalledCall):
@@ -62,7 +66,7 @@ class PlannedAtFirstCall(InstalledCall):
         if not differentiates(model, args, kwargs):
             return self.run_original(*args, **kwargs)
         if (hindrance := hindering_mode()) is not None:
-            self.unplanned.hindered_call(hindrance)
+            self.unplanned.hindered_call(hindrance, END_IT)
             return self.run_original(*args, **kwargs)
         if self._given_up:
             return self.run_original(*args, **kwargs)
@@ -79,7 +83,7 @@ class PlannedAtFirstCall(InstalledCall):
         except CaptureError as error:
             if type(error) is not CaptureError:  # of arguments and functions that are no step
                 raise
-            self.unplanned.hindered_call(f"{type(model).__name__} cannot be planned ({error})")
+            self.unplanned.hindered_call(f"{type(model).__name__} cannot be planned ({error})", GIVEN_UP)
             output = self.run_original(*args, **kwargs)
             self._given_up = True  # not where the forward raises: the next call may be of a better batch
             return output
@@ -106,14 +110,20 @@ class PlannedAtFirstCall(InstalledCall):
         return planned
 
     def _watch(self, planned: PlannedCall | ReplayedCall) -> None:
-        """Have the module planned again when parameters train that are frozen now."""
+        """Have the module planned again when its parameters take more, or some train that are frozen now."""
         if self.wanted.on_new_shape != "replan":
             return
-        thawed = Thawed(self._model)
+        thawed, grown = Thawed(self._model), Grown(self._model)
+
+        def why() -> str | None:
+            if (taken := grown.now()) is not None:
+                before, now = format_bytes(grown.planned_bytes), format_bytes(taken)
+                return f"the parameters take {now} and took {before}"
+            count = thawed.count()
+            return f"{count} parameters train that were frozen" if count else None
 
         def plan_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | ReplayedCall | None:
-            count = thawed.count()
-            if not count:
+            if (reason := why()) is None:
                 return None
             try:
                 made, again = self._plan(args, kwargs)
@@ -125,7 +135,7 @@ class PlannedAtFirstCall(InstalledCall):
                 return None
             again.when_accumulating = self._plan_again
             self._watch(again)
-            _tell(made, f"; planned again, as {count} parameters train that were frozen")
+            _tell(made, f"; planned again, as {reason}")
             return again
 
         planned.when_changed = plan_again
@@ -169,7 +179,10 @@ class PlannedAtFirstCall(InstalledCall):
 
 def _go_on(error: CaptureError) -> None:
     """Say that a step runs by the plan there is, since it cannot be planned again."""
-    warn(f"the module cannot be planned again ({error}): it trains by its plan, and may exceed the budget")
+    warn(
+        f"the module cannot be planned again ({error}): it trains by its plan, and may exceed the budget. Do "
+        "what that says, or plan before with what it is trained with now"
+    )
 
 
 def _tell(made: Made, end: str) -> None:

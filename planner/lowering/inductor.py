@@ -77,7 +77,9 @@ def for_inductor(
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in placeholders]
     if any(map(_is_sized_by_symbols, values)):
-        raise CaptureError("backend='inductor' compiles for shapes, not for symbolic sizes")
+        raise CaptureError(
+            "backend='inductor' compiles for shapes, not for symbolic sizes: plan for each shape"
+        )
     mode = fake.fake_mode_with_sizes()
     inputs = _without_data(values, mode, strides)
     positions = {node: i for i, node in enumerate(placeholders)}

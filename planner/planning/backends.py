@@ -56,7 +56,8 @@ def check_backend(options: PlanOptions) -> None:
         warn(
             f"Inductor finds no vector instructions that work, though this CPU has {unused}: its programs "
             "will run several times slower, with a plan or without. It looks in a process of its own, which "
-            "fails if a file beside the script is called like a module of Python's, as encodings.py"
+            "fails if a file beside the script is called like a module of Python's, as encodings.py: give "
+            "that another name"
         )
 
 

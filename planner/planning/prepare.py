@@ -15,6 +15,7 @@ from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import capture, record_eagerly
 from planner.capture.captured_step import CapturedStep, CudaKernels
 from planner.capture.decided_by_data import PRODUCTS, SPARSE_TENSORS, has_products, has_sparse
+from planner.capture.writes_through_views import slower_by_writes
 from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
 from planner.costs.eager_timeline import EagerTimeline, eager_timeline
@@ -233,7 +234,8 @@ def _prepare(
     elsewhere = target.kind == "cuda" and here.type != "cuda"
     if options.attention is not None and not elsewhere:
         warn(
-            f"attention={options.attention!r} is for plans for a GPU that is not here: {here} does not use it"
+            f"attention={options.attention!r} is for plans for a GPU that is not here, and {here} does not "
+            "use it: leave it out"
         )
     cuda = CudaKernels(target.capability or NEWEST, options.attention, target.cudnn) if elsewhere else None
     replaying = options.backend == "replay"
@@ -293,6 +295,11 @@ def _prepare(
         problem = build_problem(
             captured, target, workspaces, source, copying=copying, in_flight=step.in_flight
         )
+        as_traced = simulate(problem.graph, problem.graph.base_schedule).seconds
+        slower = slower_by_writes(joints, as_traced, problem.eager.seconds)
+        if slower is not None and options.backend == "eager":
+            captured.notes.append(slower)
+            warn(slower)
         packings = find_packings(captured, problem, target, meter, source)
     if meter is not None:
         refuse_what_cannot_run(captured.eager.calls, meter)

@@ -20,6 +20,7 @@ from planner._torch.joint.graph_modules import tell_sizes_alone
 from planner._torch.module_paths import name_modules
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
+from planner.capture.uncaptured import AROUND
 from planner.compiled.calls import Calls
 from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
 from planner.errors import CaptureError, warn
@@ -134,7 +135,7 @@ class PlanBackend:
         if absent:
             warn(
                 f"the plan says that the loss leaves output {absent[0]} unused, and the model has no such "
-                "output: another model? It runs as it is, without the plan"
+                "output: another model? It runs as it is, without the plan. Plan it again"
             )
             return as_written(graph).forward
         if not any(map(fake.is_size, example_inputs)):
@@ -148,9 +149,11 @@ class PlanBackend:
                 self._captured[record.structure if record else structure_of(graph)] -= 1
                 raise
             except aot.DATA_DECIDE as error:  # Dynamo would go on silently
-                warn(f"data decide what a part of the forward does, which runs without the plan: {error}")
+                warn(
+                    f"data decide what a part of the forward does, and it runs as written: {error}. {AROUND}"
+                )
             except Exception as error:
-                unplanned("a part of the forward", error)
+                unplanned("a part of the forward", error, AROUND)
             return as_written(graph).forward
         try:
             symbolic = replace(spec, tangent_layouts={})  # gradients are copied to lie as the outputs do
@@ -219,7 +222,7 @@ class PlanBackend:
             try:
                 return compile_(number, inputs)
             except Exception as error:
-                unplanned("a part of the forward", error)
+                unplanned("a part of the forward", error, AROUND)
                 return as_written(graph).forward
 
         programs: dict[int, Callable[..., Any]] = {plan.number(record.programs[0]): first}
@@ -382,7 +385,7 @@ class PlanBackend:
             warn(
                 f"the operations produce {total_bytes(joint):,} bytes instead of {planned_bytes(record):,}, "
                 f"although the inputs have the planned shapes: {why_grown(self._plan, self._model())}. The "
-                "step may exceed the budget"
+                "step may exceed the budget. Plan it again as it is now, or where it takes most"
             )
         return record.backward, record.packed
 

@@ -18,19 +18,16 @@ from planner._torch.distributed import UnreducedGradients, holds_dtensors
 from planner._torch.tracing import recording
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
-from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.module_calls import run_forward
+from planner.capture.uncaptured import AROUND
 from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
 from planner.errors import PlanFileError, PlanMismatch, printable, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
-<<<<<<< HEAD
 from planner.module_parts import named_parts
-from planner.planfile.budget import format_bytes
-=======
->>>>>>> hooks
 from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
 from planner.planning.backends import check_options_of_file
@@ -39,7 +36,7 @@ from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
-from planner.runtime.own_errors import unplanned
+from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
 from planner.runtime.replayed import ReplayedCall
 from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked
 from planner.runtime.shapes.shape_key import shape_key
@@ -177,7 +174,10 @@ def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape
             # Its options are not looked at: who writes a pickle can run anything without them.
             _install(model, plan, None, checked(on_new_shape))
         except PlanFileError as error:
-            warn(f"the model is unpickled without its plan: {error}")
+            warn(
+                f"the model is unpickled without its plan: {error}. Plan it again, or apply the "
+                "plan from a file"
+            )
     return Companion(model)
 
 
@@ -254,7 +254,7 @@ class PlannedCall(InstalledCall):
                 self.unplanned.called_in_other_mode(output)
             return output
         if (hindrance := hindering_mode()) is not None:
-            self.unplanned.hindered_call(hindrance)
+            self.unplanned.hindered_call(hindrance, END_IT)
             return self.run_original(*args, **kwargs)
         if self._calls.is_left(args, kwargs):  # which was said when it came to light
             return self.run_original(*args, **kwargs)
@@ -325,7 +325,7 @@ class PlannedCall(InstalledCall):
                     return run_forward(self._model, args, kwargs)  # which takes no more than it frees
                 program = self._programs[key] = self._shapes.program(args, kwargs)
         except Exception as error:
-            unplanned("a step with inputs that have not been seen before", error)
+            unplanned("a step with inputs that have not been seen before", error, PLAN_WITH_THESE)
             program = self._programs[key] = run_forward
         if program is run_forward:
             return program(self._model, args, kwargs)
@@ -389,7 +389,7 @@ def _captured(model: torch.nn.Module) -> None:
 
 
 def _not_captured(error: Exception) -> None:
-    unplanned("a part of the forward that cannot be captured", error)
+    unplanned("a part of the forward that cannot be captured", error, AROUND)
 
 
 def _captured_often(times: int) -> None:
@@ -404,5 +404,6 @@ def _not_captured_any_more() -> None:
     warn(
         "the forward was captured so often that PyTorch gives up: what it does changes with every call "
         "(Python state, not shapes: these become symbols). It runs as it is, without the plan, where it "
-        "does something new"
+        "does something new. Put @torch.compiler.disable on the function that does this, or keep what "
+        "changes in a buffer"
     )

@@ -1,6 +1,13 @@
 """A training step does not fail with an error of the planner: it runs without the plan, with a warning."""
 
 from planner.errors import InfeasibleBudget, PlanMismatch, warn
+from planner.training_step.user_lines import line_of
+
+PLAN_WITH_THESE = (
+    "Call planner.plan(model, args) with such inputs, which makes a plan for them or says why there is none; "
+    "planner.remove(model) turns this one off"
+)
+"""What to do where inputs that were not seen before have no plan."""
 
 
 def is_meant(error: BaseException | None) -> bool:
@@ -14,17 +21,21 @@ def is_meant(error: BaseException | None) -> bool:
     return False
 
 
-def unplanned(what: str, error: Exception) -> None:
+def unplanned(what: str, error: Exception, do: str) -> None:
     """Warn that something runs without its plan because of an error, and may exceed the budget.
+
+    Args:
+        what: What runs without it.
+        error: Why. Its traceback goes to the log, at the level of DEBUG.
+        do: The next step, as sentences of their own.
 
     Raises:
         Exception: ``error``, where it is meant, see :func:`is_meant`.
     """
     if is_meant(error):
         raise error
-    lines = str(error).strip().splitlines()
-    warn(
-        f"{what} runs without the plan, and may exceed the budget: "
-        f"{type(error).__name__}: {lines[0] if lines else ''}",
-        cause=error,
-    )
+    kind, lines = type(error).__name__, str(error).strip().splitlines()
+    why = ": ".join([*[kind] * (not kind.startswith("_")), *lines[:1]])
+    line = line_of(error)
+    where = "" if line is None else f", at {line}"
+    warn(f"{what} runs without the plan, and may exceed the budget: {why}{where}. {do}", cause=error)

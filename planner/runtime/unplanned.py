@@ -81,10 +81,10 @@ class Unplanned:
         self._handles.clear()
         self._earlier.clear()
 
-    def hindered_call(self, hindrance: str) -> None:
-        """A call runs without the plan; say so and why."""
+    def hindered_call(self, hindrance: str, do: str) -> None:
+        """A call runs without the plan; say so, and why, and what to do."""
         self.planned_call()
-        warn(f"{hindrance}: the step runs as it is, without the plan")
+        warn(f"{hindrance}: the step runs as it is, without the plan. {do}")
 
     def region_in_checkpoint(self) -> None:
         """A region is called inside of a checkpoint of the forward's; say so, once."""

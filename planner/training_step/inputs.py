@@ -183,13 +183,15 @@ def _first_batch(loader: DataLoader[Any]) -> Any:
 
 
 def _check_gradients_are_on(of: str) -> None:
+    instead = "call it outside"
     if torch.is_inference_mode_enabled():
         off = "torch.inference_mode()"
     elif not torch.is_grad_enabled():
-        off = "torch.no_grad() (or torch.set_grad_enabled(False))"
+        off = "torch.no_grad() (or torch.set_grad_enabled(False), or in a hook of a backward)"
+        instead += ", or within torch.enable_grad()"
     else:
         return
-    raise InputError(f"{of} was called under {off}, where there is no backward to plan: call it outside")
+    raise InputError(f"{of} was called under {off}, where there is no backward to plan: {instead}")
 
 
 def _check_call(model: torch.nn.Module, step: Step, what: str) -> None:

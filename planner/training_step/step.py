@@ -127,15 +127,19 @@ class Step:
             if not isinstance(loss, torch.Tensor):
                 raise CaptureError(
                     f"loss= returned a {type(loss).__name__}, expected a scalar tensor: not loss.item(), and "
-                    "of several results the one to differentiate"
+                    "of several results the one to differentiate. Return that"
                 )
             if not loss.requires_grad:
                 raise CaptureError(
                     "loss= returned a tensor without a gradient: it was detached, or computed under "
-                    "torch.no_grad(), or nothing that it depends on requires a gradient"
+                    "torch.no_grad(), or nothing that it depends on requires a gradient. "
+                    "Return one that is computed of the module's output"
                 )
             if loss.numel() != 1:
-                raise CaptureError(f"the loss must be a scalar, but loss= gave shape {tuple(loss.shape)}")
+                raise CaptureError(
+                    f"the loss must be a scalar, but loss= gave shape "
+                    f"{tuple(loss.shape)}: return its mean() or sum()"
+                )
             if self.outputs == "dropped" and self.in_flight is None:
                 output = loss
             with without_autocast():
@@ -173,7 +177,10 @@ class Step:
         of = module if self.left is None else self.left.module
         if not differentiates(of, self.args, self.kwargs):
             return "no parameter of the module requires a gradient, and no input: see requires_grad_()"
-        return "what the module returned requires no gradient: it was detached, or made under torch.no_grad()"
+        return (
+            "what the module returned requires no gradient: it was detached, or made under torch.no_grad(). "
+            "Return it with its history"
+        )
 
 
 _NOTHING = frozenset({type(None), bool, int, float, str, torch.nn.Parameter})

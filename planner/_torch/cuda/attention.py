@@ -73,7 +73,10 @@ def choose_attention(call: AttentionCall) -> Attention:
         if obstacle(kind, call) is None:
             return kind
     why = "; ".join(f"{kind}: {obstacle(kind, call)}" for kind in order)
-    raise CaptureError(f"PyTorch has no kernel for this scaled dot product attention on CUDA ({why})")
+    raise CaptureError(
+        f"PyTorch has no kernel for this scaled dot product attention on CUDA ({why}). Change its "
+        "inputs so that one takes them, or switch one on"
+    )
 
 
 def _order(call: AttentionCall) -> tuple[Attention, ...]:

@@ -61,7 +61,9 @@ def kernels_of_cuda(
         )
         kind = attention or choose_attention(call)
         if why := obstacle(kind, call):
-            raise CaptureError(f"attention={kind!r} cannot be had: {why}")
+            raise CaptureError(
+                f"attention={kind!r} cannot be had: {why}. Leave it out for what PyTorch chooses"
+            )
         return attend_by(call, kind)
 
     chosen: dict[Any, Callable[..., Any]] = normalisations_of_cuda(cudnn)

@@ -154,6 +154,10 @@ def _compiling_here() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+END_IT = "Call the planned module outside of it, or use planner.remove(model) for as long as it is on"
+"""What to do about a mode of the user's that hinders."""
+
+
 def hindering_mode() -> str | None:
     """What is said of a mode of the user's that is on and under which no step runs by a plan, if one is.
 

@@ -64,6 +64,10 @@ def checked(policy: str) -> OnNewShape:
     return policy  # type: ignore[return-value]
 
 
+_LARGEST = "Plan for the largest shape, or pad to fewer"
+_MOST = "Plan with inputs that take the path that needs most"
+
+
 class NewShapes:
     """Decides which program runs a shape that has not been seen before, and tells the user.
 
@@ -162,7 +166,9 @@ class NewShapes:
                 raise PlanMismatch(f"by the plan for another path it takes {format_bytes(total)}")
             made = self._program(self._replanned(prepared, "another path of its forward"), shapes)
         except Exception as error:
-            warn(f"the path that the forward took is not planned, and may exceed the budget: {error}")
+            warn(
+                f"the path that the forward took is not planned, and may exceed the budget: {error}. {_MOST}"
+            )
             return False
         self._replaced |= seen
         self._programs[self._programs.index(program)] = made
@@ -191,7 +197,9 @@ class NewShapes:
         others = "other than" if self._target.backend == "inductor" else "larger than"
         what = f"the inputs are {others} those that were planned: {self._differences(shapes)}"
         if self._policy == "reapply" and self._predictions >= MOST_PREDICTIONS:
-            warn(f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more")
+            warn(
+                f"{what}. After {MOST_PREDICTIONS} predictions its peak is not predicted any more. {_LARGEST}"
+            )
             return first
         if self._policy == "replan" and budget is None and len(self._programs) >= MOST_PLANS:
             return newest
@@ -206,7 +214,7 @@ class NewShapes:
             other_path = isinstance(error, PlanMismatch) and self._target.backend == "replay"
             if is_meant(error) and not other_path:
                 raise
-            warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget")
+            warn(f"{what}. The new peak cannot be predicted ({error}), and may exceed the budget. {_LARGEST}")
             first.covered.append(shapes)
             return first
         if self._policy == "replan":
