@@ -30,6 +30,7 @@ from planner.graph.number_outputs import numbers_apart
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
+from planner.graph.views_outside import compile_with_views_outside
 from planner.heap import older_objects_set_aside
 from planner.hooks import hooks_for
 from planner.hooks.undefined_gradients import UndefinedGradients
@@ -95,14 +96,16 @@ class PlanBackend:
             name_modules(graph, model)
             self._on_capture(model)
         self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
-        apart = numbers_apart(graph) if any(map(fake.is_size, example_inputs)) else None
-        if apart is None or self._knows(graph) or not self._knows(apart.rest):
-            call = self._callable(graph, example_inputs)
-        else:
-            call = apart.together(self._callable(apart.rest, example_inputs))
+        call = compile_with_views_outside(graph, example_inputs, self._with_numbers_apart)
         tell_sizes_alone(graph)
         written = cache(lambda: as_written(graph).forward)
         return lambda *args: (written() if saved_tensors_are_changed() else call)(*args)
+
+    def _with_numbers_apart(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        apart = numbers_apart(graph) if any(map(fake.is_size, example_inputs)) else None
+        if apart is None or self._knows(graph) or not self._knows(apart.rest):
+            return self._callable(graph, example_inputs)
+        return apart.together(self._callable(apart.rest, example_inputs))
 
     def looked_at(self, function: str, error: Exception | None) -> bool:
         """Note what Dynamo looked at, see :data:`planner._torch.dynamo.Untraced`; its graphs may not run."""

@@ -30,8 +30,8 @@ from planner.capture.graphs.copies_apart import copy_apart
 from planner.capture.graphs.fresh_results import fresh_results
 from planner.capture.graphs.graph_call import GraphCall
 from planner.compiled.graph_hook import CompiledGraph
-from planner.graph.accumulation import behind_views, is_sum
-from planner.graph.dynamo_graph import structure_of, views_handed_on
+from planner.graph.accumulation import is_sum
+from planner.graph.dynamo_graph import structure_of
 from planner.graph.joint_graph import JointGraph
 from planner.graph.joint_pass import AutocastContext
 from planner.graph.overwritten import to_copy
@@ -150,11 +150,8 @@ class GraphRunner:
         (-1: of none), by position among the backward's outputs."""
         assert self.joint is not None
         found = {}
-        handed_on = views_handed_on(self.graph, self.gradients.received)
         for i, (node, primal) in enumerate(zip(self.joint.outputs[1], self.joint.primals, strict=True)):
             position = aot_metadata.input_position(primal)
-            if position in handed_on:
-                node, _ = behind_views(node)  # of whose uses gradients come by way of the view
             if is_sum(node) and (position is None or self._hands_out_sum(position)):
                 found[i] = -1 if position is None else position
         return found
