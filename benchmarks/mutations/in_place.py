@@ -364,4 +364,17 @@ IN_PLACE = [
         ),
         ("tests/test_in_place.py::test_a_number_that_is_added_to_some_integers_is_saved_by_nobody",),
     ),
+    Mutation(
+        "buffers-that-checkpoints-fill",
+        "A checkpoint that writes to what it is given runs as written, where PyTorch counts no change as well.",
+        "Only changes that are counted are looked for.",
+        (
+            Change(
+                "planner/_torch/tracing/breaks/break_patches.py",
+                "self.changes = any(storage_key(t) in self._given for t in written)",
+                "self.changes = any(storage_key(t) in self._given and t._version for t in written)",
+            ),
+        ),
+        ("tests/test_recycled_buffers.py::test_a_buffer_that_each_layer_fills_again[data]",),
+    ),
 ]

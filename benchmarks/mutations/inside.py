@@ -49,7 +49,7 @@ INSIDE = [
         "It uses the input.",
         (
             Change(
-                "planner/graph/views_outside.py",
+                "planner/compiled/views_outside.py",
                 "if waiting[of] and of in outside and _differentiable(of):",
                 "if False:",
             ),
@@ -57,22 +57,6 @@ INSIDE = [
         (
             "tests/test_views_handed_on.py::"
             "test_what_is_used_elsewhere_too_gets_the_gradient_of_a_view_in_one[used_before_the_view]",
-        ),
-    ),
-    Mutation(
-        "several-uses-before-views",
-        "An operation that uses an input several times before a view of it is taken is warned of.",
-        "Nobody looks for them.",
-        (
-            Change(
-                "planner/graph/views_outside.py",
-                "return [i for i in sums if 0 <= i < len(inputs) and _ONE_USE in inputs[i].meta]",
-                "return []",
-            ),
-        ),
-        (
-            "tests/test_views_handed_on.py::"
-            "test_an_operation_that_uses_twice_what_it_is_handed_on_a_view_of_is_warned_of",
         ),
     ),
     Mutation(

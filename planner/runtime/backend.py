@@ -30,7 +30,7 @@ from planner.graph.number_outputs import numbers_apart
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
-from planner.graph.views_outside import compile_with_views_outside
+from planner.compiled.views_outside import compile_with_views_outside
 from planner.heap import older_objects_set_aside
 from planner.hooks import hooks_for
 from planner.hooks.undefined_gradients import UndefinedGradients

@@ -10,7 +10,7 @@ from planner._torch.module_paths import ModuleNames, name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
 from planner.capture.graphs.graph_runner import GraphRunner, Ran
-from planner.graph.views_outside import views_outside
+from planner.compiled.views_outside import views_outside
 from planner.lowering.lowerings import Lowering
 from planner.training_step.copies import described
 

@@ -7,7 +7,7 @@ What uses the input before the view is taken gets an alias of it, one for each u
 nodes of views and aliases run in the reverse order of their making, as in eager.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +72,10 @@ def compile_with_views_outside(
     return apart.around(call)
 
 
-def used_several_times(graph: GraphModule, sums: Iterable[int]) -> list[int]:
-    """Inputs that are aliases for one operation and whose gradients are sums: it uses them several times.
-
-    Args:
-        graph: A graph that takes views of its inputs as further inputs.
-        sums: Positions of the inputs whose gradients are sums.
-    """
+def for_one_use(graph: GraphModule) -> list[int]:
+    """Positions of the inputs that are aliases for one operation, of a graph that takes views outside."""
     inputs = graph.graph.find_nodes(op="placeholder")
-    return [i for i in sums if 0 <= i < len(inputs) and _ONE_USE in inputs[i].meta]
+    return [i for i, node in enumerate(inputs) if _ONE_USE in node.meta]
 
 
 def _views(graph: GraphModule) -> dict[Node, None]:
