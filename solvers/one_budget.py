@@ -83,7 +83,8 @@ class Attempt:
         fastest, graph = self.search.fastest, self.search.graph
         if fastest is None:
             return float("inf")
-        return (fastest.seconds - self.bound.seconds) / graph.base_seconds
+        # Operations too short to be timed take no seconds.
+        return (fastest.seconds - self.bound.seconds) / max(graph.base_seconds, 1e-30)
 
     @property
     def done(self) -> bool:

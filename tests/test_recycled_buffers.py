@@ -56,7 +56,8 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "how", ["data", *(pytest.param(how, marks=pytest.mark.heavy) for how in ("parts", "out", "counted", "numpy"))]
+    "how",
+    ["data", *(pytest.param(how, marks=pytest.mark.heavy) for how in ("parts", "out", "counted", "numpy"))],
 )
 def test_a_buffer_that_each_layer_fills_again(how: str) -> None:
     torch.manual_seed(0)
