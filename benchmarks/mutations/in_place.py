@@ -366,7 +366,7 @@ IN_PLACE = [
     ),
     Mutation(
         "buffers-that-checkpoints-fill",
-        "A checkpoint that writes to what it is given runs as written, where PyTorch counts no change as well.",
+        "A checkpoint that writes to what it is given runs as written, be the change counted or not.",
         "Only changes that are counted are looked for.",
         (
             Change(

@@ -204,11 +204,13 @@ SHAPES = [
     ),
     Mutation(
         "least-as-written",
-        "The least budget is never above the step without a plan, which runs as written where that takes least.",
+        "The least is never above the step without a plan: the module runs as written where that takes least.",
         "Schedules are all there is.",
         (
             Change(
-                "planner/planning/solve.py", "    if not _may_run_as_written(prepared):\n", "    if True:\n"
+                "planner/planning/solve.py",
+                "    if not _may_run_as_written(prepared):\n",
+                "    if True:\n",
             ),
         ),
         ("tests/test_as_written.py::test_a_step_that_is_least_as_written_runs_so[min]",),

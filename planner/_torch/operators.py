@@ -175,6 +175,7 @@ def cudnn_version() -> int | None:
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that a call of an operator writes to, as its schema says."""
     schema = operator._schema.arguments
-    named = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
+    named = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    named.update(kwargs)
     written = [named.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
     return [t for t in pytree.tree_leaves(written) if isinstance(t, torch.Tensor)]

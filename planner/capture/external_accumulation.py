@@ -9,9 +9,9 @@ from planner._torch import fake, pytree
 from planner._torch.execution.checkpoints import weights_summed_apart
 from planner._torch.joint import aot_metadata
 from planner.capture.graphs.graph_runner import GraphRunner
+from planner.compiled.views_outside import for_one_use
 from planner.graph.accumulation import is_sum
 from planner.graph.dynamo_graph import views_handed_on
-from planner.compiled.views_outside import for_one_use
 from planner.graph.passes.per_use_gradients import uses_of
 from planner.training_step.recorder import Recording
 

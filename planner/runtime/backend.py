@@ -22,6 +22,7 @@ from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.compiled.calls import Calls
 from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
+from planner.compiled.views_outside import compile_with_views_outside
 from planner.errors import CaptureError, warn
 from planner.graph.dynamo_graph import is_tensor_output, structure_of
 from planner.graph.joint_graph import JointGraph
@@ -30,7 +31,6 @@ from planner.graph.number_outputs import numbers_apart
 from planner.graph.passes import JOINT_PASSES
 from planner.graph.spec import GraphSpec
 from planner.graph.trace import TracedGraph, trace_joint
-from planner.compiled.views_outside import compile_with_views_outside
 from planner.heap import older_objects_set_aside
 from planner.hooks import hooks_for
 from planner.hooks.undefined_gradients import UndefinedGradients

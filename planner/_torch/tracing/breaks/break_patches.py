@@ -230,12 +230,11 @@ class _Effects(TorchDispatchMode):
     """What a part does besides returning something.
 
     Args:
-        given: What it is given. A change of it shows by its memory: PyTorch counts none that is made by way of
-            ``.data``.
+        given: What it is given. A change of it shows by its memory: one by way of ``.data`` is not counted.
     """
 
     def __init__(self, given: Sequence[Any] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._given = {storage_key(t) for t in given if isinstance(t, torch.Tensor)}
         self.changes = self.draws = False
 
