@@ -1,4 +1,4 @@
-"""A step that takes more memory as captured than as written runs as written: the least is never above that."""
+"""A step that takes more memory as captured than as written runs so: the least is never above it."""
 
 import pytest
 import torch

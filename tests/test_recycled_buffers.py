@@ -1,4 +1,4 @@
-"""Weights that are streamed into one buffer, which each layer fills again: a checkpoint does so in the backward."""
+"""Weights that are streamed into one buffer, which a checkpointed layer fills again in the backward."""
 
 import warnings
 

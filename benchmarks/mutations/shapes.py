@@ -204,7 +204,7 @@ SHAPES = [
     ),
     Mutation(
         "least-as-written",
-        "The least is never above the step without a plan: the module runs as written where that takes least.",
+        "The least is never above the step without a plan: it runs as written where that takes least.",
         "Schedules are all there is.",
         (
             Change(
