@@ -67,3 +67,21 @@ def test_a_buffer_that_each_layer_fills_again(how: str) -> None:
         plan = planner.plan(model, (x,), budget="100%", solver="none")
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.ok, report.problems
+
+
+def test_a_buffer_that_numpy_fills_again_is_read_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, x = Stack("numpy", None), torch.randn(32, 16)
+    plan = planner.plan(model, (x,), budget="min", solver="sqrt_n", costs="roofline")
+    assert plan.target.inputs == "overwritten"
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+
+
+def test_a_weight_that_numpy_fills_again_is_refused() -> None:
+    model = Stack("numpy", None)
+    weight = nn.Parameter(torch.zeros(16, 16), requires_grad=False)
+    for layer in model.layers:
+        layer.slots = [weight]
+    with pytest.raises(planner.CaptureError, match="16x16 is written to in the forward"):
+        planner.plan(model, (torch.randn(32, 16),), budget="min", solver="sqrt_n", costs="roofline")
