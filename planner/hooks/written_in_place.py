@@ -73,7 +73,7 @@ def _digest(tensor: torch.Tensor) -> int:
     """Of the bytes of a tensor that code outside of PyTorch could write to: one with data, on the CPU."""
     if is_fake(tensor) or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return 0
-    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
 
 def _looks(values: dict[int, Any], found: set[int]) -> Callable[[Any], None]:

@@ -72,9 +72,7 @@ def _better_as_written(prepared: Prepared, solution: Solution, wanted: Budget, r
     if not _may_run_as_written(prepared):
         return False
     peak_bytes = prepared.problem.eager.peak_bytes
-    if (
-        wanted.bytes is None or room is None
-    ):  # the least that a solver of the user's choice reaches is its own
+    if wanted.bytes is None or room is None:  # the least of a solver that the user chose is its own
         return peak_bytes < solution.peak_bytes and prepared.options.solver == portfolio.NAME
     if solution.feasible:
         return False
