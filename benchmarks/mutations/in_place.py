@@ -364,4 +364,24 @@ IN_PLACE = [
         ),
         ("tests/test_in_place.py::test_a_number_that_is_added_to_some_integers_is_saved_by_nobody",),
     ),
+    Mutation(
+        "buffers-that-checkpoints-fill",
+        "A checkpoint that writes to what it is given runs as written, be the change counted or not.",
+        "Only changes that are counted are looked for.",
+        (
+            Change(
+                "planner/_torch/tracing/breaks/break_patches.py",
+                "self.changes = any(storage_key(t) in self._given for t in written)",
+                "self.changes = any(storage_key(t) in self._given and t._version for t in written)",
+            ),
+        ),
+        ("tests/test_recycled_buffers.py::test_a_buffer_that_each_layer_fills_again[data]",),
+    ),
+    Mutation(
+        "bytes-before-and-after",
+        "What numpy writes to after a graph has read it is read again as it was, or refused.",
+        "Nobody looks at bytes.",
+        (Change("planner/hooks/written_in_place.py", "or _digest(tensor) != digest:", "or False:"),),
+        ("tests/test_recycled_buffers.py::test_a_buffer_that_numpy_fills_again_is_read_as_it_was",),
+    ),
 ]

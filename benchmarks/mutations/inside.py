@@ -36,23 +36,28 @@ def _strips(*kinds: str) -> Change:
 INSIDE = [
     Mutation(
         "views-handed-on",
-        "Gradients of a view that a graph hands on come to its uses one by one.",
-        "Those of its uses inside are added up first.",
-        (Change("planner/capture/graphs/graph_runner.py", "if position in handed_on:", "if False:"),),
-        ("tests/test_views_handed_on.py::test_gradients_of_a_view_come_to_its_uses_one_by_one[flattened]",),
+        "Gradients of a view that a graph hands on come to its uses one by one, and on in one sum.",
+        "The view is taken inside of the graph.",
+        (Change("planner/capture/graphs/runners.py", "apart = views_outside(graph)", "apart = None"),),
+        (
+            "tests/test_views_handed_on.py::test_what_is_used_elsewhere_too_gets_the_gradient_of_a_view_in_one[gate]",
+        ),
     ),
     Mutation(
-        "other-uses-beside-views",
-        "Other uses of an input beside a view that is handed on are warned of.",
-        "Nobody looks for them.",
+        "uses-before-views",
+        "What uses an input before a view of it is taken gets its gradient in eager's order.",
+        "It uses the input.",
         (
             Change(
-                "planner/capture/external_accumulation.py",
-                "_reordered(runner) + _reordered_inputs(runner)",
-                "_reordered(runner)",
+                "planner/compiled/views_outside.py",
+                "if waiting[of] and of in outside and _differentiable(of):",
+                "if False:",
             ),
         ),
-        ("tests/test_views_handed_on.py::test_other_uses_of_what_is_looked_at_are_warned_of[2]",),
+        (
+            "tests/test_views_handed_on.py::"
+            "test_what_is_used_elsewhere_too_gets_the_gradient_of_a_view_in_one[used_before_the_view]",
+        ),
     ),
     Mutation(
         "bilinear-under-autocast",

@@ -278,4 +278,17 @@ SHAPES = [
         ),
         ("tests/test_switches_by_number.py::test_a_number_that_changes_switches[gradients]",),
     ),
+    Mutation(
+        "least-as-written",
+        "The least is never above the step without a plan: it runs as written where that takes least.",
+        "Schedules are all there is.",
+        (
+            Change(
+                "planner/planning/solve.py",
+                "    if not _may_run_as_written(prepared):\n",
+                "    if True:\n",
+            ),
+        ),
+        ("tests/test_as_written.py::test_a_step_that_is_least_as_written_runs_so[min]",),
+    ),
 ]

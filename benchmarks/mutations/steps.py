@@ -299,6 +299,16 @@ STEPS = [
         ("tests/test_training.py::test_batch_norm_statistics_are_updated_once",),
     ),
     Mutation(
+        "several-uses-before-views",
+        "An operation that uses an input several times before a view of it is taken is warned of.",
+        "Nobody looks for them.",
+        (Change("planner/capture/external_accumulation.py", "        + _used_several_times(runner)\n", ""),),
+        (
+            "tests/test_views_handed_on.py::"
+            "test_an_operation_that_uses_twice_what_it_is_handed_on_a_view_of_is_warned_of",
+        ),
+    ),
+    Mutation(
         "gradients-of-parts",
         "Parts of an input that a graph hands on are not taken for their gradients: what is held counts.",
         "The gradients are traced in the input's memory.",

@@ -106,3 +106,9 @@ def source_name(placeholder: torch.fx.Node) -> str | None:
     if found[1] != "module":
         return f"{found[1]}{found[2]}"
     return _INSIDE.sub(lambda inside: "." if "[" in inside[0] else "", found[2]).lstrip(".")
+
+
+def described_input(placeholder: torch.fx.Node) -> str:
+    """What an input of a Dynamo graph is called, or how large it is."""
+    shape = "x".join(map(str, placeholder.meta["example_value"].shape)) or "a scalar"
+    return source_name(placeholder) or f"a tensor of {shape}"

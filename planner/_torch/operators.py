@@ -1,10 +1,12 @@
 """What an ATen operator is and does, and what backends are set to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
+
+from planner._torch import pytree
 
 OpOverload = torch._ops.OpOverload
 """The type of ATen-style operator overloads."""
@@ -168,3 +170,12 @@ def cudnn_version() -> int | None:
     """The version of cuDNN; None without it."""
     version: int | None = torch.backends.cudnn.version()
     return version
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an operator writes to, as its schema says."""
+    schema = operator._schema.arguments
+    named = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    named.update(kwargs)
+    written = [named.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in pytree.tree_leaves(written) if isinstance(t, torch.Tensor)]

@@ -86,11 +86,6 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def looks_at(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor is a view of another one, as autograd knows it."""
-    return tensor._is_view() and tensor._base is other
-
-
 def dispatch_keys(tensor: torch.Tensor) -> int:
     """By which kernels an operator of a tensor runs, as a number: conjugates and inference's differ too."""
     number: int = torch._C._dispatch_keys(tensor).raw_repr()

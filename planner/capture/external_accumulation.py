@@ -9,8 +9,10 @@ from planner._torch import fake, pytree
 from planner._torch.execution.checkpoints import weights_summed_apart
 from planner._torch.joint import aot_metadata
 from planner.capture.graphs.graph_runner import GraphRunner
+from planner.compiled.views_outside import for_one_use
 from planner.graph.accumulation import is_sum
 from planner.graph.dynamo_graph import views_handed_on
+from planner.graph.passes.per_use_gradients import uses_of
 from planner.training_step.recorder import Recording
 
 _ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_)
@@ -54,14 +56,24 @@ def ask_for_per_use_gradients(recording: Recording, runners: Sequence[GraphRunne
 def reordered_views(runners: Sequence[GraphRunner]) -> int:
     """How many results of graphs get gradients in another order than without a plan: where several outputs
     are views of one, their gradients come before those of its uses inside, whichever came last in the
-    forward. So do those of a view of an input, which come to the input before the gradients of its other
-    uses.
+    forward. So do those of a view of an input that the graph changes in place; of other inputs views are
+    taken outside (:mod:`planner.compiled.views_outside`), where an operation that uses one several times is
+    given it once.
     Weights of reentrant checkpoints count as well, see :func:`weights_summed_apart`."""
     captured = [runner for runner in runners if runner.joint is not None]
     return sum(
-        _reordered(runner) + _reordered_inputs(runner) + weights_summed_apart(runner.graph)
+        _reordered(runner)
+        + _reordered_inputs(runner)
+        + _used_several_times(runner)
+        + weights_summed_apart(runner.graph)
         for runner in captured
     )
+
+
+def _used_several_times(runner: GraphRunner) -> int:
+    """How many operations use an input several times that is given to them as an alias for one use."""
+    counts, unknown = uses_of(runner.graph, runner.example_inputs, for_one_use(runner.graph))
+    return len(counts) + len(unknown)
 
 
 def _reordered_inputs(runner: GraphRunner) -> int:
@@ -70,11 +82,12 @@ def _reordered_inputs(runner: GraphRunner) -> int:
     # Of several views that one operation makes each has a gradient of its own inside.
     apart = runner.gradients.received - aot_metadata.gradients_of_outputs(runner.joint.graph).keys()
     handed_on = views_handed_on(runner.graph, apart)
-    return sum(_uses_apart(inputs[position], views) for position, views in handed_on.items())
+    return sum(_used_beside(inputs[position], views) for position, views in handed_on.items())
 
 
-def _uses_apart(given: Node, views: Sequence[Node]) -> bool:
-    """Whether more is added to the gradient of an input than a view of it gets, and one thing besides."""
+def _used_beside(given: Node, views: Sequence[Node]) -> bool:
+    """Whether an input has more uses than two, views that are handed on included: two gradients are the same
+    either way round."""
     path: set[Node] = set()  # from the input to the views
     for view in views:
         node = view
@@ -82,9 +95,7 @@ def _uses_apart(given: Node, views: Sequence[Node]) -> bool:
             path.add(node)
             node = node.all_input_nodes[0]
     uses = [user for node in (given, *path) for user in node.users if user not in path]
-    beside = sum(_differentiable(user) for user in given.users if user not in path)
-    inside = sum(map(_differentiable, uses)) - beside
-    return (len(views) > 1 and beside + inside > 0) or (beside > 0 and beside + inside > 1)
+    return len(views) + sum(map(_differentiable, uses)) > 2
 
 
 def _differentiable(node: Node) -> bool:

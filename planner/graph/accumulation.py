@@ -19,24 +19,6 @@ def is_sum(node: Any) -> bool:
     return len(values) == 3 and all(v.dtype is values[0].dtype and same_sizes(v, values[0]) for v in values)
 
 
-_WHOLE_VIEWS = frozenset(
-    {
-        aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    }
-)  # fmt: skip
-
-
-def behind_views(node: Any) -> tuple[Any, list[Node]]:
-    """What a gradient is a view of, all of it in another shape; and these views, the last one first."""
-    views: list[Node] = []
-    while isinstance(node, Node) and node.target in _WHOLE_VIEWS:
-        views.append(node)
-        node = node.args[0]
-    return node, views
-
-
 def arrivals(joint: GraphModule) -> list[int]:
     """The forward's plain inputs that get a gradient, by position, in the order in which these arrive.
 

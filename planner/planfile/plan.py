@@ -96,6 +96,10 @@ class PlanRecord(Record):
     baseline_whole_step: WholeStep | None = Field(
         default=None, description="the same without a plan; percent budgets are of its total"
     )
+    as_written: bool = Field(
+        default=False,
+        description="the module runs as written, without the schedule: none was found that takes as little",
+    )
     graphs: Listed[GraphRecord] = Field(min_length=1, max_length=10_000)
     forward_only: Listed[Label] = Field(
         default=[],

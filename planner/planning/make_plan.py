@@ -53,6 +53,10 @@ IN_SINGLE_OPERATIONS = (
     "Inductor runs this plan: its peak is that of the programs that Inductor emits; seconds are those of "
     "single operations, and what Inductor fuses takes less"
 )
+AS_WRITTEN = (
+    "no schedule of the captured step was found that takes as little as the step without a plan: the module "
+    "runs as written, and nothing is recomputed"
+)
 
 
 def make_plan(
@@ -60,6 +64,8 @@ def make_plan(
     solved: Solution | Solved,
     budget: Budget,
     emitted: tuple[EmittedStep, EmittedStep] | None = None,
+    *,
+    as_written: bool = False,
 ) -> PlanRecord:
     """The plan that a solution is.
 
@@ -69,6 +75,7 @@ def make_plan(
         budget: What it was asked for.
         emitted: What the programs of Inductor take that run it, and those that recompute nothing; None
             where eager's operators run it.
+        as_written: The module is to run as written instead.
     """
     if isinstance(solved, Solution):
         solved = Solved(solved, prepared.problem)
@@ -90,7 +97,11 @@ def make_plan(
         peak_bytes, step_bytes, nothing_bytes = planned.peak_bytes, planned.step_bytes, kept_all.peak_bytes
         forward_steps = planned.forward_length
         whole = prepared.footprint.whole_step(peak_bytes, problem.final_bytes)
-    eager_forward = sum(not e.backward for e in captured.eager.events)
+    seconds, eager_forward = timeline.seconds, sum(not e.backward for e in captured.eager.events)
+    if as_written:
+        unplanned = problem.eager
+        peak_bytes, step_bytes, seconds = unplanned.peak_bytes, unplanned.step_bytes, unplanned.seconds
+        whole, forward_steps = prepared.baseline_whole_step, eager_forward
 
     def footprint(peak: int, seconds: float) -> Footprint:
         return Footprint(
@@ -101,6 +112,8 @@ def make_plan(
         )
 
     notes = [*reached, *captured.notes]
+    if as_written:
+        notes.append(AS_WRITTEN)
     of_cudnn = None if emitted else cudnn_note(prepared, graph, solution.schedule, timeline.step_bytes)
     if of_cudnn is not None:
         notes.append(of_cudnn)
@@ -164,7 +177,7 @@ def make_plan(
             capture_seconds=prepared.seconds,
         ),
         resident=resident,
-        predicted=footprint(peak_bytes, timeline.seconds),
+        predicted=footprint(peak_bytes, seconds),
         baseline=footprint(problem.eager.peak_bytes, problem.eager.seconds),
         no_recompute=footprint(nothing_bytes, nothing.seconds),
         whole_step=whole,
@@ -173,15 +186,16 @@ def make_plan(
         forward_only=_forward_only(captured),
         views=_views(captured),
         untraced=captured.untraced,
+        as_written=as_written,
         fusion=fusion,
         timeline=Timeline.downsample(step_bytes, forward_steps),
         baseline_timeline=Timeline.downsample(problem.eager.step_bytes, eager_forward),
         peak_holders=_holders(problem, solution, timeline.peak_step)
-        if emitted is None
+        if emitted is None and not as_written
         else [LiveModule(module="", bytes=peak_bytes)],
         notes=[*map(shortened, notes)],
-        step=step_record(captured, problem) if emitted is None else None,
-        replay=replay_record(problem) if isinstance(problem, ReplayProblem) else None,
+        step=step_record(captured, problem) if emitted is None and not as_written else None,
+        replay=replay_record(problem) if isinstance(problem, ReplayProblem) and not as_written else None,
     ).remember(prepared.options)
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.errors import InfeasibleBudget, PlannerError
+from planner.errors import InfeasibleBudget, PlannerError, warn
 from planner.heap import older_objects_set_aside
 from planner.module_parts import named_parts
 from planner.planfile.budget import Budget, format_bytes
 from planner.planfile.plan import PlanRecord, WholeStep
 from planner.planning.encodings import Solved, better, fits, followed, keeps_everything, offered
-from planner.planning.make_plan import make_plan
+from planner.planning.make_plan import AS_WRITTEN, make_plan
 from planner.planning.prepare import Prepared
 from planner.planning.solve_for import solve_for
 from planner.planning.within_budget import within_budget
@@ -21,7 +21,7 @@ from solvers import portfolio
 from solvers.effort import EFFORTS
 from solvers.model.constraints import Constraints
 from solvers.model.graph import Graph
-from solvers.model.solution import Solution
+from solvers.model.solution import Solution, Status
 from solvers.model.solver import Solve
 from solvers.one_budget import first_bound
 from solvers.programs.lower_bound import NOT_BOUNDED, Bound, tightened
@@ -49,11 +49,40 @@ def plan_prepared(prepared: Prepared, budget: int | str, *, progress: Progress |
         return _planned_for_inductor(prepared, wanted, room, constraints, report)
 
     solved = _solved(prepared, wanted, room, constraints, report)
-    if not solved.solution.feasible:
+    if _better_as_written(prepared, solved.solution, wanted, room):
+        warn(AS_WRITTEN)
+        nothing = replace(
+            solved.solution, schedule=graph.base_schedule, status=Status.FEASIBLE, bound_seconds=None
+        )
+        made = make_plan(prepared, nothing, wanted, as_written=True)
+    elif solved.solution.feasible:
+        made = make_plan(prepared, solved, wanted)
+    else:
         raise infeasible(replace(prepared, problem=solved.problem), solved.solution, wanted)
-    made = make_plan(prepared, solved, wanted)
     report("planned", 1.0)
     return made
+
+
+def _better_as_written(prepared: Prepared, solution: Solution, wanted: Budget, room: int | None) -> bool:
+    """Whether the step without a plan fits a budget that no schedule fits, or takes less than the least.
+
+    The step as captured may take more: what is written in place is a copy there. Where the user insists on
+    what is kept or recomputed it is no answer.
+    """
+    if not _may_run_as_written(prepared):
+        return False
+    peak_bytes = prepared.problem.eager.peak_bytes
+    if wanted.bytes is None or room is None:  # the least of a solver that the user chose is its own
+        return peak_bytes < solution.peak_bytes and prepared.options.solver == portfolio.NAME
+    if solution.feasible:
+        return False
+    return peak_bytes <= room if wanted.relative else prepared.baseline_whole_step.total_bytes <= wanted.bytes
+
+
+def _may_run_as_written(prepared: Prepared) -> bool:
+    options = prepared.options
+    insisted = options.keep or options.recompute or options.checkpoints
+    return options.backend == "eager" and not insisted
 
 
 def _solved(
@@ -237,11 +266,15 @@ def infeasible(
     whole = prepared.whole_step(solution.schedule)
     if dynamic_peak_bytes is not None:  # of the programs that Inductor makes of the schedule
         whole = prepared.footprint.whole_step(dynamic_peak_bytes, prepared.problem.final_bytes)
+    least = f"the least that {solution.solver} reaches"
+    unplanned = prepared.baseline_whole_step
+    if _may_run_as_written(prepared) and unplanned.total_bytes < whole.total_bytes:
+        whole, least = unplanned, "the least, that of the step without a plan,"
     if budget.relative:  # which bounds what is allocated
         whole = whole.model_copy(update={"fragmentation_bytes": 0})
     return InfeasibleBudget(
-        f"budget {budget.text} is {format_bytes(budget.bytes)}, but the least that {solution.solver} "
-        f"reaches is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
+        f"budget {budget.text} is {format_bytes(budget.bytes)}, but {least} "
+        f"is {format_bytes(whole.total_bytes)} ({whole.total_bytes:,} bytes), of which "
         f"{_least_possible(whole, prepared)}",
         minimum_bytes=whole.total_bytes,
         budget_bytes=budget.bytes,

@@ -93,6 +93,8 @@ def simulated(plan: PlanRecord) -> SimulatedPlan:
             "the plan is one that Inductor runs: what its programs read and make, operation by operation, is "
             "not in the file; plan with backend='eager' to see it"
         )
+    if plan.as_written:
+        raise PlanFileError("by this plan the module runs as written: there is no schedule to simulate")
     if step is None:
         raise PlanFileError(
             "the plan does not say what its operations read and make: an earlier release wrote it; plan again"

@@ -23,6 +23,7 @@ from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.uncaptured import AROUND
 from planner.compiled.calls import Calls
 from planner.compiled.graph_hook import CompiledGraph, GraphHook, HookContext
+from planner.compiled.views_outside import compile_with_views_outside
 from planner.errors import CaptureError, warn
 from planner.graph.dynamo_graph import is_tensor_output, structure_of
 from planner.graph.joint_graph import JointGraph
@@ -96,14 +97,16 @@ class PlanBackend:
             name_modules(graph, model)
             self._on_capture(model)
         self._autocast = autocast_regions()  # AOTAutograd switches it off while it traces
-        apart = numbers_apart(graph) if any(map(fake.is_size, example_inputs)) else None
-        if apart is None or self._knows(graph) or not self._knows(apart.rest):
-            call = self._callable(graph, example_inputs)
-        else:
-            call = apart.together(self._callable(apart.rest, example_inputs))
+        call = compile_with_views_outside(graph, example_inputs, self._with_numbers_apart)
         tell_sizes_alone(graph)
         written = cache(lambda: as_written(graph).forward)
         return lambda *args: (written() if saved_tensors_are_changed() else call)(*args)
+
+    def _with_numbers_apart(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        apart = numbers_apart(graph) if any(map(fake.is_size, example_inputs)) else None
+        if apart is None or self._knows(graph) or not self._knows(apart.rest):
+            return self._callable(graph, example_inputs)
+        return apart.together(self._callable(apart.rest, example_inputs))
 
     def looked_at(self, function: str, error: Exception | None) -> bool:
         """Note what Dynamo looked at, see :data:`planner._torch.dynamo.Untraced`; its graphs may not run."""

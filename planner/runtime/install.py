@@ -351,6 +351,8 @@ def _compiled(
     warned_of_shapes: Callable[[], bool],
     other_paths: OtherPaths,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    if plan.as_written:
+        return run_forward, run_forward
     plan = plan.model_copy().remember(None)  # PyTorch holds what is compiled: no optimizer, no loss with it
 
     def compile_(once_more: bool) -> list[CapturedAgain]:

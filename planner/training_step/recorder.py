@@ -11,6 +11,7 @@ Where autograd saves it, it is found in the node of the result, and recorded rig
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -121,8 +122,7 @@ class StepRecorder(autograd.InfrastructureMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._examples, self._foreign = Examples(mode), foreign
-        self._known: dict[int, int] = {}
-        self._signatures: dict[Any, int] = {}
+        self._known, self._signatures = dict[int, int](), dict[Any, int]()
         self._references: dict[int, weakref.ref[Any]] = {}
         self._paused = self._ended = False
         self._states: set[int] = set()  # storages that are states of generators
@@ -132,7 +132,8 @@ class StepRecorder(autograd.InfrastructureMode):
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state: Callable[[], torch.Tensor] = meant(torch.get_rng_state)
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
-        # Held, so that their identities are not used again.
+        self.writes = Counter[int]()  # by storage
+        # Held: their identities are not used again.
         self._resident: list[Any] = []
         self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
 
@@ -177,6 +178,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._product.note(func, args, out)
         if operators.writes(func):
             self._note_growth(given)
+            self.writes.update(fake.storage_key(t) for t in operators.written_arguments(func, args, kwargs))
         reads = tuple(map(self.index_of, given or _tensors(args, kwargs)))
         if self._numbers and (numbers := operators.numbers_for_tensors(func, args)):
             with self.pause():

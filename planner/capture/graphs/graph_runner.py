@@ -22,7 +22,7 @@ from planner._torch.joint.default_dtype import default_dtype
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.joint.memory_layout import is_cut_out, is_part
-from planner._torch.module_paths import source_name
+from planner._torch.module_paths import described_input
 from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.without_data import fake_values
@@ -32,8 +32,9 @@ from planner.capture.graphs.copies_apart import copy_apart
 from planner.capture.graphs.fresh_results import fresh_results
 from planner.capture.graphs.graph_call import GraphCall
 from planner.compiled.graph_hook import CompiledGraph
-from planner.graph.accumulation import behind_views, is_sum
-from planner.graph.dynamo_graph import structure_of, views_handed_on
+from planner.errors import CaptureError
+from planner.graph.accumulation import is_sum
+from planner.graph.dynamo_graph import structure_of
 from planner.graph.joint_graph import JointGraph
 from planner.graph.joint_pass import AutocastContext
 from planner.graph.overwritten import to_copy
@@ -107,7 +108,7 @@ class GraphRunner:
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._around, self._autocast = AutocastContext.here(), autocast_state()
-        self.casts, self._written = AutocastCastCache(), WrittenInPlace()
+        self.casts, self._written = AutocastCastCache(), WrittenInPlace(self._writes_to)
         self._order = RecordedArrivalOrder(lambda: self.recorder.pause() if self.recorder else nullcontext())
 
     @property
@@ -153,11 +154,8 @@ class GraphRunner:
         (-1: of none), by position among the backward's outputs."""
         assert self.joint is not None
         found = {}
-        handed_on = views_handed_on(self.graph, self.gradients.received)
         for i, (node, primal) in enumerate(zip(self.joint.outputs[1], self.joint.primals, strict=True)):
             position = aot_metadata.input_position(primal)
-            if position in handed_on:
-                node, _ = behind_views(node)  # of whose uses gradients come by way of the view
             if is_sum(node) and (position is None or self._hands_out_sum(position)):
                 found[i] = -1 if position is None else position
         return found
@@ -171,9 +169,17 @@ class GraphRunner:
             return []
         inputs = self.graph.graph.find_nodes(op="placeholder")
         positions = {aot_metadata.input_position(primal) for primal in self.joint.to_copy}
-        written = [inputs[i] for i in sorted(self._written.inputs) if i in positions]
-        shapes = ["x".join(map(str, n.meta["example_value"].shape)) or "a scalar" for n in written]
-        return [source_name(n) or f"a tensor of {s}" for n, s in zip(written, shapes, strict=True)]
+        changed = {aot_metadata.input_position(self.joint.primals[i]) for i in self.joint.mutated}
+        lost = self._written.uncounted - positions - changed
+        if lost:
+            raise CaptureError(
+                f"{described_input(inputs[min(lost)])} is written to in the forward after it was read there, "
+                "uncounted by PyTorch (by .data or numpy). Write to it under torch.no_grad(), or to a copy"
+            )
+        return [described_input(inputs[i]) for i in sorted(self._written.inputs) if i in positions]
+
+    def _writes_to(self, tensor: torch.Tensor) -> int:
+        return 0 if self.recorder is None else self.recorder.writes[fake.storage_key(tensor)]
 
     @property
     def overwritten_results(self) -> frozenset[int]:

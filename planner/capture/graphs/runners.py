@@ -10,6 +10,7 @@ from planner._torch.module_paths import ModuleNames, name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
 from planner.capture.graphs.graph_runner import GraphRunner, Ran
+from planner.compiled.views_outside import views_outside
 from planner.lowering.lowerings import Lowering
 from planner.training_step.copies import described
 
@@ -111,11 +112,14 @@ def collector(
 
     names = ModuleNames(module)
 
-    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> GraphRunner:
+    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         call_what_was_captured(graph)
         name_modules(graph, names)
+        apart = views_outside(graph)
+        if apart is not None:
+            graph, example_inputs = apart.rest, apart.inputs(example_inputs)
         runner = GraphRunner(len(runners), graph, example_inputs, lower, ran, cuda=cuda, data=data)
         runners.append(runner)
-        return runner
+        return runner if apart is None else apart.around(runner)
 
     return backend

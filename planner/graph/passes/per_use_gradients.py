@@ -4,8 +4,7 @@ Without a plan, the autograd engine adds the gradients of a tensor's uses one by
 ``(later + use2) + use1``. A compiled graph returns ``use2 + use1`` as one sum, and if something arrived
 from elsewhere before, the sum is rounded in another order. Such an input is passed to the graph once for each
 of its uses: what AOTAutograd traces as one sum is then returned in its parts, in the order in which they
-were added, and the engine adds them up as it does without a plan. Where a graph hands on a view of an input,
-and uses that view itself, gradients from elsewhere come by way of the view: its uses are then the input's.
+were added, and the engine adds them up as it does without a plan.
 """
 
 import logging
@@ -16,8 +15,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from planner._torch.joint import aot, aot_metadata
-from planner._torch.tensors import looks_at, writes
-from planner.graph.accumulation import behind_views, is_sum
+from planner._torch.tensors import writes
+from planner.graph.accumulation import is_sum
 from planner.graph.dynamo_graph import copied
 from planner.graph.joint_pass import TraceContext
 
@@ -69,24 +68,9 @@ def _counted(
         senders = [one for one, to in edges if to is not None and getattr(to, "variable", None) is leaves[i]]
         if inside:
             senders = [one for one, to in edges if to in senders]
-        counts[i] = _arriving_at(passed[i], senders, edges, outputs)
+        counts[i] = len(senders)
     changed = {i for i in wanted if writes(passed[i]) and counts[i] > 1}
     return {i: n for i, n in counts.items() if n > 1 and i not in changed}, changed
-
-
-def _arriving_at(
-    tensor: torch.Tensor, senders: Sequence[Any], edges: Sequence[tuple[Any, Any]], outputs: Sequence[Any]
-) -> int:
-    """How many gradients are added up for an input, which the senders hand on, or for a view of it that is
-    handed on and gets all."""
-    views = {t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and looks_at(t, tensor)}
-    behind = senders
-    while len(behind) == 1 and views:
-        node = behind[0]
-        behind = [sender for sender, to in edges if to is node]
-        if node in views:
-            return len(behind)
-    return len(senders)
 
 
 def _edges(outputs: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -123,28 +107,11 @@ def hand_out_unsummed(joint: GraphModule, context: TraceContext) -> None:
 
 def _parts(total: Any, count: int) -> list[Node]:
     """What the engine added up to a total, first to last; fewer than ``count`` where it is unknown."""
-    total, views = behind_views(total)
     parts: list[Node] = []
     while len(parts) < count - 1 and is_sum(total):
         total, part = total.args
         parts.append(part)
-    found = [total, *reversed(parts)] if isinstance(total, Node) else []
-    return _seen_alike(found, views) if len(found) == count else []
-
-
-def _seen_alike(parts: Sequence[Node], views: Sequence[Node]) -> list[Node]:
-    """The same views of each part as of their sum."""
-    seen = []
-    for part in parts:
-        node = part
-        for view in reversed(views):
-            look: Any = view.target
-            with part.graph.inserting_after(node):
-                following = part.graph.call_function(look, (node, *view.args[1:]), dict(view.kwargs))
-            following.meta = {**view.meta, "val": look(node.meta["val"], *view.args[1:], **view.kwargs)}
-            node = following
-        seen.append(node)
-    return seen
+    return [total, *reversed(parts)] if isinstance(total, Node) else []
 
 
 def with_inputs(graph: GraphModule, count: int) -> GraphModule:

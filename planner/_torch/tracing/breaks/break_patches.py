@@ -6,7 +6,7 @@ Tested with torch 2.13.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch.compat import replace, version
-from planner._torch.operators import uses_generator
+from planner._torch.fake import storage_key
+from planner._torch.operators import uses_generator, written_arguments
 from planner._torch.tracing.rules import ask_handler_of
 
 IsOurs = Callable[[Any], bool]
@@ -226,12 +227,22 @@ def _gradients_end(args: list[Any]) -> bool:
 
 
 class _Effects(TorchDispatchMode):
-    """What a part does besides returning something."""
+    """What a part does besides returning something.
 
-    changes = draws = False
+    Args:
+        given: What it is given. A change of it shows by its memory: one by way of ``.data`` is not counted.
+    """
+
+    def __init__(self, given: Sequence[Any] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given = {storage_key(t) for t in given if isinstance(t, torch.Tensor)}
+        self.changes = self.draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.draws |= uses_generator(func)
+        if not self.changes:
+            written = written_arguments(func, args, kwargs or {})
+            self.changes = any(storage_key(t) in self._given for t in written)
         return func(*args, **(kwargs or {}))
 
 
@@ -239,13 +250,13 @@ def _effects(body: torch.fx.GraphModule) -> _Effects:
     parts = [part for part in body.modules() if isinstance(part, torch.fx.GraphModule)]
     values = [node.meta.get("example_value") for node in body.graph.find_nodes(op="placeholder")]
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), contextlib.nullcontext())
-    effects = _Effects()  # type: ignore[no-untyped-call]
+    effects = _Effects()
     try:
         with mode, torch.no_grad():
             copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+            effects = _Effects(copies)
             with effects:
                 body(*copies)
-        effects.changes = any(isinstance(copy, torch.Tensor) and copy._version > 0 for copy in copies)
     except Exception:  # whatever operators raise on tensors without data; what is written shows by its name
         effects.changes = any(str(node.target).endswith("_") for part in parts for node in part.graph.nodes)
         effects.draws = True  # it may
