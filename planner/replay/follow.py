@@ -1,8 +1,8 @@
 """A planned step at work: the forward as it was written; what it drops is made again when autograd asks.
 
 The forward runs under a dispatch mode that counts the calls of operators. Where the plan runs a call again,
-its arguments are noted. What the plan drops is dropped when autograd saves it. The backward is autograd's own:
-when a node asks for what was dropped, the calls that the plan names there run again.
+its arguments are noted. What the plan drops is dropped when autograd saves it. The backward is autograd's
+own: when a node asks for what was dropped, the calls that the plan names there run again.
 
 Nothing is taken on trust. A tensor counts as the value that the plan expects only if it lies in the very
 storage that the noted call made, and nothing was written to that since but by calls that are noted, too. All

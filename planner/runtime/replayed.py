@@ -6,18 +6,17 @@ from typing import Any
 import torch
 
 from planner._torch import modules
-from planner._torch.tracing.hindrances import hindering_mode
+from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.compiled.calls import Calls
 from planner.errors import warn
-from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.replay.follow import Steps, followed
 from planner.replay.program import program_of
-from planner.runtime.earlier_gradients import EarlierGradients
+from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.installed import InstalledCall, install
-from planner.runtime.own_errors import unplanned
+from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
 from planner.runtime.shapes.policy import NewShapes, OnNewShape
 from planner.runtime.shapes.shape_key import shape_key
 from planner.training_step.step import Loss, differentiates, map_tensors
@@ -75,15 +74,22 @@ class ReplayedCall(InstalledCall):
                 self.unplanned.called_in_other_mode(output)
             return output
         if (hindrance := hindering_mode()) is not None:
-            self.unplanned.hindered_call(hindrance)
+            self.unplanned.hindered_call(hindrance, END_IT)
             return self.run_original(*args, **kwargs)
         if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
             return planned(*args, **kwargs)
-        if self._earlier is not None and self._earlier.are_there() and differentiates(model, args, kwargs):
+        earlier = self._earlier is not None and self._earlier.are_there()
+        if earlier and differentiates(model, args, kwargs):
+            if self.when_accumulating is None:
+                there = EarlierBytes(self.plan, model, self._told_of_gradients)
+                return there.watched(self._planned(args, kwargs))
             self._earlier = None
-            instead = self._tell_of_gradients if self.when_accumulating is None else self.when_accumulating
-            if (planned := instead(args, kwargs)) is not None:
+            if (planned := self.when_accumulating(args, kwargs)) is not None:
                 return planned(*args, **kwargs)
+        return self._planned(args, kwargs)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        model = self._model
         self.unplanned.planned_call()
         self._calls.begin()
         if self._strayed is not None:
@@ -106,16 +112,11 @@ class ReplayedCall(InstalledCall):
         try:
             return self._shapes.program(args, kwargs)
         except Exception as error:
-            unplanned("a step with inputs that have not been seen before", error)
+            unplanned("a step with inputs that have not been seen before", error, PLAN_WITH_THESE)
             return lambda model, args, kwargs: modules.module_call(model, *args, **kwargs)
 
-    def _tell_of_gradients(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        there = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
-        warn(
-            f"gradients of {format_bytes(there)} were there already when the step began, as with several "
-            "micro-batches a step, and the plan is for none: the step may take as much more than predicted. "
-            "Plan with accumulate=True, or call optimizer.zero_grad() before each step"
-        )
+    def _told_of_gradients(self) -> None:
+        self._earlier = None
 
 
 def _followers(
