@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.op_counts import counted
-from planner.report.simulated import simulated
+from planner.planfile.simulated import simulated
 from planner.user_plan import Plan
 
 KERNELS = {

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import planner
 from planner.errors import PlanFileError, PlanWarning
-from planner.report.simulated import simulated
+from planner.planfile.simulated import simulated
 from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
 from tests.plans import layered_plan

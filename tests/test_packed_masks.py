@@ -17,7 +17,7 @@ from planner.planning import solve
 from planner.planning.encodings import Solved
 from planner.planning.solve_for import solve_for
 from planner.planning.solve_many import _monotone
-from planner.report.simulated import simulated
+from planner.planfile.simulated import simulated
 from solvers.model.graph import Graph
 from solvers.model.solution import Solution, Status
 from solvers.programs.lower_bound import Bound

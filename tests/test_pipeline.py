@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 import planner
 from planner._torch.distributed import pipelines_let_go
 from planner.planning.options import OptionError
-from planner.report.simulated import simulated
+from planner.planfile.simulated import simulated
 from planner.verification.measure import measure_peak
 from tests.ranks import run_ranks, what_a_rank_says
 from tests.side_by_side import counting_runs

@@ -13,7 +13,7 @@ import planner
 from planner import Plan, PlanWarning
 from planner._torch.execution import sign_operators
 from planner._torch.execution.sign_operators import MASK_GRADIENT, MASK_GRADIENT_, PACK_SIGNS
-from planner.report.simulated import simulated
+from planner.planfile.simulated import simulated
 
 aten = torch.ops.aten
 X = torch.randn(64, 32)

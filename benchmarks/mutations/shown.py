@@ -22,7 +22,7 @@ SHOWN = [
         "The simulated peak is not compared with the predicted one.",
         (
             Change(
-                "planner/report/simulated.py",
+                "planner/planfile/simulated.py",
                 "    if timeline.peak_bytes != plan.predicted.dynamic_peak_bytes:\n",
                 "    if timeline.peak_bytes < 0:\n",
             ),

@@ -60,6 +60,9 @@ class ReplayRecord(Record):
             found = len(getattr(self, name))
             if found != expected:
                 raise InconsistentError(f"{found} entries where the others ask for {expected}", name)
+        made = [value for value in self.results if value >= 0]
+        if len(set(made)) != len(made):
+            raise InconsistentError("a value is made twice", "results")
         if sorted(self.begun) != self.begun:
             raise InconsistentError("it falls somewhere, and calls only come", "begun")
         largest = max(self.asked, default=-1)

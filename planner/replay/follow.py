@@ -11,7 +11,7 @@ else is kept, as without a plan.
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay import masks
 from planner.replay.calls import (
     COUNTED,
+    can_run_again,
     is_batch_norm,
     is_counted,
     operands_of,
@@ -162,19 +163,25 @@ class FollowedStep:
         """Run a call of the forward that the plan has something to do with."""
         position = self.position - 1
         state = recipe = None
-        if call.recorded:
+        writes = func._schema.is_mutable and not is_batch_norm(func)
+        if call.recorded and can_run_again(func):
             if operators.may_draw(func):
                 state = _generator_state(args, kwargs)
             operands = iter(call.operands)
-            noted = [self._noted(a, operands) for a in args]
-            named = {k: self._noted(v, operands) for k, v in kwargs.items()} if kwargs else kwargs
-            recipe = _Recipe(func, noted, named, state)
+            own = call.written
+            noted = [self._noted(a, operands, own) for a in args]
+            named = {k: self._noted(v, operands, own) for k, v in kwargs.items()} if kwargs else kwargs
+            if not writes or self._writes_slots(call, func, args, kwargs):
+                recipe = _Recipe(func, noted, named, state)
         out = func(*args, **kwargs) if kwargs else func(*args)
         if recipe is not None:
             self.recipes[position] = recipe
-        if call.results:
+        if call.results and not writes:
             made = (out,) if isinstance(out, torch.Tensor) else tuple(results_of(out))
             for j, slot, kept in call.results:
+                if j >= len(made):
+                    self.strayed = True
+                    break
                 tensor = made[j]
                 self.refs[slot] = weakref.ref(tensor.untyped_storage())
                 self.versions[slot] = tensor._version
@@ -185,9 +192,20 @@ class FollowedStep:
             self._pack_bits(*call.packs, func, out, args)
         if call.written:
             for slot, tensor in zip(call.written, written_operands(func, args, kwargs), strict=False):
-                if slot >= 0 and self._is(slot, tensor):
+                if slot < 0 or not self._is(slot, tensor):
+                    continue
+                if call.recorded and recipe is None:
+                    self.refs.pop(slot)  # run again it would lack this
+                else:
                     self.versions[slot] += 1  # PyTorch counts it when this call has returned
         return out
+
+    def _writes_slots(self, call: Call, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether all that a call writes is in slots: run again it must write to nothing else."""
+        written = written_operands(func, args, kwargs)
+        return len(written) == len(call.written) and all(
+            slot >= 0 and self._is(slot, tensor) for slot, tensor in zip(call.written, written, strict=True)
+        )
 
     def _pack_bits(self, slot: int, bits: int, func: Any, out: torch.Tensor, args: Any) -> None:
         """Keep a mask as bits that the call which has just run has made, or written for the last time."""
@@ -203,16 +221,18 @@ class FollowedStep:
             ref is not None and ref() is tensor.untyped_storage() and tensor._version == self.versions[slot]
         )
 
-    def _noted(self, argument: Any, operands: Any) -> Any:
+    def _noted(self, argument: Any, operands: Iterator[int], own: Sequence[int]) -> Any:
+        """An argument of a call that runs again; ``own`` are the slots that the call itself writes."""
         if isinstance(argument, torch.Tensor):
             slot = next(operands, -1)
-            if slot >= 0 and self._is(slot, argument):
+            there = slot >= 0 and self._is(slot, argument)
+            if there and (slot in own or slot in self.kept or self._can_be_made(slot)):
                 return _Look(slot, argument)
             if slot >= 0:
                 self.strayed = True
             return _Held(argument)
         if isinstance(argument, list | tuple):
-            return [self._noted(a, operands) for a in argument]
+            return [self._noted(a, operands, own) for a in argument]
         return argument
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -313,11 +333,12 @@ class FollowedStep:
                 if bits is not None:
                     self.slots[slot] = self.masks[slot].unpacked(bits)
                     self.kept.discard(slot)
-        elif run.calls[0] in self.recipes:  # a backward before this one may have let go of it
+        elif all(call in self.recipes for call in run.calls):  # a backward before this one may have let go of it
             made = self._results(run.calls)
             for j, slot in run.store:
-                self.slots[slot] = made[j]
-                self.kept.discard(slot)
+                if j < len(made):
+                    self.slots[slot] = made[j]
+                    self.kept.discard(slot)
             del made
         if not keep:
             for slot in run.free:

@@ -240,7 +240,7 @@ class _Builder:
             backward = backward or (event.backward and index >= saved.forward_events)
             pending |= entries.get(index, set())
             let_go = released.get(index, set())
-            if not (event.allocates or made.written or pending or let_go):
+            if not (event.allocates or made.written or let_go):  # a node unpacks all that it reads at once
                 self._row_of.append(len(self.rows) - 1)
                 continue
             self._row(index, event, made, backward, again[index], pending, let_go)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from planner.errors import PlanFileError
 from planner.planfile.plan import PlanRecord
 from planner.planfile.replay_record import ReplayRecord
-from planner.report.simulated import simulated
+from planner.planfile.simulated import simulated
 from solvers.model.indices import RowId
 from solvers.model.schedule import lifetimes
 
@@ -147,6 +148,9 @@ class _Maker:
             replay = graph.ops[RowId(self.row_of[op])].replay if op in packed else None
             if replay is not None:
                 bits[position] = int(graph.ops[replay].inputs[0])
+
+        if len({*bits.values(), *maker}) != len(bits) + len(maker):
+            raise PlanFileError("plan: replay: the bits of a mask are those of another, or no bits")
 
         def read_by(position: int) -> Iterator[int]:
             """The values that a run reads, but for what no counted call made: a run's arguments hold that."""

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 
 from planner.errors import PlanFileError
 from planner.planfile.plan import LiveModule, PlanRecord
-from planner.report.simulated import simulated
+from planner.planfile.simulated import simulated
 from solvers.model.schedule import alive_at
 
 _MOST_NAMES = 4

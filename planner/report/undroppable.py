@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.report.simulated import SimulatedPlan
+from planner.planfile.simulated import SimulatedPlan
 from solvers.model.arrays import ValueIds
 from solvers.model.indices import RowId
 from solvers.model.schedule import alive_at

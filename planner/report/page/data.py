@@ -13,7 +13,7 @@ from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
 from planner.report.explanation import Explainer
 from planner.report.explanation_text import moment_text, sentences, short_name
-from planner.report.simulated import SimulatedPlan
+from planner.planfile.simulated import SimulatedPlan
 from planner.report.text import format_seconds
 from planner.report.undroppable import peak_parts
 
