@@ -182,8 +182,9 @@ def prepare(
         why = f"{error}"
     if graphs is not None:
         captured = graphs.captured
-        if len(captured.graphs) > 1 and not graphs.regions:
-            why = f"the forward is {len(captured.graphs)} graphs"
+        if captured.breaks or captured.eager_operations or captured.untraced:
+            where = f"; one ends at {captured.breaks[0]}" if captured.breaks else ""
+            why = f"the forward is not one graph{where}"
         elif told:
             why = told[0]
         if not why or not _can_replay(options, graphs):

@@ -20,7 +20,7 @@ from torch.overrides import enable_reentrant_dispatch
 from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
 from planner._torch.tensors import is_wrapper, without_history
-from planner.errors import InputsChanged
+from planner.errors import FreedError, InputsChanged, warn
 from planner.graph.replay.rng import generator_state, run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
 from planner.replay import masks
@@ -53,6 +53,7 @@ class Steps:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.calls, self.saves = program.calls, program.saves
+        self._told_of_order = False
         self.names, self.begun = program.operators, program.begun
         self.operators: list[Any] = [None] * len(program.operators)  # as they are first met
         self.asks = frozenset(program.runs) | frozenset(program.free)
@@ -62,6 +63,16 @@ class Steps:
             if masks.is_noise([program.operators[p] for p in program.makers.get(slot, ())])
             or len(program.makers.get(slot, ())) == 1
         }
+
+    def out_of_order(self) -> None:
+        """A backward asks for what was saved in another order than planned; say so, once."""
+        if not self._told_of_order:
+            self._told_of_order = True
+            warn(
+                "the backward runs in another order than planned, as for one of several losses: what it "
+                "reads is made again as it is asked for, and the step may take more than predicted. Plan the "
+                "step as it is trained, with planner.step around the function that computes its losses"
+            )
 
     def is_expected(self, position: int, func: Any) -> bool:
         """Whether an operator is the one of a position."""
@@ -152,6 +163,7 @@ class FollowedStep:
         self.skipped = 0  # calls of the plan that did not come
         self._unmatched: list[str] = []  # the operators that came in their place
         self.followed = False  # the whole forward was as planned: the backward follows the schedule
+        self.asked = 0  # how many saves a backward has asked for that frees what it has read
         self.refs: dict[int, Any] = {}  # by slot, a weak reference to its storage
         self.versions: dict[int, int] = {}
         self.slots: dict[int, torch.Tensor | None] = {}
@@ -313,8 +325,16 @@ class FollowedStep:
 
     def before(self, save: int) -> None:
         """Run again what the plan runs again before a save is handed out."""
-        if self.followed and (runs := self.steps.program.runs.get(save)):
-            keep = graph_is_kept()
+        if not self.followed:
+            return
+        keep = graph_is_kept()
+        if not keep:
+            if self.steps.program.order.get(save) != self.asked:
+                self.followed = False  # it comes in another order: nothing more is let go of
+                self.steps.out_of_order()
+                return
+            self.asked += 1
+        if runs := self.steps.program.runs.get(save):
             with _plain():
                 for run in runs:
                     self._run_again(run, keep)
@@ -357,7 +377,7 @@ class FollowedStep:
         made: list[Any] = []
         own: dict[int, torch.Tensor] = {} if others is None else others
         for number, position in enumerate(calls):
-            recipe = self.recipes[position]
+            recipe = self._recipe(position)
             args = [self._given(a, own) for a in recipe.args]
             kwargs = {k: self._given(v, own) for k, v in recipe.kwargs.items()} if recipe.kwargs else {}
             func = recipe.func
@@ -399,7 +419,7 @@ class FollowedStep:
         needed, pending = {slot}, [slot]
         while pending:
             for position in makers[pending.pop()]:
-                for look in _looks(self.recipes[position]):
+                for look in _looks(self._recipe(position)):
                     if look.slot not in needed and self._there(look.slot) is None:
                         needed.add(look.slot)
                         pending.append(look.slot)
@@ -420,6 +440,15 @@ class FollowedStep:
                         self.slots[s] = made
                         self.kept.discard(s)
         return found[slot]
+
+    def _recipe(self, position: int) -> "_Recipe":
+        recipe = self.recipes.get(position)
+        if recipe is None:
+            raise FreedError(
+                "a backward asks again for what it was handed before: call backward(retain_graph=True) "
+                "before, or call the module again"
+            )
+        return recipe
 
     def _picked(
         self, calls: Sequence[int], found: dict[int, torch.Tensor], first: Call

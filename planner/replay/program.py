@@ -70,6 +70,7 @@ class Program:
         free: By save, the slots that are let go of when it was handed out.
         makers: By slot, the positions of the call that makes it and of those that write it.
         bits: By the slot of a mask that is packed, the slot of its bits.
+        order: The place of each save that is dropped, or sets off runs, among these as the backward asks.
     """
 
     operators: tuple[str, ...]
@@ -80,6 +81,7 @@ class Program:
     free: dict[int, tuple[int, ...]] = field(default_factory=dict)
     makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)
+    order: dict[int, int] = field(default_factory=dict)
 
 
 def program_of(plan: PlanRecord) -> Program:
@@ -245,6 +247,10 @@ class _Maker:
                 bits.get(position, -1),
             )
             program.runs.setdefault(trigger[entry], []).append(run)
+        seen = [
+            save for save, _, _ in asked if saves[save] >= 0 or save in program.runs or save in program.free
+        ]
+        program.order = {save: place for place, save in enumerate(dict.fromkeys(seen))}
         return program
 
     def _call(self, position: int, recorded: set[int], slots: set[int], kept: dict[int, int]) -> Call | None:

@@ -1,0 +1,327 @@
+"""Plans that are followed by replaying operators: bits, bytes, other paths, other shapes, files, options."""
+
+import copy
+import json
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import planner
+from planner.planning.options import OptionError
+
+
+class Encoder(nn.Module):
+    """Layers with dropout and normalisations, and a loss."""
+
+    def __init__(self, layers: int = 3, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Convolutions(nn.Module):
+    """Batch normalisations, activations in place, and residuals that are added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            y = F.silu(block(x))
+            y += x
+            x = y
+        return F.max_pool2d(x, 2).square().mean()
+
+
+class Loop(nn.Module):
+    """What ends graphs: numbers that are asked for, selections by data, numpy, a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.recurrent = nn.Linear(32, 32), nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(3):
+            y = F.dropout(torch.tanh(self.linear(x)), 0.1, self.training)
+            x = x + y * 0.5 if y.mean().item() > -1e9 and i % 2 == 0 else x - F.gelu(y)
+            x = x + x[x.abs() > 0.5].mean()
+        return self.recurrent(x)[0].square().mean()
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, 50, (8, 48))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "encoder": (Encoder, _tokens),
+    "convolutions": (Convolutions, lambda: torch.randn(4, 3, 24, 24)),
+    "loop": (Loop, lambda: torch.randn(8, 24, 32)),
+}
+
+
+def _planned(model: nn.Module, x: Any, budget: str = "min", **options: Any) -> planner.Plan:
+    return planner.plan(model, (x,), budget=budget, backend="replay", costs="roofline", **options)
+
+
+def _left(model: nn.Module) -> list[Tensor | None]:
+    return [*(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
+
+
+def _same(one: nn.Module, other: nn.Module, step: Callable[[nn.Module], object]) -> bool:
+    found = []
+    for model in (one, other):
+        model.zero_grad()
+        torch.manual_seed(3)
+        step(model)
+        found.append(_left(model))
+    return all(
+        a is b is None or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(*found, strict=True)
+    )
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_eagers_and_peaks_are_as_predicted(case: str, half: bool) -> None:
+    make, inputs = CASES[case]
+    torch.manual_seed(0)
+    model, x = make().train(), inputs()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        step = planner.prepare(model, (x,), backend="replay", costs="roofline")
+        for budget in ("100%", "90%", "min"):
+            plan = step.plan(budget)
+            report = planner.verify(model, (x,), plan=plan, repeats=0)
+            assert report.ok, (budget, report.problems)
+            assert report.exact
+            assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+            assert report.baseline_measured_dynamic_peak_bytes == plan.baseline.dynamic_peak_bytes
+        assert plan.recomputed_operations > 0
+        assert plan.predicted.dynamic_peak_bytes < 0.9 * plan.baseline.dynamic_peak_bytes
+
+
+def test_noise_of_dropout_is_kept_as_bits() -> None:
+    torch.manual_seed(0)
+    model, x = Encoder(2), _tokens()
+    plan = _planned(model, x, "70%")
+    assert plan.graphs[0].packed
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+
+
+class Paths(nn.Module):
+    """Layers of which some are left out, and code that not every step runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(5)
+        )
+        self.left_out: set[int] = set()
+        self.more = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if i not in self.left_out:
+                x = x + layer(x)
+            if self.more and i == 2:
+                x = torch.tanh(x) * 1.5
+        return x.square().mean()
+
+
+def test_other_paths_are_exact_and_are_told_of() -> None:
+    torch.manual_seed(0)
+    model, x = Paths(), torch.randn(64, 32)
+    eager = copy.deepcopy(model)
+    _planned(model, x).apply(model)
+
+    def step(one: Any) -> None:
+        one(x).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _same(model, eager, step)
+    with pytest.warns(planner.PlanWarning, match="took a path that the plan has not seen"):  # noqa: PT031
+        for left_out, more in (({1}, False), ({0, 3}, True), (set(), True), ({4}, False)):
+            for one in (model, eager):
+                one.left_out, one.more = left_out, more
+            assert _same(model, eager, step), (left_out, more)
+    for one in (model, eager):
+        one.left_out, one.more = set(), False
+        one.layers[0].requires_grad_(False)
+    assert _same(model, eager, step)
+
+
+def test_a_layer_that_is_frozen_or_reads_another_value_is_noticed() -> None:
+    """Which tensor a call reads is looked at, not taken from the plan."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.first = nn.Linear(32, 32), nn.Linear(32, 32), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = torch.tanh(self.a(x)), torch.tanh(self.b(x))
+            read = one if self.first else two
+            return (torch.sigmoid(read) * torch.exp(read)).square().mean() + one.mean() + two.mean()
+
+    torch.manual_seed(0)
+    model, x = Either(), torch.randn(64, 32)
+    eager = copy.deepcopy(model)
+    _planned(model, x).apply(model)
+    assert _same(model, eager, lambda one: one(x).backward())
+    model.first = eager.first = False
+    with pytest.warns(planner.PlanWarning, match="took a path"):
+        assert _same(model, eager, lambda one: one(x).backward())
+
+
+def test_a_backward_may_run_twice_and_be_differentiated() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4), nn.Sigmoid())
+    x = torch.randn(32, 16)
+    eager = copy.deepcopy(model)
+    _planned(model, x, loss=lambda y: y.square().mean()).apply(model)
+
+    def twice(one: nn.Module) -> None:
+        loss = one(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def penalty(one: nn.Module) -> None:
+        given = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(one(given).square().sum(), given, create_graph=True)
+        gradient.square().sum().backward()
+
+    assert _same(model, eager, twice)
+    assert _same(model, eager, penalty)
+
+
+def test_what_is_changed_in_place_after_the_forward_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    x = torch.randn(64, 16)
+    _planned(model, x, loss=lambda y: y.square().mean()).apply(model)
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(planner.InputsChanged, match="changed in place after the forward"):
+        loss.backward()
+
+
+def test_larger_inputs_are_predicted() -> None:
+    torch.manual_seed(0)
+    model = Encoder(2)
+    _planned(model, _tokens()).apply(model)
+    with pytest.warns(planner.PlanWarning, match="larger than those that were planned"):
+        model(torch.randint(0, 50, (12, 48))).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.zero_grad()
+        model(torch.randint(0, 50, (4, 30))).backward()
+
+
+def test_a_plan_file_is_followed_where_nothing_was_captured(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Loop().train(), torch.randn(8, 24, 32)
+    eager = copy.deepcopy(model)
+    plan = _planned(model, x)
+    plan.save(tmp_path / "plan.json")
+    read = planner.Plan.load(tmp_path / "plan.json")
+    assert read == plan
+    read.apply(model)
+    assert _same(model, eager, lambda one: one(x).backward())
+    assert planner.remove(model) is model
+
+
+def test_whatever_a_file_says_of_calls_gradients_are_eagers() -> None:
+    """A plan decides what is dropped and when it is made again, never what it is made of."""
+    torch.manual_seed(0)
+    model, x = Encoder(2, 32), torch.randint(0, 50, (4, 16))
+    eager = copy.deepcopy(model)
+    text = json.loads(_planned(model, x).dumps())
+    chance = random.Random(0)
+    followed = 0
+    for _ in range(25):
+        changed = copy.deepcopy(text)
+        column = chance.choice(["operands", "results", "written", "saves", "ids", "asked", "begun"])
+        values = changed["replay"][column]
+        for _ in range(chance.choice([1, 3, 20])):
+            i, j = chance.randrange(len(values)), chance.randrange(len(values))
+            values[i], values[j] = values[j], values[i]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                planner.Plan.loads(json.dumps(changed)).apply(model)
+                assert _same(model, eager, lambda one: one(x).backward()), column
+            followed += 1
+        except planner.PlanFileError:
+            continue
+        finally:
+            planner.remove(model)
+    assert followed > 5
+
+
+def test_auto_takes_graphs_where_they_need_no_more_said() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        one = planner.plan(linear, torch.randn(4, 8), budget="100%", backend="auto", costs="roofline")
+        loop, x = Loop().train(), torch.randn(4, 8, 32)
+        many = planner.plan(loop, x, budget="100%", backend="auto", costs="roofline")
+    assert one.target.backend == "eager"
+    assert many.target.backend == "replay"
+    assert "followed by replaying operators, not by a graph: the forward is not one" in many.notes[-1]
+
+
+def test_graph_is_another_name_of_eager() -> None:
+    plan = planner.plan(nn.Linear(4, 4), torch.randn(2, 4), budget="100%", backend="graph")
+    assert plan.target.backend == "eager"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"regions": "auto"}, "gradients leave when eager's do"),
+        ({"in_flight": 2}, "stages of pipelines"),
+        ({"parallel": "fsdp2:2"}, "fully_shard"),
+        ({"backend_options": {"max_autotune": True}}, "they are Inductor's"),
+    ],
+)
+def test_what_replays_cannot_do_is_said(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        _planned(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), **options)
+
+
+def test_lazily_planned_modules_and_steps_take_the_backend() -> None:
+    torch.manual_seed(0)
+    model = Encoder(2)
+    eager = copy.deepcopy(model)
+    x = _tokens()
+    planner.auto_checkpoint(model, budget="80%", backend="replay")
+    assert _same(model, eager, lambda one: one(x).backward())
+    step = planner.step(lambda one, batch: one(batch), budget="80%", backend="replay")
+    model = copy.deepcopy(eager)
+    assert _same(model, eager, lambda one: (one(x) if one is eager else step(one, x)).backward())
