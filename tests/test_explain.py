@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import planner
 from planner.cli.commands import app
 from planner.errors import PlanFileError
-from planner.report.explanation import UnknownModule, explain, seconds_per_byte
 from planner.planfile.simulated import simulated
+from planner.report.explanation import UnknownModule, explain, seconds_per_byte
 from planner.training_step.user_lines import users_line
 from planner.user_plan import Plan
 from solvers.model.graph import Graph, Op, Phase, Value

@@ -22,7 +22,6 @@ PRIVATE = {
     "_use_count", "_compiled_call_impl", "_call_impl",
 }  # fmt: skip
 """Attributes that PyTorch's objects have, and that it does not document."""
-MOST_FILES, MOST_LINES = 15, 400
 
 
 def test_the_folders_depend_on_each_other_as_documented() -> None:
@@ -106,15 +105,3 @@ def test_a_pytorch_that_nobody_tested_is_refused(monkeypatch: pytest.MonkeyPatch
         planner.plan(model, x, budget="100%")
     with pytest.raises(planner.PlannerError, match="newest that this planner was tested with"):
         plan.apply(model)
-
-
-@pytest.mark.parametrize("folder", ["planner", "solvers", "tests", "benchmarks", "examples"])
-def test_no_file_is_long(folder: str) -> None:
-    files = (ROOT / folder).rglob("*.py")
-    assert not [str(p.relative_to(ROOT)) for p in files if len(p.read_text().splitlines()) > MOST_LINES]
-
-
-@pytest.mark.parametrize("package", ["planner", "solvers"])
-def test_no_folder_is_crowded(package: str) -> None:
-    folders = {p.parent for p in (ROOT / package).rglob("*.py")}
-    assert not [str(f.relative_to(ROOT)) for f in folders if len(list(f.glob("*.py"))) > MOST_FILES]

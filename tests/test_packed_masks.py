@@ -13,11 +13,11 @@ import torch.nn.functional as F
 import planner
 from planner import Plan
 from planner.lazy.cached import made_of
+from planner.planfile.simulated import simulated
 from planner.planning import solve
 from planner.planning.encodings import Solved
 from planner.planning.solve_for import solve_for
 from planner.planning.solve_many import _monotone
-from planner.planfile.simulated import simulated
 from solvers.model.graph import Graph
 from solvers.model.solution import Solution, Status
 from solvers.programs.lower_bound import Bound

@@ -13,8 +13,8 @@ from benchmarks.reports import look_at
 from planner.cli.commands import app
 from planner.errors import PlanFileError
 from planner.planfile.budget import format_bytes
-from planner.report.page.data import FrontierError, page_data
 from planner.planfile.simulated import simulated
+from planner.report.page.data import FrontierError, page_data
 from planner.report.undroppable import peak_parts
 from planner.user_plan import Plan
 from solvers.model.just_in_time import recompute

@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 
 import planner
 from planner._torch.distributed import pipelines_let_go
-from planner.planning.options import OptionError
 from planner.planfile.simulated import simulated
+from planner.planning.options import OptionError
 from planner.verification.measure import measure_peak
 from tests.ranks import run_ranks, what_a_rank_says
 from tests.side_by_side import counting_runs
@@ -200,7 +200,7 @@ def test_gradients_that_are_there_are_counted_or_warned_of() -> None:
     step.plan("100%").apply(stage)
     stage(x).sum().backward()
     with pytest.warns(planner.PlanWarning, match="accumulate=True"):
-        stage(x)
+        stage(x).sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ BELONGINGS = [
         (
             Change(
                 "planner/training_step/snapshot.py",
-                'PythonState([module], (*given, step.loss, *attributes), objects=runs == "module")\n',
-                'PythonState([module], objects=runs == "module")\n',
+                "            (*given, step.loss, *attributes, *reach.objects),\n",
+                "            (),\n",
             ),
         ),
         ("tests/test_step_snapshot.py::test_a_step_that_changes_all_that_it_can",),

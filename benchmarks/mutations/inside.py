@@ -208,7 +208,7 @@ INSIDE = [
         (
             Change(
                 "planner/training_step/python_state.py",
-                "CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)\n",
+                "CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)\n",
                 "CONTAINERS = (OrderedDict, defaultdict, set, deque)\n",
             ),
             Change(

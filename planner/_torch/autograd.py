@@ -54,6 +54,14 @@ def apart_from_a_backward() -> Iterator[None]:
         _around.backward = before
 
 
+class CountingMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo does not wrap at each call: what is compiled runs without a plan."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def running_node() -> Any:
     """The autograd node whose backward is running in this thread; None outside of a backward."""
     running = torch._C._current_graph_task_id()

@@ -36,6 +36,21 @@ def writes(operator: Any) -> bool:
     return isinstance(operator, OpOverload) and operator._schema.is_mutable
 
 
+def name_of(operator: OpOverload) -> str:
+    """An operator's name without its overload, as in ``aten::add``."""
+    name: str = operator._schema.name
+    return name
+
+
+def written_positions(operator: OpOverload) -> list[tuple[int, str]]:
+    """The arguments that an operator writes, as its schema says: positions and names."""
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
 def takes_type(operator: Any) -> bool:
     """Whether an operator may be told the type of what it makes."""
     return any(argument.name == "dtype" for argument in operator._schema.arguments)

@@ -292,7 +292,7 @@ def load_device(path: str | os.PathLike[str]) -> Device:
     try:
         given = read_object(path)
     except ValueError as error:
-        raise DeviceError(f"{shown}{error}") from None
+        raise DeviceError(f"device file {os.fspath(path)!r}{error}") from None
     known = {f.name for f in fields(Device)}
     values = {f.name: f.default for f in fields(Device) if f.default is not MISSING}
     if "like" in given:

@@ -148,8 +148,8 @@ class DoubleBackward(GraphHook):
                 "gradients are to be differentiable (create_graph=True): the forward runs again without the "
                 "plan, and the step may exceed the budget. Where weights get gradients from anything else in "
                 "that backward, these are added up in another order, and may differ in the last bits. From "
-                "now on such calls run as they are, without the plan. planner.step around the function that "
-                "computes the loss plans all of it, and is exact"
+                "now on such calls run as they are, without the plan. Put planner.step around the "
+                "function that computes the loss: it plans all of it, and is exact"
             )
         args = tuple(map(_there, kept[0]))
         wanted = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]

@@ -55,7 +55,7 @@ IN_SINGLE_OPERATIONS = (
 )
 AS_WRITTEN = (
     "no schedule of the captured step was found that takes as little as the step without a plan: the module "
-    "runs as written, and nothing is recomputed"
+    "runs as written, and nothing is recomputed. Plan with backend='replay', which recomputes all the same"
 )
 
 

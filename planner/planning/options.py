@@ -237,7 +237,7 @@ def refuse_in_flight(of: str, options: PlanOptions) -> None:
 def options_of(plan: PlanRecord) -> PlanOptions:
     """What a plan was made with besides the model; of a plan that was read from a file little is known."""
     if isinstance(plan.made_with, PlanOptions):
-        return replace(plan.made_with, inputs=plan.target.inputs)
+        return replace(plan.made_with, inputs=plan.target.inputs, backend=plan.target.backend)
     return PlanOptions(
         backend=plan.target.backend,
         backend_options=plan.target.backend_options,

@@ -45,7 +45,7 @@ def is_counted(func: Any) -> bool:
             operators.is_operator(func)
             and not func.is_view
             and func not in _MADE_ELSEWHERE
-            and func._schema.name not in QUERIES
+            and operators.name_of(func) not in QUERIES
         )
     return known
 
@@ -87,13 +87,11 @@ def without_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def written_operands(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among an operator's arguments that it writes, as its schema says."""
-    if not func._schema.is_mutable:
+    if not operators.writes(func):
         return []
     written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+    for position, name in operators.written_positions(func):
+        given = args[position] if position < len(args) else (kwargs or {}).get(name)
         written += tensors_among((given,))
     return written
 
@@ -101,7 +99,7 @@ def written_operands(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def can_run_again(func: Any) -> bool:
     """Whether a second call, with the same arguments and generator state, gives the same results and has no
     other effect, as far as the operator itself is concerned."""
-    name = func._schema.name
+    name = operators.name_of(func)
     return not (
         operators.is_collective(func)
         or name in _RESHAPES_STORAGE

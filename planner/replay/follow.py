@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch import operators
-from planner._torch.autograd import graph_is_kept
+from planner._torch.autograd import CountingMode, graph_is_kept
 from planner._torch.tensors import is_wrapper, without_history
 from planner.errors import InputsChanged
 from planner.graph.replay.rng import generator_state, run_from_state
@@ -37,11 +36,15 @@ from planner.replay.calls import (
 )
 from planner.replay.program import Call, Program, Run
 
-_CHANGED = (
-    "a tensor of shape {} that the plan reads again in the backward was changed in place after the forward "
-    "read it: change a copy, or after the backward"
-)
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+
+
+def _changed(tensor: torch.Tensor) -> InputsChanged:
+    """The error where what a plan reads again was changed since the forward."""
+    return InputsChanged(
+        f"a tensor of shape {tuple(tensor.shape)} that the plan reads again in the backward was changed in "
+        "place after the forward read it: change a copy, or after the backward"
+    )
 
 
 class Steps:
@@ -98,7 +101,7 @@ class _Held:
 
     def there(self) -> torch.Tensor:
         if not self.owner.is_inference() and self.owner._version != self.version:
-            raise InputsChanged(_CHANGED.format(tuple(self.tensor.shape)))
+            raise _changed(self.tensor)
         return self.tensor
 
 
@@ -163,7 +166,7 @@ class FollowedStep:
         """Run a call of the forward that the plan has something to do with."""
         position = self.position - 1
         state = recipe = None
-        writes = func._schema.is_mutable and not is_batch_norm(func)
+        writes = operators.writes(func) and not is_batch_norm(func)
         if call.recorded and can_run_again(func):
             if operators.may_draw(func):
                 state = _generator_state(args, kwargs)
@@ -333,7 +336,9 @@ class FollowedStep:
                 if bits is not None:
                     self.slots[slot] = self.masks[slot].unpacked(bits)
                     self.kept.discard(slot)
-        elif all(call in self.recipes for call in run.calls):  # a backward before this one may have let go of it
+        elif all(
+            call in self.recipes for call in run.calls
+        ):  # a backward before this one may have let go of it
             made = self._results(run.calls)
             for j, slot in run.store:
                 if j < len(made):
@@ -430,7 +435,7 @@ class FollowedStep:
         """
         base = self.slots.get(slot)
         if base is not None and slot in self.kept and base._version != self.versions[slot]:
-            raise InputsChanged(_CHANGED.format(tuple(base.shape)))
+            raise _changed(base)
         return base
 
     def _there(self, slot: int) -> torch.Tensor | None:
@@ -470,13 +475,8 @@ def unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
-class Following(TorchDispatchMode):
+class Following(CountingMode):
     """Counts the calls of a planned forward, and notes those that run again."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Not to be wrapped at each call: a step that is compiled runs without its plan."""
-        return False
 
     def __init__(self, step: FollowedStep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

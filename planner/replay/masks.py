@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from planner._torch import fake
+from planner._torch import fake, operators
 from planner._torch.execution.mask_operators import pack_bits, unpack_bits
 from planner.costs.devices import Device, round_bytes
 from planner.costs.roofline import Costs
@@ -94,7 +94,7 @@ def kept_by(func: Any, out: Any, args: Sequence[Any]) -> float | None:
             if isinstance(divisor, int | float) and 0 < divisor <= 1
             else None
         )
-    return 1.0 if out.dtype is torch.bool and not func._schema.is_mutable else None
+    return 1.0 if out.dtype is torch.bool and not operators.writes(func) else None
 
 
 @functools.cache

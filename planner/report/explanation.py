@@ -13,8 +13,8 @@ import numpy as np
 
 from planner.errors import PlannerError
 from planner.planfile.plan import PlanRecord
-from planner.report.explanation_text import Explanation, Keeping, Moment, Rerun
 from planner.planfile.simulated import simulated
+from planner.report.explanation_text import Explanation, Keeping, Moment, Rerun
 from planner.report.undroppable import droppable
 from solvers.model.arrays import PerStep, Schedule
 from solvers.model.graph import Graph

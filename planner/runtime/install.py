@@ -153,9 +153,11 @@ def _install(
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
 ) -> "PlannedCall | ReplayedCall":
-    kind: type[PlannedCall] | type[ReplayedCall]
-    kind = ReplayedCall if plan.target.backend == "replay" else PlannedCall
-    call = kind(model, plan, previous, on_new_shape, loss)
+    call: PlannedCall | ReplayedCall
+    if plan.target.backend == "replay":
+        call = ReplayedCall(model, plan, previous, on_new_shape, loss, unpickled=unpickled)
+    else:
+        call = PlannedCall(model, plan, previous, on_new_shape, loss)
     install(model, call)
     return call
 

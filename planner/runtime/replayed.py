@@ -38,8 +38,15 @@ class ReplayedCall(InstalledCall):
         previous: Callable[..., Any] | None,
         on_new_shape: OnNewShape = "reapply",
         loss: Loss | None = None,
+        *,
+        unpickled: Callable[..., Any],
     ) -> None:
+        """
+        Args:
+            unpickled: Restores it where a pickled module is loaded.
+        """
         super().__init__(model, previous, plan.model.training)
+        self._unpickled = unpickled
         self.plan, self.on_new_shape, self.loss = plan, on_new_shape, loss
         self.when_accumulating: Callable[..., Callable[..., Any] | None] | None = None
         self.when_changed: Callable[..., Callable[..., Any] | None] | None = None
@@ -52,16 +59,15 @@ class ReplayedCall(InstalledCall):
             self._earlier = EarlierGradients(model.modules)
 
     def install_in(self, copied: torch.nn.Module) -> None:
-        install(copied, ReplayedCall(copied, self.plan, None, self.on_new_shape, self.loss))
+        again = ReplayedCall(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
+        install(copied, again)
 
     def put_back_in(self) -> None:
         """Install it again, where a snapshot has put back what was there before."""
         modules.install_call(self._model, self)
 
     def pickled(self) -> tuple[Any, ...]:
-        from planner.runtime.install import unpickled
-
-        return unpickled, self.plan.dumps(), self.on_new_shape
+        return self._unpickled, self.plan.dumps(), self.on_new_shape
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

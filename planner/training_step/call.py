@@ -75,7 +75,8 @@ def signature_of(value: Any) -> Any:
         if value.layout in SPARSE:
             return (tuple(value.shape), value.layout, value.dtype, value.device)
         storage = value.untyped_storage().nbytes()
-        return (value.shape, value.stride(), value.dtype, device_of(value), storage)
+        lazy = (value.is_conj(), value.is_neg())
+        return (value.shape, value.stride(), value.dtype, device_of(value), storage, lazy)
     if isinstance(value, list | tuple):
         return tuple(signature_of(v) for v in value)
     if isinstance(value, dict):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from planner._torch import pytree
-from planner._torch.tensors import SPARSE
+from planner._torch.tensors import SPARSE, as_lazy_as
 
 
 class Examples:
@@ -44,7 +44,8 @@ def _kind(tensor: torch.Tensor) -> object:
     kind = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
     if tensor.layout in SPARSE:
         return kind
-    return (*kind, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
+    lazy = (tensor.is_conj(), tensor.is_neg())
+    return (*kind, lazy, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
 
 
 def shape_only(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,4 +54,5 @@ def shape_only(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
     span = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
     base = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
-    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    # A product that does not know of conjugates copies them.
+    return as_lazy_as(tensor, base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))

@@ -11,9 +11,9 @@ import numpy as np
 from planner.errors import PlannerError
 from planner.planfile.budget import format_bytes
 from planner.planfile.plan import PlanRecord
+from planner.planfile.simulated import SimulatedPlan
 from planner.report.explanation import Explainer
 from planner.report.explanation_text import moment_text, sentences, short_name
-from planner.planfile.simulated import SimulatedPlan
 from planner.report.text import format_seconds
 from planner.report.undroppable import peak_parts
 
