@@ -300,3 +300,26 @@ def test_a_forward_without_a_backward_leaves_nothing() -> None:
     gc.collect()
     assert len(kept) == 4
     assert not [storage for storage in kept if storage() is not None]
+
+
+class Experts(nn.Module):
+    """A sum that is written to a table which was made before, at rows that data say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+        self.choose, self.first = nn.Linear(16, 2), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        weight, chosen = self.choose(h).softmax(-1).max(-1, keepdim=True)
+        total = torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen[:, 0] == number).nonzero()[:, 0]
+            total.index_add_(0, rows, expert(h[rows]))
+        return ((weight * total * 1.5) * h).exp().square().mean()
+
+
+def test_tables_that_are_written_from_what_is_made_later() -> None:
+    torch.manual_seed(0)
+    verified(Experts(), torch.randn(64, 16), apart=256)
