@@ -52,7 +52,7 @@ def measure(
     seconds: float,
     variant: str | None,
     device: str = "cpu",
-    backend: BackendName = "graph",
+    backend: BackendName = PlanOptions.backend,
 ) -> dict[str, Any]:
     """One model: what came of capturing it, and of its plan for each budget."""
     row: dict[str, Any] = {"model": name, "family": zoo.family_of(name)}
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, help="models or inputs changed so")
     parser.add_argument("--device", default="cpu", help="where models run: cpu, cuda")
     parser.add_argument(
-        "--backend", choices=get_args(BackendName), default="graph", help="what follows plans"
+        "--backend", choices=get_args(BackendName), default=PlanOptions.backend, help="what follows plans"
     )
     parser.add_argument("--jobs", type=int, default=1, help="models planned side by side")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "zoo.jsonl")
@@ -328,7 +328,7 @@ def main() -> None:
     given += ["--solver-seconds", str(options.solver_seconds)]
     given += [] if options.variant is None else ["--variant", options.variant]
     given += [] if options.device == "cpu" else ["--device", options.device]
-    given += [] if options.backend == "graph" else ["--backend", options.backend]
+    given += [] if options.backend == PlanOptions.backend else ["--backend", options.backend]
     run_each(__file__, given, names, options.results, options.timeout, _failed, _said, options.jobs)
     if options.out is not None:
         asked = {"budgets": options.budgets, "solver": options.solver, "variant": options.variant}

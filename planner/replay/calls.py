@@ -4,6 +4,7 @@ A plan names a call by its position among the calls of the module's forward. Vie
 nothing, and a tensor that is made again takes the place in its storage that it had.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,12 @@ def operands_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     yield from tensors_among(args)
     if kwargs:
         yield from tensors_among(kwargs.values())
+
+
+@functools.cache
+def is_factory(func: Any) -> bool:
+    """Whether Python gets a copy of the result that counts its writes by itself, as of ``torch.zeros``."""
+    return any(argument.name == "pin_memory" for argument in func._schema.arguments)
 
 
 def is_batch_norm(func: Any) -> bool:

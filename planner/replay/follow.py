@@ -29,6 +29,7 @@ from planner.replay.calls import (
     can_run_again,
     is_batch_norm,
     is_counted,
+    is_factory,
     operands_of,
     results_of,
     without_statistics,
@@ -168,6 +169,7 @@ class FollowedStep:
         self.versions: dict[int, int] = {}
         self.slots: dict[int, torch.Tensor | None] = {}
         self.kept: set[int] = set()  # slots in which is what the forward itself made
+        self.copied: set[int] = set()  # those of them of which Python has a tensor that counts by itself
         self.recipes: dict[int, _Recipe] = {}
         self.masks: dict[int, _Mask] = {}  # by slot: those that are kept as bits
         self.waiting: dict[int, int] = {}  # by slot: how many saves have not been handed out
@@ -203,12 +205,15 @@ class FollowedStep:
                 if kept:
                     self.slots[slot] = _alias(tensor)
                     self.kept.add(slot)
+                    if is_factory(func):
+                        self.copied.add(slot)
         if call.packs is not None:
             self._pack_bits(*call.packs, func, out, args)
         if call.written:
             for slot, tensor in zip(call.written, written_operands(func, args, kwargs), strict=False):
                 if slot < 0 or not self._is(slot, tensor):
                     continue
+                self._watch(slot, tensor)
                 if call.recorded and recipe is None:
                     self.refs.pop(slot)  # run again it would lack this
                 else:
@@ -236,12 +241,19 @@ class FollowedStep:
             ref is not None and ref() is tensor.untyped_storage() and tensor._version == self.versions[slot]
         )
 
+    def _watch(self, slot: int, tensor: torch.Tensor) -> None:
+        """Hold a kept slot by a tensor that Python has, whose count of writes tells of them."""
+        if slot in self.copied:
+            self.copied.discard(slot)
+            self.slots[slot] = _alias(tensor)
+
     def _noted(self, argument: Any, operands: Iterator[int], own: Sequence[int]) -> Any:
         """An argument of a call that runs again; ``own`` are the slots that the call itself writes."""
         if isinstance(argument, torch.Tensor):
             slot = next(operands, -1)
             there = slot >= 0 and self._is(slot, argument)
             if there and (slot in own or slot in self.kept or self._can_be_made(slot)):
+                self._watch(slot, argument)
                 return _Look(slot, argument)
             if slot >= 0:
                 self.strayed = True
@@ -257,6 +269,7 @@ class FollowedStep:
             self.strayed = True
             save = bisect_left(begun, self.position)
             if save >= len(begun) or begun[save] != self.position:
+                tensor = without_history(tensor)
                 return tensor, tensor._version  # the plan has no save here
         self.save = save + 1
         slot = self.saves[save]

@@ -198,9 +198,18 @@ class _Builder:
             storage not in self._changed
             and storage not in self.saved.unsure
             and storage not in self._asked_for_early
-            and all(self._repeatable(w, frozenset((storage,))) for w in self._writers.get(storage, ()))
+            and all(
+                self._repeatable(w, frozenset((storage,))) and self._reads_earlier(w, index, storage)
+                for w in self._writers.get(storage, ())
+            )
             for storage in event.allocates
         )
+
+    def _reads_earlier(self, writer: int, index: int, own: int) -> bool:
+        """Whether a call that writes over the result of another reads only what was there before that one:
+        solvers run calls again in the order of the forward, and the two run as one."""
+        operands = self.saved.made[writer].operands
+        return all(storage == own or self._maker.get(storage, -1) < index for storage in operands)
 
     def _repeatable(self, index: int, own: frozenset[int]) -> bool:
         made = self.saved.made[index]
