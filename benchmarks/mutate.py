@@ -38,6 +38,7 @@ from benchmarks.mutations.loops import LOOPS
 from benchmarks.mutations.models import MODELS
 from benchmarks.mutations.ranks import RANKS
 from benchmarks.mutations.record import Mutation, StaleMutationError
+from benchmarks.mutations.replays import REPLAYS
 from benchmarks.mutations.shapes import SHAPES
 from benchmarks.mutations.shown import SHOWN
 from benchmarks.mutations.steps import STEPS
@@ -46,6 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 THEMES = {
     "Every step": STEPS,
+    "Replays": REPLAYS,
     "Shapes": SHAPES,
     "Training loops": LOOPS,
     "Models": MODELS,

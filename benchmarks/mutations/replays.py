@@ -1,0 +1,43 @@
+"""Mutations of plans that are followed by replaying."""
+
+from benchmarks.mutations.record import Change, Mutation
+
+_FOLLOW = "planner/replay/follow.py"
+_TESTS = "tests/test_replayed.py"
+
+REPLAYS = [
+    Mutation(
+        "the-very-storage",
+        "A tensor is the plan's value only if it lies in the storage that the noted call made.",
+        "Another tensor at that place is dropped, and made again as something else.",
+        (Change(_FOLLOW, "ref() is tensor.untyped_storage() and ", ""),),
+        (f"{_TESTS}::test_a_layer_that_is_frozen_or_reads_another_value_is_noticed",),
+    ),
+    Mutation(
+        "versions-of-what-is-read-again",
+        "What is read again in the backward is as it was in the forward.",
+        "Gradients are of weights that were changed meanwhile.",
+        (Change(_FOLLOW, "and self.owner._version != self.version:", "and False:"),),
+        (f"{_TESTS}::test_what_is_changed_in_place_after_the_forward_is_an_error",),
+    ),
+    Mutation(
+        "kept-where-the-graph-is-kept",
+        "A backward that is to run again lets go of nothing.",
+        "The second one finds nothing to make its tensors of.",
+        (Change(_FOLLOW, "        keep = graph_is_kept()\n", "        keep = False\n"),),
+        (f"{_TESTS}::test_a_backward_may_run_twice_and_be_differentiated",),
+    ),
+    Mutation(
+        "nodes-unpack-at-once",
+        "Calls run again before the first row of a node that computes.",
+        "A value is made again that the node holds, and the peak is over the prediction.",
+        (
+            Change(
+                "planner/replay/problem.py",
+                "if not (event.allocates or made.written or let_go):",
+                "if not (event.allocates or made.written or let_go or pending):",
+            ),
+        ),
+        (f"{_TESTS}::test_steps_are_eagers_and_peaks_are_as_predicted[encoder-False]",),
+    ),
+]
