@@ -152,14 +152,14 @@ class FollowedStep:
     """One forward of a planned module and its backward.
 
     Attributes:
-        matched: Whether each call so far was the one that the plan has at its position.
+        followed: Whether all calls of the plan came, each with what the plan has there; then the backward
+            follows the schedule. Other calls between them only take what they take.
     """
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
         self.calls, self.operators, self.saves = steps.calls, steps.operators, steps.saves
         self.position = self.save = 0
-        self.matched = True
         self.strayed = False  # something was not the value that the plan has there
         self.skipped = 0  # calls of the plan that did not come
         self._unmatched: list[str] = []  # the operators that came in their place
@@ -297,8 +297,9 @@ class FollowedStep:
         It is where the call and those right before it, up to three, follow each other there. Positions only
         grow: what an earlier one stands for may still be asked for.
         """
-        self.matched = False
         recent = self._unmatched = [*self._unmatched[-2:], str(func)]
+        if len(recent) < 2:
+            return False  # one call more, as a check of data that a step without data leaves out
         names, length = self.steps.names, len(recent)
         for position in range(self.position + length - 1, len(names)):
             if names[position] == recent[-1] and names[position + 1 - length : position + 1] == tuple(recent):
@@ -316,7 +317,7 @@ class FollowedStep:
     def finished(self) -> None:
         """The forward is over."""
         self.followed = (
-            self.matched
+            not self.skipped
             and not self.strayed
             and self.position == len(self.calls)
             and self.save == len(self.saves)
