@@ -325,3 +325,53 @@ def test_lazily_planned_modules_and_steps_take_the_backend() -> None:
     step = planner.step(lambda one, batch: one(batch), budget="80%", backend="replay")
     model = copy.deepcopy(eager)
     assert _same(model, eager, lambda one: (one(x) if one is eager else step(one, x)).backward())
+
+
+def test_a_second_forward_before_the_backward_is_told_of() -> None:
+    torch.manual_seed(0)
+    model, x = Encoder(2), _tokens()
+    _planned(model, x).apply(model)
+    with pytest.warns(planner.PlanWarning, match="awaits its backward"):
+        (model(x) + model(x)).backward()
+
+
+def test_a_write_that_the_plan_has_not_seen_is_an_error() -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.fills = nn.Linear(16, 64), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sigmoid(self.linear(x))
+            z = torch.exp(y)
+            if self.fills:
+                y.data.zero_()
+            return z.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Fills(), torch.randn(64, 16)
+    _planned(model, x).apply(model)
+    model(x).backward()
+    model.fills = True
+    with pytest.raises(planner.InputsChanged, match="a path that the plan has not seen"):
+        model(x).backward()
+
+
+def test_blocks_of_the_users_run_as_they_were_recorded() -> None:
+    @planner.recompute
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.gelu(self.linear(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(32, 1))
+    x = torch.randn(64, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        plan = _planned(model, x, loss=lambda y: y.square().mean())
+        report = planner.verify(model, (x,), plan=plan, loss=lambda y: y.square().mean(), repeats=0)
+    assert report.ok, report.problems

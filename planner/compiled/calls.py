@@ -25,6 +25,7 @@ class Token:
     """Lives as long as an autograd node."""
 
     __slots__ = ("__weakref__",)
+    begun = False
 
 
 class Call:
@@ -36,10 +37,16 @@ class Call:
     def __init__(self, of_leaves: bool = False) -> None:
         self.done, self.of_leaves = False, of_leaves
         self.executions: dict[object, int] = {}
-        self.tokens: list[weakref.ref[Token]] = []
+        self.tokens: list[weakref.ref[Any]] = []
+
+    def follow(self, step: object) -> None:
+        """A step is replayed. It lives as long as autograd holds what it is to make again, and says whether
+        its backward has ``begun``."""
+        self.tokens.append(weakref.ref(step))
 
     def awaits_backward(self) -> bool:
-        return not self.done and any(token() is not None for token in self.tokens)
+        there = (token() for token in self.tokens)
+        return not self.done and any(one is not None and not one.begun for one in there)
 
 
 class Calls:

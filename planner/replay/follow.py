@@ -173,6 +173,8 @@ class FollowedStep:
         self.recipes: dict[int, _Recipe] = {}
         self.masks: dict[int, _Mask] = {}  # by slot: those that are kept as bits
         self.waiting: dict[int, int] = {}  # by slot: how many saves have not been handed out
+        self.changed: set[int] = set()  # slots that a call has written to which the plan has not seen
+        self.begun = False  # a backward asked for something
 
     # ---- forward --------------------------------------------------------------------------------------
 
@@ -291,6 +293,12 @@ class FollowedStep:
         makers = self.steps.program.makers.get(slot, (-1,))
         return all(maker in self.recipes for maker in makers)
 
+    def wrote(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note a write of a call that the plan has not seen: what was saved before lacks it."""
+        for tensor in written_operands(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            self.changed.update(slot for slot, ref in self.refs.items() if ref() is storage)
+
     def found_again(self, func: Any) -> bool:
         """Whether a call that is not the one of its position is one of a later position.
 
@@ -328,6 +336,12 @@ class FollowedStep:
     def unpack(self, packed: _Packed) -> torch.Tensor:
         """What a node gets that asks for what was dropped."""
         slot, save = packed.slot, packed.save
+        if slot in self.changed:
+            raise InputsChanged(
+                f"a result of shape {tuple(packed.geometry[0])} that the plan makes again in the backward "
+                "was changed in place on a path that the plan has not seen: change a copy, or plan with "
+                "inputs that lead along this path"
+            )
         self.before(save)
         base = self._in_slot(slot)
         if base is None:
@@ -339,6 +353,7 @@ class FollowedStep:
 
     def before(self, save: int) -> None:
         """Run again what the plan runs again before a save is handed out."""
+        self.begun = True
         if not self.followed:
             return
         keep = graph_is_kept()
@@ -540,6 +555,8 @@ class Following(CountingMode):
         ):
             step.position = position + 1
         elif not step.found_again(func):
+            if operators.writes(func):
+                step.wrote(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         call = step.calls[step.position - 1]
         if call is not None:

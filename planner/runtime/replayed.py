@@ -1,13 +1,17 @@
 """A module that trains by a plan which is followed by replaying."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from planner._torch import modules
+from planner._torch.tracing import recording
+from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
+from planner.blocks.running import blocks_run_as_written
 from planner.compiled.calls import Calls
 from planner.errors import warn
 from planner.planfile.plan import PlanRecord
@@ -51,7 +55,7 @@ class ReplayedCall(InstalledCall):
         self.when_accumulating: Callable[..., Callable[..., Any] | None] | None = None
         self.when_changed: Callable[..., Callable[..., Any] | None] | None = None
         self._calls = Calls(warn)
-        self._shapes = NewShapes(model, plan, on_new_shape, _followers, loss)
+        self._shapes = NewShapes(model, plan, on_new_shape, partial(_followers, self._calls), loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
         self._earlier: EarlierGradients | None = None
@@ -74,6 +78,8 @@ class ReplayedCall(InstalledCall):
         if (clone := self.clone()) is not None:
             return self.run_clone(clone, args, kwargs)
         model = self._model
+        if recording.is_recorded():  # what is recorded is the module, not the plan
+            return modules.module_call(model, *args, **kwargs)
         if model.training is not self._training or not torch.is_grad_enabled():
             output = self.run_original(*args, **kwargs)
             if model.training is not self._training and torch.is_grad_enabled():
@@ -126,6 +132,7 @@ class ReplayedCall(InstalledCall):
 
 
 def _followers(
+    calls: Calls,
     plan: PlanRecord,
     others_came: Callable[[], bool],  # noqa: ARG001 - what is compiled asks it
     paths: OtherPaths,
@@ -139,7 +146,9 @@ def _followers(
 
     def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal warned
-        output, step = followed(steps, lambda: modules.module_call(model, *args, **kwargs))
+        with blocks_run_as_written(), parts_run_uncompiled():  # as they were recorded
+            output, step = followed(steps, lambda: modules.module_call(model, *args, **kwargs))
+        calls.last.follow(step)
         if not step.followed:
             paths.met = True
             if not warned:
