@@ -1,6 +1,6 @@
 """TRL's SFTTrainer within a memory budget: the callback of Hugging Face's Trainer, and nothing else.
 
-python examples/trl_sft.py --budget 90% --packing
+python examples/trl_sft.py --budget 100% --packing
 
 TRL computes its loss from 32,768 words of a vocabulary at a time, which takes more than this small model:
 there is no plan for less than 88 %.
@@ -48,7 +48,7 @@ def train(budget: str | None, steps: int = 6, packing: bool = False) -> torch.nn
 
 
 if __name__ == "__main__":
-    parser = options(__doc__, budget="90%")
+    parser = options(__doc__, budget="100%")
     parser.add_argument("--packing", action="store_true", help="sentences cut into rows of one length")
     given = parser.parse_args()
     train(given.budget, given.steps, given.packing)

@@ -51,6 +51,11 @@ def written_positions(operator: OpOverload) -> list[tuple[int, str]]:
     ]
 
 
+def takes_pinning(operator: OpOverload) -> bool:
+    """Whether an operator may be told to pin the memory of what it makes, as those that make tensors anew."""
+    return any(argument.name == "pin_memory" for argument in operator._schema.arguments)
+
+
 def takes_type(operator: Any) -> bool:
     """Whether an operator may be told the type of what it makes."""
     return any(argument.name == "dtype" for argument in operator._schema.arguments)

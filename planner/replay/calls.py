@@ -76,7 +76,7 @@ def operands_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 @functools.cache
 def is_factory(func: Any) -> bool:
     """Whether Python gets a copy of the result that counts its writes by itself, as of ``torch.zeros``."""
-    return any(argument.name == "pin_memory" for argument in func._schema.arguments)
+    return operators.takes_pinning(func)
 
 
 def is_batch_norm(func: Any) -> bool:

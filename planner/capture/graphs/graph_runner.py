@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from planner._torch import fake
 from planner._torch.autocast_state import autocast_state, under_autocast
 from planner._torch.execution.checkpoints import as_written
+from planner._torch.execution.function_calls import DIFFERENTIATED_TWICE
 from planner._torch.joint import aot, aot_metadata
 from planner._torch.joint.default_dtype import default_dtype
 from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_inputs, meet_outside
@@ -319,6 +320,8 @@ class GraphRunner:
             instance = self._instances[fake.storage_key(token)]
             with self.recorder.pause():
                 if backward is not None:
+                    if instance not in self._saved:
+                        raise RuntimeError(DIFFERENTIATED_TWICE)
                     results = list(backward([*self._saved.pop(instance), *tangents]))
                 else:
                     values = [_value(o) for o in self.joint.outputs[1]]
