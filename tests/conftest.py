@@ -86,6 +86,17 @@ def _seconds_that_repeat(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `graphs` are of plans that are followed by graphs, whatever the step."""
+    from planner.planning import prepare
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("graphs") is not None:
+            patch.setattr(prepare, "_can_replay", lambda _model, _options: False)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _short_searches() -> Iterator[None]:
     """The search part by part takes seconds a plan and has a file of its own; elsewhere it is short."""

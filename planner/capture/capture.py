@@ -225,12 +225,15 @@ class _Capture:
             autocast = as_on_its_device(self._cuda, stack)
             stack.callback(self._python.restore)
             self.report("running the eager step", 0.1)
-            eager = self._recorded_eagerly()
+            with recurrent_calls(module) as recurrent:
+                eager = self._recorded_eagerly()
             self._eager_runs = True
             self.report("running the step whose saved tensors are dropped", 0.5)
             recording, _ = self._record(
                 module, "running the step", recorder_of=recorder_of(module), around=around
             )
+        if self._cuda is not None:
+            warn_of_cpu_kernels(recording, (), module, recurrent, self._cuda, self._warn)
         self.report("captured", 1.0)
         return CapturedStep(
             [],

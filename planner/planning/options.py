@@ -170,7 +170,7 @@ class PlanOptions:
     inputs: InputsAre = "unchanged"
     effort: Effort = "fast"
     encodings: Encodings = "auto"
-    backend: BackendChoice = "eager"
+    backend: BackendChoice = "auto"
     backend_options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     solver: str = "auto"
     time_limit: float = 60

@@ -174,6 +174,8 @@ def prepare(
     """
     if options.backend != "auto":
         return _prepare(model, step, options, progress=progress, like=like)
+    if not _can_replay(model, options):
+        return _prepare(model, step, replace(options, backend="eager"), progress=progress, like=like)
     graphs, told, why = None, list[str](), ""
     try:
         with warnings_collected() as told:
@@ -185,19 +187,34 @@ def prepare(
         if captured.breaks or captured.eager_operations or captured.untraced:
             where = f"; one ends at {captured.breaks[0]}" if captured.breaks else ""
             why = f"the forward is not one graph{where}"
-        elif told:
-            why = told[0]
-        if not why or not _can_replay(options, graphs):
-            for text in told:
-                warn(text)
+        if not (why or told):
             return graphs
-    replayed = _prepare(model, step, replace(options, backend="replay"), progress=progress, like=like)
-    replayed.captured.notes.append(f"followed by replaying operators, not by a graph: {why}")
-    return replayed
+    with warnings_collected() as also:
+        replayed = _prepare(model, step, replace(options, backend="replay"), progress=progress, like=like)
+    of_graphs = [text for text in told if text not in also]
+    if graphs is not None and not why and not of_graphs:
+        return _said(graphs, told)  # what is warned of is the step's, whatever follows the plan
+    replayed.captured.notes.append(
+        f"followed by replaying operators, not by a graph: {why or of_graphs[0]}"
+    )
+    return _said(replayed, also)
 
 
-def _can_replay(options: PlanOptions, graphs: Prepared) -> bool:
-    return not graphs.regions and options.in_flight is None and not holds_dtensors(graphs.model)
+def _said(prepared: Prepared, told: Sequence[str]) -> Prepared:
+    for text in told:
+        warn(text)
+    return prepared
+
+
+def _can_replay(model: torch.nn.Module, options: PlanOptions) -> bool:
+    """Whether a step can be followed by replaying at all."""
+    parallel = read_parallel(options.parallel)
+    return (
+        options.regions is None
+        and options.in_flight is None
+        and not isinstance(parallel, FSDP2)
+        and not holds_dtensors(model)
+    )
 
 
 @held_interrupts()
@@ -279,7 +296,7 @@ def _prepare(
         options = replace(options, inputs="overwritten")
         captured.notes.append(WRITTEN.format(", ".join(dict.fromkeys(captured.overwritten))))
     compiled = [*compiled_modules(model), *captured.uncompiled]
-    if compiled and options.backend == "eager":
+    if compiled and options.backend != "inductor":
         captured.notes.append(uncompiled(compiled))
         warn(uncompiled(compiled))
     progress("measuring what kernels allocate inside", 0.8)

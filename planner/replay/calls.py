@@ -30,6 +30,12 @@ _BATCH_NORMS = frozenset(
     if hasattr(aten, name)
 )
 """Their arguments begin with input, weight, bias, running mean, running variance."""
+_STATISTICS_FROM = {
+    aten.batch_norm_update_stats.default: 1,
+    aten.batch_norm_gather_stats.default: 3,
+    aten.batch_norm_gather_stats_with_counts.default: 3,
+}
+"""Where the arguments of parts of a normalisation across ranks have the statistics that they update."""
 _RESHAPES_STORAGE = frozenset(
     {"aten::resize_", "aten::set_", "aten::resize_as_", "inductor::resize_storage_bytes_"}
 )
@@ -84,6 +90,17 @@ def is_batch_norm(func: Any) -> bool:
     return func in _BATCH_NORMS
 
 
+def statistics_of(func: Any, args: Any) -> list[torch.Tensor]:
+    """The running statistics that a batch normalisation in training updates.
+
+    Neither its schema says so nor the tensors' count of writes (the kernels write to the memory itself).
+    """
+    if is_batch_norm(func):
+        return list(tensors_among(args[3:5])) if args[5] else []
+    first = _STATISTICS_FROM.get(func)
+    return [] if first is None else list(tensors_among(args[first : first + 2]))
+
+
 def without_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a batch normalisation that runs again: the first run has updated the statistics.
 
@@ -113,5 +130,6 @@ def can_run_again(func: Any) -> bool:
         or name in ("aten::_local_scalar_dense", "aten::_assert_async", "aten::record_stream")
         or func is aten._cudnn_rnn.default
         or func in operators.KEPT_BY_PYTORCH
+        or func in _STATISTICS_FROM
         or name == "aten::_batch_norm_with_update"
     )

@@ -12,6 +12,7 @@ else is kept, as without a plan.
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import enable_reentrant_dispatch
 
 from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
+from planner._torch.execution.settings import set_as, settings
 from planner._torch.tensors import is_wrapper, without_history
 from planner.errors import FreedError, InputsChanged, warn
 from planner.graph.replay.rng import generator_state, run_from_state
@@ -32,6 +34,7 @@ from planner.replay.calls import (
     is_factory,
     operands_of,
     results_of,
+    statistics_of,
     without_statistics,
     written_operands,
 )
@@ -120,20 +123,21 @@ class _Held:
 class _Packed:
     """What autograd holds in the place of a tensor that it saved and the plan drops."""
 
-    __slots__ = ("__weakref__", "geometry", "save", "slot", "step")
+    __slots__ = ("__weakref__", "geometry", "held", "save", "slot", "step")
 
     def __init__(self, step: "FollowedStep", save: int, slot: int, tensor: torch.Tensor) -> None:
         self.step, self.save, self.slot = step, save, slot
+        self.held: torch.Tensor | None = None
         self.geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 class _Recipe:
-    """A call with its arguments, as it can run again."""
+    """A call with its arguments, the state of generators, and how PyTorch was set: it can run again."""
 
-    __slots__ = ("args", "func", "kwargs", "state")
+    __slots__ = ("args", "func", "kwargs", "settings", "state")
 
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: Any, state: Any) -> None:
-        self.func, self.args, self.kwargs, self.state = func, args, kwargs, state
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: Any, state: Any, settings: Any) -> None:
+        self.func, self.args, self.kwargs, self.state, self.settings = func, args, kwargs, state, settings
 
 
 class _Mask:
@@ -191,7 +195,7 @@ class FollowedStep:
             noted = [self._noted(a, operands, own) for a in args]
             named = {k: self._noted(v, operands, own) for k, v in kwargs.items()} if kwargs else kwargs
             if not writes or self._writes_slots(call, func, args, kwargs):
-                recipe = _Recipe(func, noted, named, state)
+                recipe = _Recipe(func, noted, named, state, settings())
         out = func(*args, **kwargs) if kwargs else func(*args)
         if recipe is not None:
             self.recipes[position] = recipe
@@ -233,7 +237,7 @@ class FollowedStep:
         """Keep a mask as bits that the call which has just run has made, or written for the last time."""
         kept = masks.kept_by(func, out, args)
         if kept is not None and slot in self.steps.masks and self._is(slot, out) and masks.fills_storage(out):
-            self.slots[bits] = masks.pack(out)
+            self.slots[bits] = masks.pack(out, kept)
             self.masks[slot] = _Mask(out, kept)
 
     def _is(self, slot: int, tensor: torch.Tensor) -> bool:
@@ -298,6 +302,12 @@ class FollowedStep:
         for tensor in written_operands(func, args, kwargs):
             storage = tensor.untyped_storage()
             self.changed.update(slot for slot, ref in self.refs.items() if ref() is storage)
+        for tensor in statistics_of(func, args):  # PyTorch does not count these
+            storage = tensor.untyped_storage()
+            for recipe in self.recipes.values():
+                for held in () if is_batch_norm(recipe.func) else _among(recipe, _Held):
+                    if held.tensor.untyped_storage() is storage:
+                        held.version = -1
 
     def found_again(self, func: Any) -> bool:
         """Whether a call that is not the one of its position is one of a later position.
@@ -318,9 +328,19 @@ class FollowedStep:
         return False
 
     @property
-    def as_planned(self) -> int:
-        """How many of the plan's calls came."""
-        return self.position - self.skipped
+    def strayed_from(self) -> str:
+        """What was not as planned, in words."""
+        came, planned = self.position - self.skipped, len(self.calls)
+        if came < planned:
+            return (
+                f"the forward took a path that the plan has not seen: of the plan's {planned} calls of "
+                f"operators {came} ran"
+            )
+        return (
+            f"the forward ran all of the plan's {planned} calls of operators, but not all that they were given, "
+            "or that autograd saved of them, is what the plan has there, as where an input or a weight "
+            "requires a gradient and did not when the plan was made"
+        )
 
     def finished(self) -> None:
         """The forward is over."""
@@ -349,6 +369,8 @@ class FollowedStep:
         tensor = _look(base, packed.geometry)
         self.waiting[slot] -= 1
         self.after(save, slot)
+        if not graph_is_kept():
+            packed.held = tensor  # until autograd lets go of what it saved, as if it had saved this
         return tensor
 
     def before(self, save: int) -> None:
@@ -413,11 +435,14 @@ class FollowedStep:
             if is_batch_norm(func):
                 args = list(without_statistics(tuple(args)))
             if func is torch.ops.aten.mkldnn_rnn_layer.default:
-                out = with_reserve(func, *args)
+                func = partial(with_reserve, func)
             elif recipe.state is not None:
-                out = run_from_state(*recipe.state, func, *args, **kwargs)
-            else:
+                func = partial(run_from_state, *recipe.state, func)
+            if recipe.settings == settings():
                 out = func(*args, **kwargs)
+            else:
+                with set_as(recipe.settings):
+                    out = func(*args, **kwargs)
             if number == 0:
                 made = [out] if isinstance(out, torch.Tensor) else list(results_of(out))
                 if len(calls) > 1:
@@ -448,7 +473,7 @@ class FollowedStep:
         needed, pending = {slot}, [slot]
         while pending:
             for position in makers[pending.pop()]:
-                for look in _looks(self._recipe(position)):
+                for look in _among(self._recipe(position), _Look):
                     if look.slot not in needed and self._there(look.slot) is None:
                         needed.add(look.slot)
                         pending.append(look.slot)
@@ -555,7 +580,7 @@ class Following(CountingMode):
         ):
             step.position = position + 1
         elif not step.found_again(func):
-            if operators.writes(func):
+            if operators.writes(func) or is_batch_norm(func):
                 step.wrote(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         call = step.calls[step.position - 1]
@@ -587,12 +612,13 @@ def _look(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return made.set_(base.untyped_storage(), offset, size, stride)
 
 
-def _looks(recipe: _Recipe) -> list[_Look]:
-    found: list[_Look] = []
+def _among(recipe: _Recipe, kind: type) -> list[Any]:
+    """The noted arguments of a kind."""
+    found: list[Any] = []
     pending = [*recipe.args, *(recipe.kwargs or {}).values()]
     while pending:
         one = pending.pop()
-        if type(one) is _Look:
+        if type(one) is kind:
             found.append(one)
         elif type(one) is list:
             pending += one

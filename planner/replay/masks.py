@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from planner._torch import fake, operators
-from planner._torch.execution.mask_operators import pack_bits, unpack_bits
+from planner._torch.execution.mask_operators import pack_bits
 from planner.costs.devices import Device, round_bytes
 from planner.costs.roofline import Costs
 from planner.costs.workspace import NOT_RUN, WorkspaceMeter
@@ -32,23 +32,32 @@ _CHUNK = 1 << 18
 """Elements that are packed or unpacked at once: as much as stays in a core's cache."""
 
 _TYPES = frozenset({torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_SUMMED = frozenset({torch.float32, torch.float64})
+"""Types in which sums of eight such numbers are exact to less than a half."""
 _MADE_EMPTY = frozenset({aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default})
 _DRAWN = aten.bernoulli_.float
 _DIVIDED = aten.div_.Scalar
 
 
-def pack(mask: torch.Tensor) -> torch.Tensor:
+def pack(mask: torch.Tensor, kept: float) -> torch.Tensor:
     """Which elements of a mask, or of dropout's noise, are not zero, as bits in the order of its memory.
 
     Args:
         mask: A tensor that fills its storage.
+        kept: What those of its elements are that are not zero.
     """
     count = mask.numel()
     flat = mask.as_strided((count,), (1,))
     packed = torch.empty((count + 7) // 8, dtype=torch.uint8, device=mask.device)
+    weights = None
+    if mask.dtype in _SUMMED:  # a byte is the sum of the powers of two at which elements are not zero
+        weights = torch.tensor([2.0**i / kept for i in range(8)], dtype=mask.dtype, device=mask.device)
     for start in range(0, count, _CHUNK):
         part = flat[start : start + _CHUNK]
-        bits = pack_bits(part if part.dtype is torch.bool else part.ne(0))
+        if weights is not None and len(part) % 8 == 0:
+            bits = torch.mv(part.view(-1, 8), weights).round_()
+        else:
+            bits = pack_bits(part if part.dtype is torch.bool else part.ne(0))
         packed[start // 8 : start // 8 + len(bits)].copy_(bits)
     return packed
 
@@ -63,12 +72,24 @@ def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, kept: float) ->
         kept: What those are that are not zero.
     """
     flat = torch.empty(count, dtype=dtype, device=packed.device)
-    for start in range(0, count, _CHUNK):
-        part = flat[start : start + _CHUNK]
-        part.copy_(unpack_bits(packed[start // 8 : (start + len(part) + 7) // 8], [len(part)]))
-        if dtype is not torch.bool and kept != 1.0:
-            part.mul_(kept)  # zeros and ones: as if divided
+    table = _bytes_of(dtype, kept, packed.device)
+    whole = count // 8
+    rows = flat[: 8 * whole].view(-1, 8)
+    for start in range(0, whole, _CHUNK // 8):
+        part = packed[start : min(whole, start + _CHUNK // 8)]
+        torch.index_select(table, 0, part.int(), out=rows[start : start + len(part)])
+    if count > 8 * whole:
+        flat[8 * whole :] = table[int(packed[whole])][: count - 8 * whole]
     return flat
+
+
+@functools.cache
+def _bytes_of(dtype: torch.dtype, kept: float, device: torch.device) -> torch.Tensor:
+    """For each byte the eight elements that it stands for."""
+    with fake.without_modes():
+        bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+        elements = bits.to(dtype)
+        return (elements if kept == 1.0 else elements.mul_(kept)).to(device)
 
 
 def is_noise(names: Sequence[str]) -> bool:
@@ -113,7 +134,7 @@ def _defined(schema: str, function: Any) -> Any:
     return getattr(torch.ops.planner, name).default
 
 
-PACK_NOISE = _defined("pack_noise(Tensor mask) -> Tensor", pack)
+PACK_NOISE = _defined("pack_noise(Tensor mask, float kept) -> Tensor", pack)
 UNPACK_NOISE = _defined(
     "unpack_noise(Tensor packed, int count, ScalarType dtype, float kept) -> Tensor", unpack
 )
@@ -169,7 +190,7 @@ def find_masks(
     for _, _, _, made, kept in found:
         with fake.mode_of([made]):
             bits = torch.empty((made.numel() + 7) // 8, dtype=torch.uint8, device=made.device)
-        taken.append((Call(PACK_NOISE, (made,)), bits))
+        taken.append((Call(PACK_NOISE, (made, kept)), bits))
         taken.append((Call(UNPACK_NOISE, (bits, made.numel(), made.dtype, kept)), made))
     memories = [NOT_RUN] * len(taken) if meter is None else meter.measure([call for call, _ in taken])
     seconds = [costs.seconds(call.func, call.args, call.kwargs, out) for call, out in taken]

@@ -182,7 +182,7 @@ class _Builder:
             for storage in made.written:
                 if storage >= 0 and self._maker.get(storage) != index:
                     self._writers.setdefault(storage, []).append(index)
-            for key in made.there_written:
+            for key in (*made.there_written, *made.statistics):
                 last_there[key] = index
         self._last_there = last_there
         self._changed = {

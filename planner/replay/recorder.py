@@ -19,7 +19,14 @@ from torch.nn.modules import module as every_module
 
 from planner._torch import fake
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
-from planner.replay.calls import is_batch_norm, is_counted, operands_of, results_of, written_operands
+from planner.replay.calls import (
+    is_batch_norm,
+    is_counted,
+    operands_of,
+    results_of,
+    statistics_of,
+    written_operands,
+)
 from planner.training_step.recorder import StepRecorder
 from planner.training_step.user_lines import is_users_file
 
@@ -52,6 +59,7 @@ class Made:
         results: The recorded storages of the tensors that it returned, in order; -1 for others.
         written: Those that it writes; -1 for others.
         there_read, there_written: Identities of the storages of other tensors that it reads and writes.
+        statistics: Those of running statistics that it updates; run again it leaves them alone.
         module: The name of the module that called it.
         line: The user's line that called it, as in ``net.py:12``.
     """
@@ -62,6 +70,7 @@ class Made:
     written: tuple[int, ...] = ()
     there_read: tuple[int, ...] = ()
     there_written: tuple[int, ...] = ()
+    statistics: tuple[int, ...] = ()
     module: str = ""
     line: str | None = None
 
@@ -164,6 +173,7 @@ class SavesRecorder(StepRecorder):
             tuple(map(self.index_of, writes)),
             self._there(reads),
             self._there(writes),
+            self._there(statistics_of(func, args)),
             self._inside[-1] if self._in_forward else "",
             _line() if self._in_forward else None,
         )

@@ -154,10 +154,9 @@ def _followers(
             if not warned:
                 warned = True
                 warn(
-                    f"the forward took a path that the plan has not seen: of the plan's {len(step.calls)} "
-                    f"calls of operators {step.as_planned} ran, and what others made is kept. The step may "
-                    "take more than predicted; plan with inputs that lead along this path, or apply with "
-                    "on_new_shape='replan'"
+                    f"{step.strayed_from}. What is not as planned is kept, and the step may take more than "
+                    "predicted: plan the step as it is trained, with inputs that lead along this path, or "
+                    "apply with on_new_shape='replan'"
                 )
         return output
 

@@ -1,0 +1,64 @@
+"""How PyTorch is set to compute, for the process or the thread.
+
+By these settings an operator takes one kernel or another, rounds in one way or another, or makes tensors of
+one type or another. What runs again runs as they were.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+_PRECISION: Any = torch._C._get_fp32_precision_getter
+_SET_PRECISION: Any = torch._C._set_fp32_precision_setter
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    torch._C._set_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+_EACH: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_deterministic, _set_deterministic),
+    (
+        torch._C._get_deterministic_fill_uninitialized_memory,
+        torch._C._set_deterministic_fill_uninitialized_memory,
+    ),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    *(
+        (partial(_PRECISION, library, kind), partial(_SET_PRECISION, library, kind))
+        for library, kind in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+    ),
+)
+_READ = tuple(read for read, _ in _EACH)
+
+
+def settings() -> tuple[Any, ...]:
+    """The settings as they are."""
+    return tuple([read() for read in _READ])
+
+
+@contextlib.contextmanager
+def set_as(wanted: tuple[Any, ...]) -> Iterator[None]:
+    """A context in which the settings are what :func:`settings` has found before."""
+    now = settings()
+    changed = [
+        (write, then, is_) for (_, write), then, is_ in zip(_EACH, wanted, now, strict=True) if then != is_
+    ]
+    try:
+        for write, then, _ in changed:
+            write(then)
+        yield
+    finally:
+        for write, _, is_ in changed:
+            write(is_)
