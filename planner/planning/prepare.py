@@ -194,9 +194,7 @@ def prepare(
     of_graphs = [text for text in told if text not in also]
     if graphs is not None and not why and not of_graphs:
         return _said(graphs, told)  # what is warned of is the step's, whatever follows the plan
-    replayed.captured.notes.append(
-        f"followed by replaying operators, not by a graph: {why or of_graphs[0]}"
-    )
+    replayed.captured.notes.append(f"followed by replaying operators, not by a graph: {why or of_graphs[0]}")
     return _said(replayed, also)
 
 
