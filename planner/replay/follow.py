@@ -338,8 +338,8 @@ class FollowedStep:
             )
         return (
             f"the forward ran all of the plan's {planned} calls of operators, but not all that they were "
-            "given, or that autograd saved of them, is what the plan has there, as where an input or a weight "
-            "requires a gradient and did not when the plan was made"
+            "given, or that autograd saved of them, is what the plan has there, as where an input or a "
+            "weight requires a gradient and did not when the plan was made"
         )
 
     def finished(self) -> None:
