@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import planner
 from planner.planning.options import OptionError
+from tests.side_by_side import layers
+from tests.test_process_settings import Deterministic, SetsType, SetsTypeForOne
 
 
 class Encoder(nn.Module):
@@ -374,4 +376,63 @@ def test_blocks_of_the_users_run_as_they_were_recorded() -> None:
         warnings.simplefilter("error", planner.PlanWarning)
         plan = _planned(model, x, loss=lambda y: y.square().mean())
         report = planner.verify(model, (x,), plan=plan, loss=lambda y: y.square().mean(), repeats=0)
+    assert report.ok, report.problems
+
+
+class _Shifted(nn.Module):
+    """Writes in place over a product, whose count of writes is not that of the tensor it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(32, 32), nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            y = torch.matmul(x, x.transpose(-1, -2))
+            y += 1.0
+            x = x + (self.layer(y.transpose(1, 2).contiguous()) + y * self.scale).mean() * x
+        return x.mean()
+
+
+def test_a_product_that_is_written_over_is_read_again_as_it_was_left() -> None:
+    torch.manual_seed(0)
+    model, x = _Shifted(), torch.randn(8, 32, 256)
+    plan = planner.plan(model, x, budget="85%", backend="replay")
+    assert plan.recomputed_operations
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+    assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
+
+
+class _ReadsStatistics(nn.Module):
+    """Divides by a deviation that its normalisation updates afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            deviation = (self.norm.running_var + 1e-5).sqrt().view(1, -1, 1, 1)
+            y = self.first(x)
+            x = x + self.norm(torch.tanh(y / deviation) * deviation).sum(1, keepdim=True)[..., :1, :1]
+        return x.square().mean()
+
+
+def test_running_statistics_are_read_as_they_were_before_they_were_updated() -> None:
+    """PyTorch neither counts that write nor says so in the operator's schema."""
+    torch.manual_seed(0)
+    model, x = _ReadsStatistics(), torch.randn(4, 3, 9, 9)
+    plan = planner.plan(model, x, budget="min", backend="replay")
+    assert plan.recomputed_operations
+    report = planner.verify(model, x, plan=plan, repeats=0)
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("build", [SetsType, SetsTypeForOne, Deterministic])
+def test_what_runs_again_runs_as_pytorch_was_set(build: type[nn.Module]) -> None:
+    model, (x,), _ = layers(build)
+    plan = planner.plan(model, x, budget="min", backend="replay", solver="sqrt_n")
+    assert plan.recomputed_operations
+    report = planner.verify(model, x, plan=plan, repeats=0)
     assert report.ok, report.problems

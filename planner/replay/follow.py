@@ -219,7 +219,7 @@ class FollowedStep:
             for slot, tensor in zip(call.written, written_operands(func, args, kwargs), strict=False):
                 if slot < 0 or not self._is(slot, tensor):
                     continue
-                self._watch(slot, tensor)
+                self._watch(slot, tensor, writes=True)
                 if call.recorded and recipe is None:
                     self.refs.pop(slot)  # run again it would lack this
                 else:
@@ -247,9 +247,10 @@ class FollowedStep:
             ref is not None and ref() is tensor.untyped_storage() and tensor._version == self.versions[slot]
         )
 
-    def _watch(self, slot: int, tensor: torch.Tensor) -> None:
-        """Hold a kept slot by a tensor that Python has, whose count of writes tells of them."""
-        if slot in self.copied:
+    def _watch(self, slot: int, tensor: torch.Tensor, *, writes: bool = False) -> None:
+        """Hold a kept slot by a tensor that Python has, whose count of writes tells of them; by the one that
+        is written, as what ``_unsafe_view`` returns counts by itself."""
+        if slot in self.copied or (writes and slot in self.kept):
             self.copied.discard(slot)
             self.slots[slot] = _alias(tensor)
 
