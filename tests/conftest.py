@@ -14,6 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from planner._torch.compat import graphs_are_off
 from planner.heap import older_objects_set_aside
 from tests.browser import CHROMIUM
 from tests.clocks import NO_HURRY, SlowClock
@@ -38,12 +39,19 @@ sys.path.append(str(Path(sys.prefix) / "trainers"))
 
 
 def pytest_report_header() -> list[str]:
+    said = []
     if CHROMIUM is None:
-        return ["no Chromium: tests marked `browser` are LEFT OUT (Debian: apt-get install chromium)"]
-    return []
+        said.append("no Chromium: tests marked `browser` are LEFT OUT (Debian: apt-get install chromium)")
+    if (off := graphs_are_off()) is not None:
+        said.append(f"{off}: all tests but those marked `any_torch` are LEFT OUT")
+    return said
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if graphs_are_off() is not None:
+        others = [item for item in items if item.get_closest_marker("any_torch") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     if CHROMIUM is not None:
         return
     left_out = [item for item in items if item.get_closest_marker("browser")]

@@ -132,7 +132,7 @@ def test_no_text_escapes_the_list() -> None:
     ):
         assert (kind, text) in listed
     for kind, part in (
-        ("PlannerError", "is newer than"),
+        ("PlannerError", "which this plan runs"),
         ("PlannerError", "optimizes manually"),
         ("PlanWarning", "a GPU has kernels of its own for"),
         ("PlanWarning", "a torch.profiler session was open"),

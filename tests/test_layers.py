@@ -97,11 +97,31 @@ def test_methods_are_replaced_where_newer_versions_look_them_up() -> None:
     assert [entry.handler for entry in Variable.tp_methods.values()] == ["replaced", "as it was"]
 
 
-def test_a_pytorch_that_nobody_tested_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
-    plan = planner.plan(model, x, budget="100%", solver="none")
-    monkeypatch.setattr(compat, "version", lambda: (2, compat.NEWEST[1] + 1))
-    with pytest.raises(planner.PlannerError, match="newest that this planner was tested with"):
-        planner.plan(model, x, budget="100%")
-    with pytest.raises(planner.PlannerError, match="newest that this planner was tested with"):
-        plan.apply(model)
+@pytest.mark.parametrize("version", [(2, compat.NEWEST[1] + 1), (2, compat.OLDEST[1] - 1)])
+def test_with_a_pytorch_that_graphs_were_not_tested_with_plans_are_replayed(
+    version: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)]
+    model, x = torch.nn.Sequential(*layers), torch.randn(512, 32)
+    graphs = planner.plan(model, x, budget="100%", solver="none")
+    assert graphs.target.backend == "eager"
+    monkeypatch.setattr(compat, "version", lambda: version)
+    plan = planner.plan(model, x, budget="min")
+    assert plan.target.backend == "replay"
+    assert any("none of those that graphs were tested with" in note for note in plan.notes)
+    assert planner.verify(model, x, plan=plan, repeats=0).ok
+    for backend in ("graph", "inductor"):
+        with pytest.raises(planner.PlannerError, match="Plan with backend='replay'"):
+            planner.plan(model, x, budget="100%", backend=backend)
+    with pytest.raises(planner.PlannerError, match="plan again with backend='replay'"):
+        graphs.apply(model)
+
+
+def test_what_another_pytorch_lacks_is_missed_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError):
+        compat.of_graphs("torch.fx", "Nothing")
+    monkeypatch.setattr(compat, "version", lambda: (2, compat.OLDEST[1] - 1))
+    node, missing = compat.of_graphs("torch.fx", "Node", "Nothing")
+    assert node is torch.fx.Node
+    with pytest.raises(planner.PlannerError, match=r"part: PyTorch .* Plan with backend='replay'"):
+        missing.part()

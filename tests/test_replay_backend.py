@@ -16,6 +16,8 @@ import planner
 
 Train = Callable[[Callable[..., Any], nn.Module], None]
 
+pytestmark = pytest.mark.any_torch
+
 
 def plan_of(model: nn.Module, *args: Any, **options: Any) -> planner.Plan:
     """A plan of the least peak."""

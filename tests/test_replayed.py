@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import planner
+from planner._torch.compat import graphs_are_off
 from planner.planning.options import OptionError
 from tests.side_by_side import layers
 from tests.test_process_settings import Deterministic, SetsType, SetsTypeForOne
+
+pytestmark = pytest.mark.any_torch
+needs_graphs = pytest.mark.skipif(graphs_are_off() is not None, reason="graphs are off")
 
 
 class Encoder(nn.Module):
@@ -285,6 +289,7 @@ def test_whatever_a_file_says_of_calls_gradients_are_eagers() -> None:
     assert followed > 5
 
 
+@needs_graphs
 def test_auto_takes_graphs_where_they_need_no_more_said() -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -298,6 +303,7 @@ def test_auto_takes_graphs_where_they_need_no_more_said() -> None:
     assert "followed by replaying operators, not by a graph: the forward is not one" in many.notes[-1]
 
 
+@needs_graphs
 def test_graph_is_another_name_of_eager() -> None:
     plan = planner.plan(nn.Linear(4, 4), torch.randn(2, 4), budget="100%", backend="graph")
     assert plan.target.backend == "eager"

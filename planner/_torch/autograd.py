@@ -230,6 +230,13 @@ def exclusively_owned(tensor: torch.Tensor) -> bool:
     return count <= 4 and uses <= 2
 
 
+def hooks_on_saved_tensors() -> Any:
+    """The innermost hooks on saved tensors that are on; None without any, or where PyTorch, before 2.7, does
+    not say."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
+
+
 @contextlib.contextmanager
 def no_saved_tensors_hooks() -> Iterator[None]:
     """Without the hooks on saved tensors that are on around this.
@@ -238,7 +245,7 @@ def no_saved_tensors_hooks() -> Iterator[None]:
     """
     state: Any = torch._C._autograd
     outer = []
-    while (hooks := state._top_saved_tensors_default_hooks(False)) is not None:
+    while (hooks := hooks_on_saved_tensors()) is not None:
         outer.append(hooks)
         state._pop_saved_tensors_default_hooks()
     try:

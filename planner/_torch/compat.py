@@ -75,8 +75,8 @@ TABLE = (
 )
 
 
-NEWEST = (2, 15)
-"""The newest version that was tested; see ``docs/results/versions.md``."""
+OLDEST, NEWEST = (2, 13), (2, 15)
+"""The versions between which graphs were tested; see ``docs/results/versions.md``."""
 
 
 def version() -> tuple[int, int]:
@@ -85,18 +85,64 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def check_version() -> None:
-    """Refuse a PyTorch that is newer than what the planner was tested with.
+def graphs_are_off() -> str | None:
+    """Why no graph is captured with the PyTorch that is installed; None where graphs were tested with it."""
+    if OLDEST <= version() <= NEWEST:
+        return None
+    oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+    return f"PyTorch {torch.__version__} is none of those that graphs were tested with ({oldest} to {newest})"
+
+
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting()``, which PyTorch has from 2.7 on."""
+    asked = getattr(torch.compiler, "is_exporting", None)
+    return asked is not None and bool(asked())
+
+
+def disable(function: Any, reason: str) -> Any:
+    """``torch.compiler.disable``, which takes a reason from 2.7 on."""
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:
+        return torch.compiler.disable(function, reason=reason)
+    return torch.compiler.disable(function)
+
+
+class _Missing(type):
+    """What stands for a private name that another PyTorch lacks: graphs alone need it, and are off there."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(name, (), {})
+
+    def __call__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        raise PlannerError(f"{cls.__name__}: {graphs_are_off()}. Plan with backend='replay'")
+
+
+def of_graphs(module: str, *names: str) -> Any:
+    """A module of PyTorch's that only graphs need, or names in it.
+
+    What the PyTorch that is installed lacks is a stand-in, if graphs are off with it.
 
     Raises:
-        PlannerError: If it is.
+        ImportError: It lacks one, and graphs were tested with it.
     """
-    if version() > NEWEST:
-        newest = ".".join(map(str, NEWEST))
-        raise PlannerError(
-            f"PyTorch {torch.__version__} is newer than {newest}, the newest that this planner was tested "
-            "with: install an older PyTorch, or a newer planner"
-        )
+    try:
+        there = import_module(module)
+    except ImportError:
+        if graphs_are_off() is None:
+            raise
+        there = _Missing(module, (), {})  # type: ignore[assignment]
+    if not names:
+        return there
+    found = []
+    for name in names:
+        try:
+            found.append(getattr(there, name, None) or import_module(f"{module}.{name}"))
+        except ImportError:
+            if graphs_are_off() is None:
+                raise
+            found.append(_Missing(name, (), {}))
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def private(name: str) -> Any:

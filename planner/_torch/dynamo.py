@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch._dynamo as dynamo
-from torch._C._dynamo.eval_frame import _FrameAction, reset_code
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
 from torch._dynamo.utils import ExactWeakKeyDictionary
 
-from planner._torch.compat import takes_argument
+from planner._torch.compat import of_graphs, takes_argument
 from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
 from planner._torch.tracing.breaks.break_patches import marks_allowed
 from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
@@ -43,6 +42,8 @@ from planner._torch.tracing.let_go import Captured
 from planner._torch.tracing.rules import keep_rules
 from planner._torch.without_data.fake_values import lists_count
 from planner.heap import room_on_the_stack
+
+_FrameAction, reset_code = of_graphs("torch._C._dynamo.eval_frame", "_FrameAction", "reset_code")
 
 _DYNAMO_CONFIG: dict[str, Any] = {
     # A plan is followed also where the user's own torch.compile is switched off.

@@ -91,6 +91,11 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
+def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The type of a tensor's gradient, which may be another than its own from PyTorch 2.10 on."""
+    return getattr(tensor, "grad_dtype", tensor.dtype)
+
+
 def _plain_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
     """What ``mode.from_tensor`` makes of a parameter of which shape, strides, dtype and device say all, in an
     eighth of its time: models have thousands. None for other tensors."""
@@ -99,7 +104,7 @@ def _plain_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
         or tensor.layout is not torch.strided
         or tensor.storage_offset()
         or tensor.grad is not None
-        or tensor.grad_dtype != tensor.dtype
+        or gradient_dtype(tensor) != tensor.dtype
         or tensor._is_view()
         or dispatch_keys(tensor) != _keys_of_parameters(tensor.device)
     ):

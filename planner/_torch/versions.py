@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner._torch import compat
+
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often a tensor was written to in place; None where PyTorch does not count."""
@@ -17,7 +19,10 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let a tensor, and all that share its memory, count from there."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    if compat.version() < (2, 7):
+        torch._C._autograd._unsafe_set_version_counter(tensor, version)  # type: ignore[arg-type]
+    else:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 class Watched:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from planner._torch.compat import disable
 from planner._torch.tracing import recording
 from planner._torch.tracing.block_marks import marked
 from planner.blocks.replay import Overwritten, RecomputeError, inner_function, run_recomputed
@@ -177,9 +178,9 @@ def _run(
     return _not_compiled(function, args, kwargs, known, title)
 
 
-_not_compiled = torch.compiler.disable(
+_not_compiled = disable(
     run_recomputed,
-    reason="a block that is recomputed runs by itself, what is around it is compiled: leave fullgraph=True "
+    "a block that is recomputed runs by itself, what is around it is compiled: leave fullgraph=True "
     "out, or run it under planner.no_recompute()",
 )
 """The user's ``torch.compile`` would update running statistics once more in backward."""

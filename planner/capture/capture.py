@@ -202,7 +202,9 @@ class _Capture:
         self._resident = [*self.parameters, *self.buffers, *given]
         with copied.running():
             self.gradients = {
-                parameter: torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
+                parameter: torch.zeros_like(
+                    parameter, dtype=fake.gradient_dtype(parameter), requires_grad=False
+                )
                 for parameter, added in zip(self.parameters, added_to, strict=True)
                 if added
             }

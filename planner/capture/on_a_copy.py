@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 from planner._torch.autocast_state import region_of_its_own
-from planner._torch.compat import check_version
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
@@ -74,9 +73,7 @@ def on_a_copy(
 
     Raises:
         CaptureError: If the step runs neither way.
-        PlannerError: If this PyTorch is newer than what was tested.
     """
-    check_version()
     before = StepSnapshot.take(module, step)
 
     def run(copy: _Copy, use: Callable[[RunOfACopy], _R]) -> _R:

@@ -18,8 +18,12 @@ aten = torch.ops.aten
 _WHATEVER_OPERANDS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
     aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
-    aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
 }  # fmt: skip
+_WHATEVER_OPERANDS |= {
+    getattr(aten, name).default
+    for name in ("_fused_rms_norm", "_fused_rms_norm_backward")
+    if hasattr(aten, name)  # since 2.9
+}
 """Operators whose results have the strides of new tensors, whatever those of their operands."""
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from planner._torch.compat import graphs_are_off
 from planner._torch.distributed import holds_dtensors, is_fully_sharded
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
@@ -24,7 +25,7 @@ from planner.costs.optimizer_step import OF_ANOTHER_MODEL, OptimizerStep, is_of_
 from planner.costs.roofline import Costs
 from planner.costs.step_memory import StepMemoryModel
 from planner.costs.workspace import WorkspaceMeter
-from planner.errors import CaptureError, warn, warnings_collected
+from planner.errors import CaptureError, PlannerError, warn, warnings_collected
 from planner.graph.overwritten import checked_inputs
 from planner.heap import room_on_the_stack
 from planner.interrupts import at_stages, held_interrupts
@@ -172,8 +173,15 @@ def prepare(
     Raises:
         PlannerError: As :func:`planner.plan` does.
     """
+    off = graphs_are_off()
     if options.backend != "auto":
+        if off is not None and options.backend != "replay":
+            raise PlannerError(f"backend={options.backend!r}: {off}. Plan with backend='replay'")
         return _prepare(model, step, options, progress=progress, like=like)
+    if off is not None:
+        replayed = _prepare(model, step, replace(options, backend="replay"), progress=progress, like=like)
+        replayed.captured.notes.append(f"followed by replaying operators, not by a graph: {off}")
+        return replayed
     if not _can_replay(model, options):
         return _prepare(model, step, replace(options, backend="eager"), progress=progress, like=like)
     graphs, told, why = None, list[str](), ""

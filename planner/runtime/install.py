@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from planner._torch import dynamo, modules
-from planner._torch.compat import check_version
+from planner._torch.compat import graphs_are_off
 from planner._torch.distributed import UnreducedGradients, holds_dtensors
 from planner._torch.tracing import recording
 from planner._torch.tracing.callbacks import parts_run_uncompiled
@@ -25,7 +25,7 @@ from planner.capture.module_calls import run_forward
 from planner.capture.uncaptured import AROUND
 from planner.compiled.calls import Calls
 from planner.environment import plans_are_off
-from planner.errors import PlanFileError, PlanMismatch, printable, warn
+from planner.errors import PlanFileError, PlanMismatch, PlannerError, printable, warn
 from planner.hooks.autocast_cast_cache import SHARED_WEIGHT_WARNING, unplanned_call
 from planner.module_parts import named_parts
 from planner.planfile.fingerprint import class_name, same_class, state_digest
@@ -89,9 +89,10 @@ def check_fits(
 
     Raises:
         PlanMismatch: It is for another, or asks for more.
-        PlannerError: This PyTorch is newer than what was tested.
+        PlannerError: This PyTorch is none that graphs were tested with.
     """
-    check_version()
+    if plan.target.backend != "replay" and (off := graphs_are_off()) is not None:
+        raise PlannerError(f"{off}, which this plan runs: plan again with backend='replay'")
     if not isinstance(model, torch.nn.Module):
         raise PlanMismatch(f"a plan is applied to an nn.Module, not to {type(model).__name__}")
     refuse_without_shape(model, "apply the plan to")

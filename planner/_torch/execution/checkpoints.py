@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner._torch.execution.function_calls import calls_functions, refuse_second_derivatives
 
-_CALL = torch.ops.higher_order.tag_activation_checkpoint
+_CALL = getattr(torch.ops.higher_order, "tag_activation_checkpoint", None)  # which Dynamo defines
 _CONTEXT = "_checkpoint_context_fn"
 
 

@@ -94,8 +94,12 @@ def _itself(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _saved_in(node: Any, names: Iterable[str]) -> list[torch.Tensor]:
     """Those of a node's tensors with these names: no hook for saved tensors is handed numbers."""
-    saved = [getattr(node, f"_raw_saved_{name}", None) for name in names]
-    return [one.data for one in saved if one is not None and isinstance(one.data, torch.Tensor)]
+    found = []
+    for name in names:
+        saved: Any = getattr(node, f"_raw_saved_{name}", None)
+        # Older versions tell by the name alone; that the number is asked for sets off no hook.
+        found.append(saved.data if hasattr(saved, "data") else getattr(node, f"_saved_{name}", None))
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def _saved(operator: OpOverload, args: Sequence[Any], numbers: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,8 +11,17 @@ from typing import Any
 
 import torch
 
-_PRECISION: Any = torch._C._get_fp32_precision_getter
-_SET_PRECISION: Any = torch._C._set_fp32_precision_setter
+
+def _precisions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):  # before 2.9
+        return [
+            (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+            (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+        ]
+    read: Any = torch._C._get_fp32_precision_getter
+    write: Any = torch._C._set_fp32_precision_setter
+    of_kernels = (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+    return [(partial(read, *kernels), partial(write, *kernels)) for kernels in of_kernels]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -35,10 +44,7 @@ _EACH: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    *(
-        (partial(_PRECISION, library, kind), partial(_SET_PRECISION, library, kind))
-        for library, kind in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
-    ),
+    *_precisions(),
 )
 _READ = tuple(read for read, _ in _EACH)
 

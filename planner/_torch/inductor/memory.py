@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch._inductor.codegen import wrapper as lines
-from torch._inductor.codegen.segmented_tree import SegmentedTree
 from torch._inductor.virtualized import V
 
+from planner._torch.compat import of_graphs
 from planner._torch.inductor.order import FREED
+
+SegmentedTree = of_graphs("torch._inductor.codegen.segmented_tree", "SegmentedTree")
 
 
 @dataclass(frozen=True)

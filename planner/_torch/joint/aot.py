@@ -15,20 +15,12 @@ import torch._inductor.config as inductor_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._functorch import aot_autograd as functorch_aot
-from torch._functorch._aot_autograd import (
-    collect_metadata_analysis,
-    graph_capture_wrappers,
-    runtime_wrappers,
-)
-from torch._functorch._aot_autograd.descriptors import (
-    PlainAOTOutput,
-)
-from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.passes import _tensorify_python_scalars as tensorify_pass
 
+from planner._torch.compat import of_graphs
 from planner._torch.cuda.batch_norm import cudnn_as_eager
 from planner._torch.execution.decompositions import kernels_of_eager
 from planner._torch.fake import fake_mode, forget_real_tensors, storage_key, without_modes
@@ -43,6 +35,15 @@ from planner._torch.joint.traced_before import TRACED_BEFORE
 from planner._torch.tensors import strided_copy
 from planner._torch.versions import set_version, version_of
 from planner._torch.without_data.apart import tell_results_apart
+
+MemoryFormatMeta = of_graphs("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta")
+PlainAOTOutput = of_graphs("torch._functorch._aot_autograd.descriptors", "PlainAOTOutput")
+collect_metadata_analysis, graph_capture_wrappers, runtime_wrappers = of_graphs(
+    "torch._functorch._aot_autograd",
+    "collect_metadata_analysis",
+    "graph_capture_wrappers",
+    "runtime_wrappers",
+)
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its arguments in a list, which it empties, and returns its outputs."""
@@ -158,14 +159,14 @@ def _gradients_laid_out(layouts: Mapping[int, MemoryLayout]) -> Iterator[None]:
 
         return collected
 
-    users = (functorch_aot, runtime_wrappers, graph_capture_wrappers)
+    users: tuple[Any, ...] = (functorch_aot, runtime_wrappers, graph_capture_wrappers)
     try:
         for user in users:
-            user.run_functionalized_fw_and_collect_metadata = run  # type: ignore[attr-defined]
+            user.run_functionalized_fw_and_collect_metadata = run
         yield
     finally:
         for user in users:
-            user.run_functionalized_fw_and_collect_metadata = original  # type: ignore[attr-defined]
+            user.run_functionalized_fw_and_collect_metadata = original
 
 
 @contextlib.contextmanager

@@ -3,13 +3,24 @@
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.descriptors import (
+
+from planner._torch.compat import of_graphs
+
+(
     GradAOTOutput,
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+) = of_graphs(
+    "torch._functorch._aot_autograd.descriptors",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "IntermediateBaseAOTOutput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
 )
 
 

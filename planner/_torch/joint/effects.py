@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 import torch._higher_order_ops.effects as effects
-from torch._functorch._aot_autograd.descriptors import BackwardTokenAOTInput, ForwardTokenAOTInput
 
+from planner._torch.compat import of_graphs
 from planner.errors import CaptureError
+
+BackwardTokenAOTInput, ForwardTokenAOTInput = of_graphs(
+    "torch._functorch._aot_autograd.descriptors", "BackwardTokenAOTInput", "ForwardTokenAOTInput"
+)
 
 
 def has_effects(operator: object) -> bool:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-from torch._functorch._aot_autograd import graph_compile
-
+from planner._torch.compat import of_graphs
 from planner._torch.tracing.error_logs import traces_are_written
+
+graph_compile = of_graphs("torch._functorch._aot_autograd", "graph_compile")
 
 _WRITERS = {"_log_joint_graph": None, "_log_fw_bw_graphs": (None, None)}
 """What writes graphs out, and what it returns where logs are off."""

@@ -16,16 +16,18 @@ from unittest.mock import patch
 
 import torch
 from torch._functorch import aot_autograd
-from torch._functorch._aot_autograd import graph_capture, graph_compile
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
+from planner._torch.compat import of_graphs
 from planner._torch.fake import fake_mode
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.without_data.fake_values import times_asked_for_data
+
+graph_capture, graph_compile = of_graphs("torch._functorch._aot_autograd", "graph_capture", "graph_compile")
 
 _MOST_NODES = 30_000
 """Of the graphs that are kept, those that were used last."""

@@ -62,6 +62,7 @@ LAYOUTS: dict[Any, Layout] = {
         (like(1), ("binary_cross_entropy_backward", "nll_loss2d_backward", "_prelu_kernel_backward")),
     )
     for name in names
+    if hasattr(torch.ops.aten, name)
 } | {torch.ops.aten._native_batch_norm_legit.no_stats: normalised_as(0)}
 LAYOUTS |= dict.fromkeys((torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor), contiguous)
 LAYOUTS |= {operator: element_by_element(operator) for operator in ELEMENTWISE}

@@ -23,7 +23,9 @@ from planner._torch.operators import SHAPE_VIEWS, not_asked_for
 @functools.cache
 def widen_grouped_products() -> None:
     """Let the shape function of grouped matrix products take what their kernels take: not only bfloat16."""
-    strict = _meta_registrations._meta_grouped_mm_common
+    strict = getattr(_meta_registrations, "_meta_grouped_mm_common", None)  # since 2.9
+    if strict is None:
+        return
 
     def shape(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("scale_a") is not None or mat_a.dtype is torch.bfloat16:
@@ -55,7 +57,7 @@ def layouts_of_kernels() -> Iterator[None]:
     known = {
         operator: decomposition_table[operator] for operator in LAYOUTS.keys() & decomposition_table.keys()
     }
-    views = {operator: op_implementations_dict[operator] for operator in SHAPE_VIEWS}
+    views = {op: op_implementations_dict[op] for op in SHAPE_VIEWS if op in op_implementations_dict}
     before = {operator: op_implementations_dict.get(operator) for operator in LAYOUTS}
     decomposition_table.update({op: _decomposed(op, shapes, LAYOUTS[op]) for op, shapes in known.items()})
     op_implementations_dict.update({op: _as_viewed(shapes) for op, shapes in views.items()})

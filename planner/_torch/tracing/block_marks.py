@@ -3,10 +3,12 @@
 Like :mod:`planner._torch.fake`, this says what it hides. All of it was seen to work with torch 2.13.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.fx.traceback
+
+from planner._torch.compat import graphs_are_off
 
 _PREFIX = "planner "
 
@@ -18,6 +20,8 @@ def marked(number: int, mark: str) -> AbstractContextManager[Any]:
         number: Tells this from other marks of the same text.
         mark: Any text without a line break.
     """
+    if graphs_are_off() is not None:
+        return nullcontext()
     return torch.fx.traceback.annotate({f"{_PREFIX}{number}": mark})
 
 

@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count
 from torch._dynamo import eval_frame
 from torch._dynamo.eval_frame import OptimizedModule
 
+from planner._torch.compat import of_graphs
 from planner.module_parts import named_parts
+
+set_fullgraph_compiled_frame_count = of_graphs(
+    "torch._C._dynamo.eval_frame", "set_fullgraph_compiled_frame_count"
+)
 
 
 class Callback:

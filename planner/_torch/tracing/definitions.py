@@ -27,6 +27,12 @@ _NOT_IN_A_FORWARD = frozenset({
 })  # fmt: skip
 """What makes, copies, stores or prints objects. Dynamo itself exchanges ``Module.__init__`` and
 ``Module.__setstate__`` when it first compiles."""
+
+
+def _precision(library: str, kind: str) -> str:
+    return torch._C._get_fp32_precision_getter(library, kind)
+
+
 _SHARED = (torch.Tensor, torch, torch.nn.functional)
 """What every forward looks functions up in."""
 _MKLDNN, _CUDNN = "torch.backends.mkldnn.enabled", "torch.backends.cudnn.enabled"
@@ -39,7 +45,6 @@ _TRACED_BY: dict[str, Callable[[], object]] = {
     _CUDNN: torch._C._get_cudnn_enabled,
 }
 """Switches by which a trace has the one or the other operation, and on which Dynamo has no guards."""
-_PRECISION: Any = torch._C._get_fp32_precision_getter
 DETERMINISTIC = "torch.use_deterministic_algorithms"
 _RUN_BY: dict[str, Callable[[], object]] = {
     DETERMINISTIC: torch.are_deterministic_algorithms_enabled,
@@ -47,11 +52,15 @@ _RUN_BY: dict[str, Callable[[], object]] = {
     _CUDNN: torch._C._get_cudnn_enabled,
     "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,
     "torch.backends.cudnn.deterministic": torch._C._get_cudnn_deterministic,
+} | {
     # Of products as a whole PyTorch refuses to tell where they were set one by one.
-    "torch.backends.cuda.matmul.fp32_precision": partial(_PRECISION, "cuda", "matmul"),
-    "torch.backends.cudnn.conv.fp32_precision": partial(_PRECISION, "cuda", "conv"),
-    "torch.backends.mkldnn.matmul.fp32_precision": partial(_PRECISION, "mkldnn", "matmul"),
-    "torch.backends.mkldnn.conv.fp32_precision": partial(_PRECISION, "mkldnn", "conv"),
+    f"torch.backends.{shown}.fp32_precision": partial(_precision, library, kind)
+    for shown, library, kind in (
+        ("cuda.matmul", "cuda", "matmul"),
+        ("cudnn.conv", "cuda", "conv"),
+        ("mkldnn.matmul", "mkldnn", "matmul"),
+        ("mkldnn.conv", "mkldnn", "conv"),
+    )
 }
 """Switches by which one operation takes the one or the other kernel when it runs."""
 _READ = tuple(_RUN_BY.values())

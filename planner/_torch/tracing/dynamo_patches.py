@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 from torch._dynamo import guards, symbolic_convert
-from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -29,7 +28,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._logging._internal import log_state
 
-from planner._torch.compat import private, replace
+from planner._torch.compat import of_graphs, private, replace
 from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
@@ -61,6 +60,10 @@ from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.optimizers import read_optimizers_alone
 from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
+
+create_build_tuple, create_call_function = of_graphs(
+    "torch._dynamo.bytecode_transformation", "create_build_tuple", "create_call_function"
+)
 
 _backends: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _compiling: "weakref.WeakSet[Any]" = weakref.WeakSet()

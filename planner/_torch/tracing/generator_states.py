@@ -6,7 +6,7 @@ captured while the step is at its peak would take these above it. Tested with to
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 from unittest.mock import patch
@@ -79,17 +79,12 @@ def _keeping(function: Any) -> FunctionType:
     return kept
 
 
-_trace_frame = _keeping(convert_frame.trace_frame)
-_preserve_rng_state: Callable[..., Any] = contextlib.contextmanager(
-    _keeping(aot_autograd.preserve_rng_state.__wrapped__)  # type: ignore[attr-defined]
-)
-
-
 @contextlib.contextmanager
 def states_apart() -> Iterator[None]:
     """While a function is captured, states of the generator take no memory that counts."""
+    preserve_rng_state = _keeping(aot_autograd.preserve_rng_state.__wrapped__)  # type: ignore[attr-defined]
     with (
-        patch.object(convert_frame, "trace_frame", _trace_frame),
-        patch.object(aot_autograd, "preserve_rng_state", _preserve_rng_state),
+        patch.object(convert_frame, "trace_frame", _keeping(convert_frame.trace_frame)),
+        patch.object(aot_autograd, "preserve_rng_state", contextlib.contextmanager(preserve_rng_state)),
     ):
         yield

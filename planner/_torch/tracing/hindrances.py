@@ -17,21 +17,25 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.types import ConvertFrameReturn
 from torch.autograd import forward_ad
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from planner._torch.autograd import hooks_on_saved_tensors
+from planner._torch.compat import of_graphs
 from planner._torch.tracing.callbacks import Callback
 from planner._torch.tracing.error_logs import not_logged_as_well
 from planner.heap import garbage_let_go
 from planner.module_parts import parts_of
 
+is_fx_symbolic_tracing = of_graphs("torch.fx._symbolic_trace", "is_fx_symbolic_tracing")
+ConvertFrameReturn = of_graphs("torch._dynamo.types", "ConvertFrameReturn")
+_FrameAction, _FrameExecStrategy, set_code_exec_strategy = of_graphs(
+    "torch._C._dynamo.eval_frame", "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"
+)
+
 _SWITCH = "TORCHDYNAMO_DISABLE"
-_LOOK = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 
 
 class RunsAsItIs(Callback):
@@ -60,13 +64,13 @@ class RunsAsItIs(Callback):
         return left_alone()
 
 
-def left_alone() -> ConvertFrameReturn:
+def left_alone() -> Any:
     """What a callback returns for a frame to run as it is, this time, with all that it calls."""
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     return ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
 
 
-def looked_into() -> ConvertFrameReturn:
+def looked_into() -> Any:
     """What a callback returns for a frame to run as it is from now on, with what it calls captured."""
     return ConvertFrameReturn(frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
@@ -99,11 +103,12 @@ def trace_methods_of(module: torch.nn.Module) -> None:
     A break in a loop makes it leave the method alone that the loop is in, for good and for whatever is
     compiled, by the user's ``torch.compile`` too; in our captures it goes on.
     """
+    look = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
     kinds = {kind for part in parts_of(module) for kind in type(part).__mro__}
     for kind in kinds - set(torch.nn.Module.__mro__):
         for method in vars(kind).values():
             if isinstance(method, FunctionType) and not hasattr(method, "_torchdynamo_disable"):
-                set_code_exec_strategy(method.__code__, _LOOK)
+                set_code_exec_strategy(method.__code__, look)
 
 
 @contextlib.contextmanager
@@ -189,7 +194,7 @@ def _transform() -> str:
 
 def saved_tensors_are_changed() -> bool:
     """Whether hooks of the user's are on that may hand back others than the tensors that a step saves."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = hooks_on_saved_tensors()
     return hooks is not None and not _is_of_torch(hooks[0])
 
 
@@ -198,7 +203,7 @@ def checkpoint_that_is_on() -> object:
 
     One with ``use_reentrant=True`` runs without gradients, and is none.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = hooks_on_saved_tensors()
     is_one = hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
     return hooks if is_one else None
 

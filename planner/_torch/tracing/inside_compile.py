@@ -7,10 +7,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+from planner._torch import compat
+from planner._torch.compat import disable
 
 REASON = (
     "a planned module runs by its plan, not compiled; what is around it is. Leave fullgraph=True out, or "
@@ -25,7 +27,7 @@ ENDS_A_GRAPH = "_planner_ends_a_graph"
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that ``torch.compile`` calls as it is, with all that it calls."""
-    compiled: Callable[..., Any] = torch.compiler.disable(function, reason=REASON)
+    compiled: Callable[..., Any] = disable(function, REASON)
     return compiled
 
 
@@ -44,7 +46,7 @@ def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
         if hasattr(self.value._compiled_call_impl, ENDS_A_GRAPH) and is_ours(tx):
             unimplemented(gb_type="a region", context=type(self.value).__name__, explanation=REGION, hints=[])
         plan = hasattr(self.value._compiled_call_impl, RUNS_A_PLAN)
-        if plan and not (is_ours(tx) or torch.compiler.is_exporting()):
+        if plan and not (is_ours(tx) or compat.is_exporting()):
             unimplemented(
                 gb_type="a planned module", context=type(self.value).__name__, explanation=REASON, hints=[]
             )

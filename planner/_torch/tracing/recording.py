@@ -7,6 +7,8 @@ Tested with torch 2.13.
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from planner._torch import compat
+
 _IGNORED = "__jit_ignored_attributes__"
 _CALL = "_compiled_call_impl"
 
@@ -16,7 +18,7 @@ def is_recorded() -> bool:
     AOTAutograd, which looks at what it records once before."""
     return (
         torch._C._get_tracing_state() is not None
-        or torch.compiler.is_exporting()
+        or compat.is_exporting()
         or get_proxy_mode() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
     )
