@@ -299,7 +299,7 @@ class AroundForward(torch.nn.Module):
 
 def _line() -> str | None:
     frame: FrameType | None = sys._getframe(3)
-    while frame is not None:
+    while frame is not None and frame.f_code is not AroundForward.__call__.__code__:
         file = frame.f_code.co_filename
         if is_users_file(file) and not file.endswith("/contextlib.py"):
             return f"{file}:{frame.f_lineno}"
