@@ -19,9 +19,9 @@ from planner.lazy.rank_zero import first_rank, planned_by_rank_zero
 from planner.lazy.thawed import Thawed
 from planner.parallel.data_parallel import wrapped_here
 from planner.planfile.budget import format_bytes
-from planner.runtime.install import PlannedCall, check_fits, put_in
+from planner.runtime.install import check_fits, put_in
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
-from planner.runtime.replayed import ReplayedCall
+from planner.runtime.plan_call import PlanCall
 from planner.training_step.inputs import read_step
 from planner.training_step.step import differentiates
 from planner.training_step.wrappers import without_shape
@@ -94,7 +94,7 @@ class PlannedAtFirstCall(InstalledCall):
         finally:
             _tell(made, LOSS_OUTSIDE if NO_LOSS in made.plan.notes else "")
 
-    def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | ReplayedCall | None:
+    def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanCall | None:
         """Plan for gradients that are there already, unless ``accumulate=`` was given."""
         if self.wanted.options.accumulate is not None:
             return None
@@ -109,7 +109,7 @@ class PlannedAtFirstCall(InstalledCall):
         self._watch(planned)
         return planned
 
-    def _watch(self, planned: PlannedCall | ReplayedCall) -> None:
+    def _watch(self, planned: PlanCall) -> None:
         """Have the module planned again when its parameters take more, or some train that are frozen now."""
         if self.wanted.on_new_shape != "replan":
             return
@@ -122,7 +122,7 @@ class PlannedAtFirstCall(InstalledCall):
             count = thawed.count()
             return f"{count} parameters train that were frozen" if count else None
 
-        def plan_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedCall | ReplayedCall | None:
+        def plan_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanCall | None:
             if (reason := why()) is None:
                 return None
             try:
@@ -140,7 +140,7 @@ class PlannedAtFirstCall(InstalledCall):
 
         planned.when_changed = plan_again
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Made, PlannedCall | ReplayedCall]:
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Made, PlanCall]:
         model, wanted = self._model, self.wanted
         if wanted.enlarge is not None:
             args, kwargs = wanted.enlarge(args, kwargs)

@@ -15,11 +15,8 @@ import torch
 from planner._torch import dynamo, modules
 from planner._torch.compat import graphs_are_off
 from planner._torch.distributed import UnreducedGradients, holds_dtensors
-from planner._torch.tracing import recording
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
-from planner._torch.tracing.hindrances import END_IT, hindering_mode
-from planner._torch.tracing.inside_compile import not_compiled
 from planner.blocks.running import blocks_run_as_written
 from planner.capture.module_calls import run_forward
 from planner.capture.uncaptured import AROUND
@@ -33,16 +30,15 @@ from planner.planfile.plan import PlanRecord
 from planner.planning.backends import check_options_of_file
 from planner.runtime.backend import PlanBackend
 from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
-from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
-from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
+from planner.runtime.own_errors import unplanned
+from planner.runtime.plan_call import PlanCall
 from planner.runtime.replayed import ReplayedCall
 from planner.runtime.shapes.policy import NewShapes, OnNewShape, checked
-from planner.runtime.shapes.shape_key import shape_key
 from planner.runtime.unplanned import COMPILED_BEFORE
 from planner.training_step.regions import RunningRegions
-from planner.training_step.step import Loss, differentiates, map_tensors
+from planner.training_step.step import Loss
 from planner.training_step.wrappers import refuse_without_shape, refuse_wrappers
 
 
@@ -121,7 +117,7 @@ def put_in(
     *,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
-) -> "PlannedCall | ReplayedCall":
+) -> PlanCall:
     """Install a plan that is known to be for this module; the one that is there already is replaced."""
     there = modules.installed_call(model)
     previous = take_out(model)
@@ -153,8 +149,8 @@ def _install(
     previous: Callable[..., Any] | None = None,
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
-) -> "PlannedCall | ReplayedCall":
-    call: PlannedCall | ReplayedCall
+) -> PlanCall:
+    call: PlanCall
     if plan.target.backend == "replay":
         call = ReplayedCall(model, plan, previous, on_new_shape, loss, unpickled=unpickled)
     else:
@@ -166,7 +162,7 @@ def _install(
 def installed_plan(model: torch.nn.Module) -> PlanRecord | None:
     """The plan that a module trains by, or None."""
     installed = modules.installed_call(model)
-    return installed.plan if isinstance(installed, PlannedCall | ReplayedCall) else None
+    return installed.plan if isinstance(installed, PlanCall) else None
 
 
 def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape = "reapply") -> Companion:
@@ -184,16 +180,8 @@ def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape
     return Companion(model)
 
 
-class PlannedCall(InstalledCall):
-    """What a planned module runs in place of its own call.
-
-    Attributes:
-        plan: The plan.
-        on_new_shape, loss: As they were given to :func:`apply`.
-        when_accumulating: Called with a step's arguments where gradients are there already when it begins,
-            and the plan is for none; returns what runs the step instead, or None.
-        when_changed: The same, called before every step, where what trains may have changed.
-    """
+class PlannedCall(PlanCall):
+    """A call that runs by graphs; see :class:`PlanCall`."""
 
     def __init__(
         self,
@@ -203,25 +191,16 @@ class PlannedCall(InstalledCall):
         on_new_shape: OnNewShape = "reapply",
         loss: Loss | None = None,
     ) -> None:
-        super().__init__(model, previous, plan.model.training)
-        self.plan = plan
-        self.on_new_shape, self.loss = on_new_shape, loss
+        super().__init__(model, plan, previous, on_new_shape, loss)
         self._calls = Calls(warn, plan.target.in_flight)
         self._regions = RunningRegions(plan.model.regions, self.unplanned.region_in_checkpoint)
         compile_ = partial(_compiled, weakref.ref(model), id(_own_forward(model)), self._calls, self._regions)
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
-        self._programs: dict[Any, Callable[..., Any]] = {}
-        self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
         self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
         self._unreduced: UnreducedGradients | None = None  # from the first planned step, where it may tell
         self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
-        self.when_accumulating: Callable[..., Callable[..., Any] | None] | None = None
-        self.when_changed: Callable[..., Callable[..., Any] | None] | None = None
-        self._earlier: EarlierGradients | None = None  # where the plan is for none, until there are some
-        if plan.resident.gradient_bytes == 0:
-            self._earlier = EarlierGradients(model.modules)
 
     def install_in(self, copied: torch.nn.Module) -> None:
         _install(copied, self.plan, None, self.on_new_shape, self.loss)
@@ -240,40 +219,14 @@ class PlannedCall(InstalledCall):
     def pickled(self) -> tuple[Any, ...]:
         return unpickled, self.plan.dumps(), self.on_new_shape
 
-    @not_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (clone := self.clone()) is not None:
-            return self.run_clone(clone, args, kwargs)
-        model = self._model
-        if recording.is_recorded():  # what is recorded is the module, not the plan
-            return modules.module_call(model, *args, **kwargs)
-        if model.training is not self._training or not torch.is_grad_enabled():
-            if torch.is_grad_enabled() and not self._warned_of_casts:
-                self._warned_of_casts = unplanned_call([p for p in model.parameters() if p.requires_grad])
-                if self._warned_of_casts:
-                    warn(SHARED_WEIGHT_WARNING)
-            output = self.run_original(*args, **kwargs)
-            if model.training is not self._training and torch.is_grad_enabled():
-                self.unplanned.called_in_other_mode(output)
-            return output
-        if (hindrance := hindering_mode()) is not None:
-            self.unplanned.hindered_call(hindrance, END_IT)
-            return self.run_original(*args, **kwargs)
-        if self._calls.is_left(args, kwargs):  # which was said when it came to light
-            return self.run_original(*args, **kwargs)
-        if self.when_changed is not None and (planned := self.when_changed(args, kwargs)) is not None:
-            return planned(*args, **kwargs)
-        earlier = self._earlier is not None and self._earlier.are_there()
-        if earlier and differentiates(model, args, kwargs):
-            if self.when_accumulating is None:
-                there = EarlierBytes(self.plan, model, self._told_of_gradients)
-                return there.watched(self._planned(args, kwargs))
-            self._earlier = None
-            if (planned := self.when_accumulating(args, kwargs)) is not None:
-                return planned(*args, **kwargs)
-        return self._planned(args, kwargs)
+    def _in_other_mode(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._warned_of_casts:
+            self._warned_of_casts = unplanned_call([p for p in self._model.parameters() if p.requires_grad])
+            if self._warned_of_casts:
+                warn(SHARED_WEIGHT_WARNING)
+        return super()._in_other_mode(*args, **kwargs)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_planned(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step by the plan, if nothing has changed that it depends on."""
         model = self._model
         if self._compare_ranks is not None and self._compare_ranks():
@@ -305,9 +258,6 @@ class PlannedCall(InstalledCall):
             return modules.module_call(model, *args, **kwargs)
         return modules.call_with_forward(model, self._forward, args, kwargs)
 
-    def _told_of_gradients(self) -> None:
-        self._earlier = None
-
     def captured(self) -> None:
         """Look after the classes of what was captured now, too."""
         if self._definitions is not None:
@@ -315,28 +265,14 @@ class PlannedCall(InstalledCall):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.begin(args, kwargs)
-        if self._strayed is not None:
-            if self._shapes.look_at_path(*self._strayed):
-                self._programs.clear()
-            self._strayed = None
-        key = None
-        try:
-            key = shape_key(args, kwargs)
-            program = self._programs.get(key)
-            if program is None:
-                if not differentiates(self._model, args, kwargs):
-                    return run_forward(self._model, args, kwargs)  # which takes no more than it frees
-                program = self._programs[key] = self._shapes.program(args, kwargs)
-        except Exception as error:
-            unplanned("a step with inputs that have not been seen before", error, PLAN_WITH_THESE)
-            program = self._programs[key] = run_forward
+        self._begin()
+        program = self._program(args, kwargs, run_forward)
         if program is run_forward:
             return program(self._model, args, kwargs)
         parts = parts_run_uncompiled() if self.plan.target.backend == "eager" else nullcontext()
         with blocks_run_as_written(), parts:
             output = program(self._model, args, kwargs)
-        if self.on_new_shape == "replan" and self._shapes.strayed:  # not planned now, among what is kept
-            self._strayed = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
+        self._end(args, kwargs)
         return output
 
 

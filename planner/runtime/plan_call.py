@@ -1,0 +1,175 @@
+"""What a planned module runs in place of its own call, whatever follows the plan."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from planner._torch import modules
+from planner._torch.tracing import recording
+from planner._torch.tracing.hindrances import END_IT, hindering_mode
+from planner._torch.tracing.inside_compile import not_compiled
+from planner.compiled.calls import Calls
+from planner.planfile.plan import PlanRecord
+from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
+from planner.runtime.installed import InstalledCall
+from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
+from planner.runtime.shapes.policy import NewShapes, OnNewShape
+from planner.runtime.shapes.shape_key import shape_key
+from planner.training_step.step import Loss, differentiates, map_tensors
+
+Run = Callable[..., Any]
+"""Runs a call, given its arguments."""
+
+
+class Instead(Protocol):
+    """Given a step's arguments, what runs the step in the place of this plan; None for nothing."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None: ...
+
+
+class PlanCall(InstalledCall):
+    """A call that runs by a plan, unless one of its guards has something else run.
+
+    Attributes:
+        plan: The plan.
+        on_new_shape, loss: As they were given to :func:`planner.runtime.install.apply`.
+        when_accumulating: Asked where gradients are there already when a step begins, and the plan is for
+            none.
+        when_changed: Asked before every step, where what trains may have changed.
+    """
+
+    _calls: Calls
+    _shapes: NewShapes
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: PlanRecord,
+        previous: Callable[..., Any] | None,
+        on_new_shape: OnNewShape = "reapply",
+        loss: Loss | None = None,
+    ) -> None:
+        super().__init__(model, previous, plan.model.training)
+        self.plan, self.on_new_shape, self.loss = plan, on_new_shape, loss
+        self.when_accumulating: Instead | None = None
+        self.when_changed: Instead | None = None
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
+        self._earlier: EarlierGradients | None = None  # where the plan is for none, until there are some
+        if plan.resident.gradient_bytes == 0:
+            self._earlier = EarlierGradients(model.modules)
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for guard in self._GUARDS:
+            run = guard(self, args, kwargs)
+            if run is not None:
+                return run(*args, **kwargs)
+        return self.run_planned(*args, **kwargs)
+
+    def run_planned(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step by the plan."""
+        raise NotImplementedError
+
+    def put_back_in(self) -> None:
+        """Install it again, where a snapshot has put back what was there before."""
+        raise NotImplementedError
+
+    # ---- guards, in the order in which they are asked: what runs instead, or None --------------------------
+
+    def _is_of_a_clone(self, args: Any, kwargs: Any) -> Run | None:
+        clone = self.clone()
+        return None if clone is None else lambda *a, **k: self.run_clone(clone, a, k)
+
+    def _is_recorded(self, args: Any, kwargs: Any) -> Run | None:
+        """What is recorded is the module, not the plan."""
+        return self._as_written if recording.is_recorded() else None
+
+    def _is_no_step(self, args: Any, kwargs: Any) -> Run | None:
+        if not torch.is_grad_enabled():
+            return self.run_original
+        return None if self._model.training is self._training else self._in_other_mode
+
+    def _is_hindered(self, args: Any, kwargs: Any) -> Run | None:
+        if (hindrance := hindering_mode()) is None:
+            return None
+        self.unplanned.hindered_call(hindrance, END_IT)
+        return self.run_original
+
+    def _is_left(self, args: Any, kwargs: Any) -> Run | None:
+        """It was said so when it came to light."""
+        return self.run_original if self._calls.is_left(args, kwargs) else None
+
+    def _has_changed(self, args: Any, kwargs: Any) -> Run | None:
+        return None if self.when_changed is None else self.when_changed(args, kwargs)
+
+    def _accumulates(self, args: Any, kwargs: Any) -> Run | None:
+        earlier = self._earlier is not None and self._earlier.are_there()
+        if not earlier or not differentiates(self._model, args, kwargs):
+            return None
+        if self.when_accumulating is None:
+            there = EarlierBytes(self.plan, self._model, self._told_of_gradients)
+            return lambda *a, **k: there.watched(self.run_planned(*a, **k))
+        self._earlier = None
+        return self.when_accumulating(args, kwargs)
+
+    # First whose call it is, then whether the plan is for such a call, then whether a plan can be followed
+    # here, and last whether another plan is wanted: each may rely on those before it.
+    _GUARDS = (
+        _is_of_a_clone,
+        _is_recorded,
+        _is_no_step,
+        _is_hindered,
+        _is_left,
+        _has_changed,
+        _accumulates,
+    )
+
+    # ---- for those that follow plans -----------------------------------------------------------------------
+
+    def _as_written(self, *args: Any, **kwargs: Any) -> Any:
+        return modules.module_call(self._model, *args, **kwargs)
+
+    def _in_other_mode(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.run_original(*args, **kwargs)
+        if self._model.training is not self._training and torch.is_grad_enabled():
+            self.unplanned.called_in_other_mode(output)
+        return output
+
+    def _told_of_gradients(self) -> None:
+        self._earlier = None
+
+    def _begin(self) -> None:
+        """Look at the path that the step before took, where the plan had not seen it."""
+        if self._strayed is not None:
+            if self._shapes.look_at_path(*self._strayed):
+                self._programs.clear()
+            self._strayed = None
+
+    def _program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], unplanned_run: Run
+    ) -> Callable[..., Any]:
+        """What runs a step with such arguments, given the module and these.
+
+        Args:
+            unplanned_run: Runs it without the plan.
+        """
+        key = None
+        try:
+            key = shape_key(args, kwargs)
+            program = self._programs.get(key)
+            if program is None:
+                if not differentiates(self._model, args, kwargs):
+                    return unplanned_run  # which takes no more than it frees
+                program = self._programs[key] = self._shapes.program(args, kwargs)
+        except Exception as error:
+            unplanned("a step with inputs that have not been seen before", error, PLAN_WITH_THESE)
+            program = self._programs[key] = unplanned_run
+        return program
+
+    def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the arguments of a step that took an unseen path, to plan it again when the next one begins:
+        not now, among what is kept."""
+        if self.on_new_shape == "replan" and self._shapes.strayed:
+            self._strayed = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
