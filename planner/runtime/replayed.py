@@ -14,9 +14,11 @@ from planner._torch.tracing.inside_compile import not_compiled
 from planner.blocks.running import blocks_run_as_written
 from planner.compiled.calls import Calls
 from planner.errors import warn
+from planner.parallel.sharded_as_planned import has_other_units
 from planner.planfile.plan import PlanRecord
 from planner.replay.follow import Steps, followed
 from planner.replay.program import program_of
+from planner.runtime.ddp import Ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.installed import InstalledCall, install
@@ -24,6 +26,13 @@ from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
 from planner.runtime.shapes.policy import NewShapes, OnNewShape
 from planner.runtime.shapes.shape_key import shape_key
 from planner.training_step.step import Loss, differentiates, map_tensors
+
+
+OTHER_UNITS = (
+    "fully_shard shards other parts of the module than planned, or the plan is for none: steps run as they are, "
+    "without the plan, as re-runs would read parameters that are not gathered by then. Shard what the plan has "
+    "as regions, or plan with parallel=planner.FSDP2(...) and with the parts that are sharded as regions="
+)
 
 
 class ReplayedCall(InstalledCall):
@@ -57,6 +66,8 @@ class ReplayedCall(InstalledCall):
         self._calls = Calls(warn)
         self._shapes = NewShapes(model, plan, on_new_shape, partial(_followers, self._calls), loss)
         self._programs: dict[Any, Callable[..., Any]] = {}
+        self._ranks = Ranks(plan, on_new_shape)
+        self._told_of_units = False
         self._strayed: tuple[Any, Any] | None = None  # arguments of a step that took an unseen path
         self._earlier: EarlierGradients | None = None
         if plan.resident.gradient_bytes == 0:
@@ -103,6 +114,12 @@ class ReplayedCall(InstalledCall):
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self._model
         self.unplanned.planned_call()
+        self._ranks.look(model)
+        if has_other_units(self.plan, model):
+            if not self._told_of_units:
+                self._told_of_units = True
+                warn(OTHER_UNITS)
+            return self.run_original(*args, **kwargs)
         self._calls.begin()
         if self._strayed is not None:
             if self._shapes.look_at_path(*self._strayed):
@@ -143,11 +160,16 @@ def _followers(
         return _as_it_is, _as_it_is  # nothing is dropped
 
     warned = False
+    planned = plan.target.parallel
+    # In which nothing of a module's hooks is counted: fully_shard gathers and frees by these.
+    units = ["", *plan.model.regions] if planned is not None and planned.kind == "fsdp2" else []
 
     def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal warned
         with blocks_run_as_written(), parts_run_uncompiled():  # as they were recorded
-            output, step = followed(steps, lambda: modules.module_call(model, *args, **kwargs))
+            output, step = followed(
+                steps, lambda: modules.module_call(model, *args, **kwargs), map(model.get_submodule, units)
+            )
         calls.last.follow(step)
         if not step.followed:
             paths.met = True
