@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import planner
 from benchmarks.rank_models import BLOCKS, batch, build, half_planned
 
-FORMS = ("no plan", "a plan of the whole", "a plan with regions")
+FORMS = ("no plan", "a plan of the whole", "a plan with regions", "a replayed plan")
 """The ways in which each model trains."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
@@ -78,7 +78,9 @@ def early_gradients(name: str, form: str, *, wrapped: bool, tiny: bool = False) 
         text: list[Any] = [None]
         if dist.get_rank() == 0:
             parallel = planner.DDP(dist.get_world_size()) if wrapped else None
-            text = [half_planned(name, tiny=tiny, regions=regions, parallel=parallel).dumps()]
+            backend: Any = "replay" if form == FORMS[3] else "graph"
+            plan = half_planned(name, tiny=tiny, regions=regions, parallel=parallel, backend=backend)
+            text = [plan.dumps()]
         dist.broadcast_object_list(text)
         planner.Plan.loads(text[0]).apply(model)
     trained: Any = model
@@ -93,11 +95,11 @@ def early_gradients(name: str, form: str, *, wrapped: bool, tiny: bool = False) 
     return found
 
 
-def early_rows(names: Iterable[str], report: Path, *, tiny: bool) -> None:
+def early_rows(names: Iterable[str], forms: Sequence[str], report: Path, *, tiny: bool) -> None:
     """What each rank does: it writes lines of the table to a file."""
     lines = []
     for name in names:
-        for form in FORMS:
+        for form in forms:
             alone, among = (
                 early_gradients(name, form, wrapped=wrapped, tiny=tiny) for wrapped in (False, True)
             )

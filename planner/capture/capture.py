@@ -113,7 +113,8 @@ def record_saving(
     """Record one training step on a copy of the module, eagerly and by another recorder.
 
     Args:
-        recorder_of: Given the copy and what is sharded of it, makes what makes the recorder of the second pass.
+        recorder_of: Given the copy and what is sharded of it, makes what makes the recorder of the second
+            pass.
         around: Puts that recorder around the module's call.
 
     All else is as for :func:`capture`.

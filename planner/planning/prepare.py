@@ -242,8 +242,8 @@ def _prepare(
     replaying = options.backend == "replay"
     if replaying and holds_dtensors(model):
         raise CaptureError(
-            "parameters of the model are distributed by parallelize_module, and replays follow plain tensors: "
-            "plan it with backend='graph'"
+            "parameters of the model are distributed by parallelize_module, and replays follow plain "
+            "tensors: plan it with backend='graph'"
         )
     capturing = time.process_time()
     if replaying:

@@ -117,9 +117,9 @@ class _Held:
             raise _changed(self.tensor)
         if self.tensor.numel() and not self.tensor.untyped_storage().nbytes():
             raise InputsChanged(
-                f"a tensor of shape {tuple(self.tensor.shape)} that the plan reads again in the backward has no "
-                "memory by then, as a parameter that fully_shard has not gathered: shard as the plan says, or "
-                "plan the model as it is sharded"
+                f"a tensor of shape {tuple(self.tensor.shape)} that the plan reads again in the backward has "
+                "no memory by then, as a parameter that fully_shard has not gathered: shard as planned, or "
+                "plan with the regions= that are sharded"
             )
         return self.tensor
 

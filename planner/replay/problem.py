@@ -7,10 +7,10 @@ of the backward are outside of any region, as code between graphs is.
 A storage of the forward lives until Python lets go of it, whatever the plan says. Where the plan keeps it for
 a node it lives until autograd lets go of it, which is modelled as a read by the last row of that node.
 
-Where ``fully_shard`` shards parts of the module, each of its units is a region: a call of a unit runs again only
-where nodes of that unit ask, and what units other than the root hand to others is kept. So whatever is made again,
-in whatever order a backward asks for it, reads parameters of the unit whose nodes run, and of the root, which are
-gathered then.
+Where ``fully_shard`` shards parts of the module, each of its units is a region: a call of a unit runs again
+only where nodes of that unit ask, and what units other than the root hand to others is kept. So whatever is
+made again, in whatever order a backward asks for it, reads parameters of the unit whose nodes run, and of the
+root, which are gathered then.
 """
 
 import hashlib
@@ -199,7 +199,9 @@ class _Builder:
         saved = self.saved
         kept = {saved.saves[number].storage for number, at in saved.unpacked if at < saved.forward_events}
         rows = [i for i, made in enumerate(saved.made) if self.events[i].allocates or made.written]
-        units: dict[int, set[int]] = {}  # by row: the units whose nodes ask before it, and behind the row before
+        units: dict[
+            int, set[int]
+        ] = {}  # by row: the units whose nodes ask before it, and behind the row before
         for number, at in saved.unpacked:
             units.setdefault(bisect_left(rows, at), set()).add(saved.saves[number].unit)
         for save in saved.saves:

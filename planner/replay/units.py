@@ -1,7 +1,7 @@
 """The units of ``fully_shard`` while a forward runs: which one, and whether hooks around it run.
 
-Hooks of ``fully_shard`` gather and free, and cast what a unit is given. What they call is no part of the forward
-that a plan follows: it is not counted, in the recording of a step and in every planned step alike.
+Hooks of ``fully_shard`` gather and free, and cast what a unit is given. What they call is no part of the
+forward that a plan follows: it is not counted, in the recording of a step and in every planned step alike.
 """
 
 from collections.abc import Iterable, Iterator

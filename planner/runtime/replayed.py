@@ -27,11 +27,10 @@ from planner.runtime.shapes.policy import NewShapes, OnNewShape
 from planner.runtime.shapes.shape_key import shape_key
 from planner.training_step.step import Loss, differentiates, map_tensors
 
-
 OTHER_UNITS = (
-    "fully_shard shards other parts of the module than planned, or the plan is for none: steps run as they are, "
-    "without the plan, as re-runs would read parameters that are not gathered by then. Shard what the plan has "
-    "as regions, or plan with parallel=planner.FSDP2(...) and with the parts that are sharded as regions="
+    "fully_shard shards other parts of the module than planned, or the plan is for none: steps run as they "
+    "are, without the plan, as re-runs would read parameters that are not gathered by then. Shard what the "
+    "plan has as regions, or plan with parallel=planner.FSDP2(...) and with these parts as regions="
 )
 
 
