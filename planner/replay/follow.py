@@ -127,10 +127,11 @@ class _Held:
 class _Packed:
     """What autograd holds in the place of a tensor that it saved and the plan drops."""
 
-    __slots__ = ("__weakref__", "geometry", "save", "slot", "step")
+    __slots__ = ("__weakref__", "geometry", "handed_out", "save", "slot", "step")
 
     def __init__(self, step: "FollowedStep", save: int, slot: int, tensor: torch.Tensor) -> None:
         self.step, self.save, self.slot = step, save, slot
+        self.handed_out: torch.Tensor | None = None  # until autograd lets go, as of what is kept
         self.geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
@@ -357,6 +358,8 @@ class FollowedStep:
         if base is None:
             base = self._made_again(slot)
         tensor = _look(base, packed.geometry)
+        if not graph_is_kept():
+            packed.handed_out = tensor
         self.waiting[slot] -= 1
         self.after(save, slot)
         return tensor
