@@ -200,7 +200,8 @@ def _train_all(cases: Sequence[Case], folder: Path) -> None:
 def _leave_early(models: Sequence[str], forms: Sequence[str], tiny: bool, name: str, folder: Path) -> None:
     """What two ranks do to see when gradients leave the backward."""
     warnings.simplefilter("ignore")
-    early_rows(models, forms, folder / f"{name}.{dist.get_rank()}", tiny=tiny)
+    report = folder / f"{name}.{dist.get_rank()}"
+    early_rows(models, forms, report, units=FORMS[3] in forms, tiny=tiny)
 
 
 def row(case: Case, said: Sequence[dict[str, Any]]) -> str:
@@ -311,7 +312,10 @@ def _of_replays(trained: Sequence[str], early: Sequence[str]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
         *trained,
         "",
-        *_EARLY,
+        "When gradients leave the backward, and the first unit is reduced that `fully_shard` shards:",
+        "",
+        f"{_EARLY[0]} before the first unit |",
+        f"{_EARLY[1]}---|",
         *early,
         "",
     ]

@@ -38,6 +38,10 @@ def _said(outcomes: Path, name: str, rank: int) -> list[Backward]:
 def test_the_first_gradient_comes_after_one_region_and_the_head(name: str, outcomes: Path) -> None:
     for rank in range(2):
         unplanned, whole, regions, replayed = _said(outcomes, name, rank)
+        assert unplanned.block is not None
+        assert regions.first is not None
+        assert regions.block is not None
+        assert replayed.block is not None
         # A product of the forward is two of the backward, and a plan may run it once more.
         assert regions.first <= regions.block <= 1.5 * unplanned.block < regions.products
         assert whole.block == whole.products  # which regions are there to change
