@@ -136,8 +136,8 @@ class PlanOptions:
             bit as without a plan. "replay": the module as it is, of which operators run again as the backward
             asks for what the plan dropped; it takes forwards that end graphs, and
             some ten microseconds more for each operator. "auto":
-            graphs where the step is one graph and no correction is warned of, else "replay"; the plan says
-            which, and why. "inductor": the programs that Inductor makes of the graphs, as under
+            graphs where the step is one graph and no correction is warned of, or ``fully_shard`` shards, else
+            "replay"; the plan says which, and why. "inductor": the programs that Inductor makes of the graphs, as under
             ``torch.compile``. The plan's peak is then that of these programs. On the CPU only, for one shape
             at a time.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.
