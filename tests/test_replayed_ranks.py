@@ -173,8 +173,27 @@ NOT_FOLLOWED: dict[str, Callable[[], str]] = {
 }
 
 
+def _with_other_plans() -> str:
+    solver = "none" if dist.get_rank() == 1 else "sqrt_n"
+    plan = planner.plan(
+        _net(),
+        (_x(0),),
+        budget="500%" if solver == "none" else "min",
+        solver=solver,
+        loss=sum,
+        backend="replay",
+        parallel=planner.FSDP2(2),
+    )
+    model = _shard(plan.apply(_net()))
+    try:
+        model(_x(dist.get_rank()))
+    except planner.PlanMismatch as error:
+        return str(error)
+    return "fine"
+
+
 def _rank(folder: Path) -> None:
-    every = {**CASES, **NOT_FOLLOWED}
+    every = {**CASES, **NOT_FOLLOWED, "other plans": _with_other_plans}
     say_each(every, lambda name: every[name](), folder)
 
 
@@ -199,3 +218,10 @@ def test_parts_that_are_sharded_otherwise_run_without_the_plan(name: str, outcom
         said = what_a_rank_says(outcomes, name, rank)
         assert said.startswith("0 followed, all equal")
         assert "steps run as they are, without the plan" in said
+
+
+@pytest.mark.heavy
+def test_ranks_with_other_plans_are_an_error(outcomes: Path) -> None:
+    for rank in range(2):
+        said = what_a_rank_says(outcomes, "other plans", rank)
+        assert said.startswith(f"rank {rank} trains by another plan than rank {1 - rank}")

@@ -199,9 +199,7 @@ class _Builder:
         saved = self.saved
         kept = {saved.saves[number].storage for number, at in saved.unpacked if at < saved.forward_events}
         rows = [i for i, made in enumerate(saved.made) if self.events[i].allocates or made.written]
-        units: dict[
-            int, set[int]
-        ] = {}  # by row: the units whose nodes ask before it, and behind the row before
+        units: dict[int, set[int]] = {}  # by row: those whose nodes ask before it, and behind the one before
         for number, at in saved.unpacked:
             units.setdefault(bisect_left(rows, at), set()).add(saved.saves[number].unit)
         for save in saved.saves:
