@@ -17,6 +17,7 @@ import planner
 from planner._torch.joint.aot import BoxedFunction
 from planner.errors import PlanWarning
 from planner.lowering.lowerings import Lowering, Role
+from planner.replay.follow import FollowedStep
 from planner.runtime import backend
 from planner.user_plan import Plan
 from planner.verification.measure import measure_peak
@@ -70,12 +71,14 @@ class Runs:
     forward = 0
     backward = 0
     captures = 0
+    replayed = 0
+    """How many forwards were followed to their end by a plan that is replayed."""
 
 
 @contextmanager
 def counting_runs() -> Iterator[Runs]:
     """Count the executions of planned graphs that are compiled from now on."""
-    runs, original = Runs(), backend.chosen_lowering
+    runs, original, finished = Runs(), backend.chosen_lowering, FollowedStep.finished
 
     def chosen(*backend_and_options: Any) -> Lowering:
         lower = original(*backend_and_options)
@@ -92,11 +95,17 @@ def counting_runs() -> Iterator[Runs]:
 
         return counted
 
+    def counting(step: FollowedStep) -> None:
+        finished(step)
+        runs.replayed += step.followed
+
     backend.chosen_lowering = chosen
+    FollowedStep.finished = counting  # type: ignore[method-assign]
     try:
         yield runs
     finally:
         backend.chosen_lowering = original
+        FollowedStep.finished = finished  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -37,16 +37,23 @@ def _said(outcomes: Path, name: str, rank: int) -> list[Backward]:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_gradient_comes_after_one_region_and_the_head(name: str, outcomes: Path) -> None:
     for rank in range(2):
-        unplanned, whole, regions = _said(outcomes, name, rank)
+        unplanned, whole, regions, replayed = _said(outcomes, name, rank)
+        assert unplanned.block is not None
+        assert regions.first is not None
+        assert regions.block is not None
+        assert replayed.block is not None
         # A product of the forward is two of the backward, and a plan may run it once more.
         assert regions.first <= regions.block <= 1.5 * unplanned.block < regions.products
         assert whole.block == whole.products  # which regions are there to change
+        assert replayed.first == unplanned.first
+        assert replayed.block <= 1.5 * unplanned.block
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", MODELS)
 def test_buckets_are_reduced_before_half_of_the_backward(name: str, outcomes: Path) -> None:
     for rank in range(2):
-        *_, regions = _said(outcomes, name, rank)
-        assert regions.reduced is not None
-        assert regions.reduced < regions.products / 2
+        *_, regions, replayed = _said(outcomes, name, rank)
+        for found in (regions, replayed):
+            assert found.reduced is not None
+            assert found.reduced < found.products / 2

@@ -91,6 +91,11 @@ def _saved_and_loaded(plan: planner.Plan | None, folder: Path) -> Weights:
 LOOPS: dict[str, tuple[Loop, planner.FSDP2 | planner.DDP]] = {
     "gradients in buckets": (_in_buckets, planner.DDP(RANKS)),
     "replicas of shards, saved and loaded": (_saved_and_loaded, planner.FSDP2(2, None, replicas=2)),
+    "replayed, gradients in buckets": (_in_buckets, planner.DDP(RANKS)),
+    "replayed, replicas of shards, saved and loaded": (
+        _saved_and_loaded,
+        planner.FSDP2(2, None, replicas=2),
+    ),
 }
 
 
@@ -109,7 +114,13 @@ def _rank(folder: Path) -> None:
                 regions = None if isinstance(parallel, planner.DDP) else "layers.*"
                 inputs, built = (_blocks().batch(0, 0),), _blocks().build_model()
                 plan = planner.plan(
-                    built, inputs, budget="min", solver="sqrt_n", regions=regions, parallel=parallel
+                    built,
+                    inputs,
+                    budget="min",
+                    solver="sqrt_n",
+                    regions=regions,
+                    parallel=parallel,
+                    backend="replay" if name.startswith("replayed") else "graph",
                 )
                 text = [plan.dumps()]
             dist.broadcast_object_list(text)
@@ -117,7 +128,11 @@ def _rank(folder: Path) -> None:
             with counting_runs() as runs, _warnings_are_errors():
                 ours = loop(planner.Plan.loads(text[0]), folder)
             unequal = [n for n, value in theirs.items() if not torch.equal(ours[n], value)]
-            said = f"{unequal or 'all'} equal" if runs.backward >= 3 else "the plan was not followed"
+            said = (
+                f"{unequal or 'all'} equal"
+                if max(runs.backward, runs.replayed) >= 3
+                else "the plan was not followed"
+            )
         except Exception:
             said = traceback.format_exc()
         (folder / f"{name}.{dist.get_rank()}").write_text(said)

@@ -71,6 +71,14 @@ CASES: dict[str, tuple[Callable[[int], Built], planner.FSDP2 | planner.DDP]] = {
     ),
     "transformer, data parallel": (_transformer, planner.DDP(2, bucket_cap_mb=1)),
     "transformer, gradients in buckets": (_transformer, planner.DDP(2, gradient_as_bucket_view=True)),
+    "replayed: Llama, kept gathered, in half precision": (_llama, planner.FSDP2(2, False, **HALF)),
+    "replayed: BERT": (_bert, planner.FSDP2(2)),
+    "replayed: Llama, with a group that stays gathered": (
+        _llama,
+        planner.FSDP2(2, None, kept_gathered=("model.norm+lm_head",)),
+    ),
+    "replayed: transformer, data parallel": (_transformer, planner.DDP(2, bucket_cap_mb=1)),
+    "replayed: BERT, gradients in buckets": (_bert, planner.DDP(2, gradient_as_bucket_view=True)),
 }
 
 
@@ -140,8 +148,18 @@ def _compared(name: str) -> str:
     text: list[Any] = [None]
     if rank == 0:
         kept = parallel.kept_gathered if isinstance(parallel, planner.FSDP2) else ()
-        regions = [pattern, *(name for group in kept for name in group.split("+"))]
-        step = planner.prepare(model, inputs, optimizer="adamw", regions=regions, parallel=parallel)
+        regions: Any = [pattern, *(name for group in kept for name in group.split("+"))]
+        replayed = name.startswith("replayed")
+        if replayed and not kept:
+            regions = None
+        step = planner.prepare(
+            model,
+            inputs,
+            optimizer="adamw",
+            regions=regions,
+            parallel=parallel,
+            backend="replay" if replayed else "graph",
+        )
         text = [step.plan("min@33%", solver="sqrt_n", encodings="none").dumps()]
     dist.broadcast_object_list(text)
     plan = planner.Plan.loads(text[0])

@@ -314,7 +314,6 @@ def test_graph_is_another_name_of_eager() -> None:
     [
         ({"regions": "auto"}, "gradients leave when eager's do"),
         ({"in_flight": 2}, "stages of pipelines"),
-        ({"parallel": "fsdp2:2"}, "fully_shard"),
         ({"backend_options": {"max_autotune": True}}, "they are Inductor's"),
     ],
 )
@@ -442,3 +441,49 @@ def test_what_runs_again_runs_as_pytorch_was_set(build: type[nn.Module]) -> None
     assert plan.recomputed_operations
     report = planner.verify(model, x, plan=plan, repeats=0)
     assert report.ok, report.problems
+
+
+class TwoBlocks(nn.Module):
+    """Blocks that read what the model itself and the block before made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x * torch.sigmoid(block(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_units_of_fully_shard_are_regions(dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model, x = TwoBlocks().train(), torch.randn(64, 32)
+    parallel = planner.FSDP2(2, param_dtype=dtype)
+    plan = _planned(model, x, parallel=parallel)
+    assert plan.target.backend == "replay"
+    assert plan.model.regions == ["blocks.0", "blocks.1", "blocks.2"]
+    assert plan.recomputed_operations > 0
+    assert plan.replay is not None
+    graph = plan.graphs[0]
+    module = [op.module for op in graph.ops]
+    waiting: list[int] = []
+    for op in graph.by_execution[0].backward:
+        if op < graph.forward_length:
+            waiting.append(op)
+            continue
+        # What runs again before an operation of the backward is all of one unit.
+        units = {
+            ".".join(module[w].split(".")[:2]) if module[w].startswith("blocks") else "" for w in waiting
+        }
+        assert len(units) <= 1
+        waiting = []
+    # In one process the model is whole, and trains by the plan all the same.
+    report = planner.verify(model, (x,), plan=plan, repeats=0)
+    assert report.exact, report.problems

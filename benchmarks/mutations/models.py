@@ -317,10 +317,10 @@ MODELS = [
             ),
             Change(
                 "planner/runtime/install.py",
-                "        if self._compare_ranks is not None and self._compare_ranks():\n",
+                "        hooks = modules.hooks_on_all_modules()\n",
                 "        if self._known != [id(p) for p in model.parameters()]:\n"
                 "            return modules.module_call(model, *args, **kwargs)\n"
-                "        if self._compare_ranks is not None and self._compare_ranks():\n",
+                "        hooks = modules.hooks_on_all_modules()\n",
             ),
         ),
         ("tests/test_loops.py::test_new_weights_and_a_trip_to_another_device",),

@@ -76,6 +76,19 @@ RANKS = [
         ("tests/test_ddp.py::test_two_ranks[other plans]",),
     ),
     Mutation(
+        "replay-units",
+        "What a replayed plan makes again under fully_shard is made while its unit is gathered.",
+        "All units are one region, in which any call runs again before any node's.",
+        (
+            Change(
+                "planner/replay/problem.py",
+                "pending, let_go, Region(unit))",
+                "pending, let_go, Region(ROOT))",
+            ),
+        ),
+        ("tests/test_replayed.py::test_units_of_fully_shard_are_regions[None]",),
+    ),
+    Mutation(
         "ddp-plans-that-hand-out-gradients-otherwise",
         "Ranks whose plans hand out other gradients, or take other graphs next, count as different.",
         "How graphs are to be traced is not compared.",

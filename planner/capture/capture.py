@@ -49,6 +49,7 @@ from planner.capture.repeated.ran import GraphsOfLayers
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering
 from planner.module_parts import buffers_of, parameters_of
+from planner.parallel.fully_shard import ShardedUnits
 from planner.parallel.rank import Rank, gradients_there
 from planner.progress import Progress
 from planner.training_step.arrivals.on_copies import state_of
@@ -59,6 +60,8 @@ from planner.training_step.regions import RunningRegions, refuse_in_checkpoint
 from planner.training_step.step import Step, differentiable_outputs, tensors_in, unique_storages
 
 logger = logging.getLogger(__name__)
+
+RecorderOf = Callable[[torch.nn.Module, ShardedUnits | None], Callable[..., StepRecorder]]
 
 _MOST_PASSES = 4
 """How often the step may run until it takes the same path twice."""
@@ -99,7 +102,7 @@ def capture(
 def record_saving(
     module: torch.nn.Module,
     step: Step,
-    recorder_of: Callable[[torch.nn.Module], Callable[..., StepRecorder]],
+    recorder_of: RecorderOf,
     around: Callable[[torch.nn.Module, Any], torch.nn.Module],
     progress: Progress | None = None,
     *,
@@ -110,7 +113,8 @@ def record_saving(
     """Record one training step on a copy of the module, eagerly and by another recorder.
 
     Args:
-        recorder_of: Given the copy, makes what makes the recorder of the second pass.
+        recorder_of: Given the copy and what is sharded of it, makes what makes the recorder of the second
+            pass.
         around: Puts that recorder around the module's call.
 
     All else is as for :func:`capture`.
@@ -193,7 +197,9 @@ class _Capture:
         self._runners: list[GraphRunner] = []
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
         self._alone = rank is None
-        added_to = added_to if rank is None else rank.put_into(copied, added_to, elsewhere=cuda is not None)
+        self._units: ShardedUnits | None = None
+        if rank is not None:
+            added_to, self._units = rank.put_into(copied, added_to, elsewhere=cuda is not None)
         self._python = PythonState([copied.module])
         self._generators = GeneratorStates.now(self._python.generators)
         self.parameters, self.buffers = parameters_of(copied.module), buffers_of(copied.module)
@@ -218,7 +224,7 @@ class _Capture:
 
     def run_saving(
         self,
-        recorder_of: Callable[[torch.nn.Module], Callable[..., StepRecorder]],
+        recorder_of: RecorderOf,
         around: Callable[[torch.nn.Module, Any], torch.nn.Module],
     ) -> CapturedStep:
         """Record the step twice, the second time by another recorder: no graph is captured."""
@@ -232,7 +238,7 @@ class _Capture:
             self._eager_runs = True
             self.report("running the step whose saved tensors are dropped", 0.5)
             recording, _ = self._record(
-                module, "running the step", recorder_of=recorder_of(module), around=around
+                module, "running the step", recorder_of=recorder_of(module, self._units), around=around
             )
         if self._cuda is not None:
             warn_of_cpu_kernels(recording, (), module, recurrent, self._cuda, self._warn)

@@ -17,7 +17,7 @@ From PyTorch 2.15 on a parameter's ``grad_dtype`` is what its gradient is reduce
 and adds up by itself: see :func:`planner._torch.distributed.autograd_adds_up`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,12 @@ class ShardedUnits:
         there = self.options.no_sync and parameter.requires_grad
         return there and (autograd_adds_up() or self.reduced_in[id(parameter)] == parameter.dtype)
 
+    def modules(self) -> Iterator[tuple[torch.nn.Module, int]]:
+        """The modules of all units, each with the number of its unit; the root's is 0."""
+        for number, unit in enumerate(self.units):
+            for module in unit.modules:
+                yield module, number
+
     def start(self) -> None:
         """Forget a step before."""
         self.previous: Any = None  # the buffer of the all-gather before, in the forward
@@ -153,22 +159,22 @@ class _Unit:
     ) -> None:
         options = shared.options
         self._shared, self._root, self._world = shared, root, options.world_size
-        self._parameters = list(parameters)
+        self.modules, self.parameters = list(modules), list(parameters)
         self._elements = [shard_elements(p, self._world) for p in parameters]
         self._original = [dtypes[id(p)] for p in parameters]
         self._added = [id(p) in added for p in parameters]
         self._reshard = not root if reshard is None else bool(reshard)
         self._group = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
         self._dtypes = [shared.reduced_in[id(p)] for p in parameters]
-        self._unreduced: list[torch.Tensor | None] = [None] * len(self._parameters)
-        for i, (p, dtype) in enumerate(zip(self._parameters, self._dtypes, strict=True)):
+        self._unreduced: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for i, (p, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
             if dtype == p.dtype or not p.requires_grad:
                 continue
             if autograd_adds_up():
                 p.grad_dtype = dtype
             elif options.no_sync:
                 self._unreduced[i] = torch.zeros_like(local_tensor(p.detach()), dtype=dtype)
-        self._modules, self._to_run = set(modules), set[torch.nn.Module]()
+        self._to_run = set[torch.nn.Module]()
         for module in modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward)
@@ -184,6 +190,10 @@ class _Unit:
         self.gradients: list[torch.Tensor] = []
         self.all_reduced: torch.Tensor | None = None
 
+    def is_there(self) -> bool:
+        """Whether its parameters are gathered."""
+        return bool(self._unsharded) or not self.parameters
+
     # ---- hooks -------------------------------------------------------------------------------------
 
     def pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
@@ -195,8 +205,8 @@ class _Unit:
                 lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, (args, kwargs)
             )
         if not self._to_run:
-            self._to_run |= self._modules
-        if not self._parameters:
+            self._to_run.update(self.modules)
+        if not self.parameters:
             return args, kwargs
         again = self.state == "forward"
         self.state = "forward"
@@ -215,7 +225,7 @@ class _Unit:
         self._to_run.discard(module)
         if self._to_run:  # others are gathered with it
             return output
-        if self._parameters:
+        if self.parameters:
             if self._reshard:
                 self._free()
             self.forwards.append(len(self._shared.order))
@@ -231,7 +241,7 @@ class _Unit:
 
     def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         self._shared.end_with_backward()
-        if not self._parameters or self.state == "backward":
+        if not self.parameters or self.state == "backward":
             return gradient
         self.state = "backward"
         self.gather()
@@ -256,7 +266,7 @@ class _Unit:
         leaves new ones as they are, while the backward of the unit runs."""
         if not autograd_adds_up():
             return
-        for p, dtype in zip(self._parameters, self._dtypes, strict=True):
+        for p, dtype in zip(self.parameters, self._dtypes, strict=True):
             if p.requires_grad and dtype.itemsize > p.dtype.itemsize and not is_whole_on_each_rank(p):
                 if not keep and p.grad is not None and p.grad.dtype != dtype:
                     p.grad = p.grad.to(dtype)
@@ -266,23 +276,23 @@ class _Unit:
 
     @property
     def _device(self) -> torch.device:
-        return self._parameters[0].device
+        return self.parameters[0].device
 
     def _empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype, device=self._device)
 
     def gather(self) -> None:
         """``unshard``: the all-gather, into a buffer of the shards of all parameters of all ranks."""
-        if self.gathered is not None or self._unsharded or not self._parameters:
+        if self.gathered is not None or self._unsharded or not self.parameters:
             return
         if self._world == 1:
             self.gathered = self._empty(0, torch.uint8)
             return
-        pairs = list(zip(self._parameters, self._elements, strict=True))
+        pairs = list(zip(self.parameters, self._elements, strict=True))
         cast = [e for (p, e), was in zip(pairs, self._original, strict=True) if p.dtype != was]
         # Shards are cast into one buffer first; after the forward, those of a smaller group as they are.
         parts = self._world // self._group if self._resharded and self._group else 1
-        flat = self._empty(sum(cast) * parts, self._parameters[0].dtype) if cast else None
+        flat = self._empty(sum(cast) * parts, self.parameters[0].dtype) if cast else None
         nbytes = sum(e * p.element_size() for p, e in pairs) * self._world
         self.gathered = self._empty(nbytes, torch.uint8)
         if self._shared.copies:
@@ -299,7 +309,7 @@ class _Unit:
             self._shared.previous = None
         self._unsharded = [
             self._empty(elements * self._world, parameter.dtype)
-            for parameter, elements in zip(self._parameters, self._elements, strict=True)
+            for parameter, elements in zip(self.parameters, self._elements, strict=True)
         ]
         self._resharded = []
         if forward:
@@ -316,11 +326,11 @@ class _Unit:
 
     def _reduce(self) -> None:
         """The rest of ``post_backward``, and ``foreach_reduce``."""
-        reduced = [i for i, p in enumerate(self._parameters) if p.grad is not None]
+        reduced = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         grads = []
         for i in reduced:
-            grads.append(local_gradient(self._parameters[i]))
-            self._parameters[i].grad = None
+            grads.append(local_gradient(self.parameters[i]))
+            self.parameters[i].grad = None
         self._keep_as_computed(False)
         self._unsharded = []
         if self._shared.reduced:
@@ -347,16 +357,16 @@ class _Unit:
 
     def _accumulate(self) -> None:
         """``accumulate_unsharded_grad_if_needed``, and what the last micro-batch's reduction takes more."""
-        for parameter, unreduced in zip(self._parameters, self._unreduced, strict=True):
+        for parameter, unreduced in zip(self.parameters, self._unreduced, strict=True):
             if unreduced is not None and parameter.grad is not None:
                 unreduced.add_(local_tensor(parameter.grad))
                 parameter.grad = None
         self._keep_as_computed(False)
         self._unsharded = []
-        reduced = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        reduced = [i for i, p in enumerate(self.parameters) if p.requires_grad]
         if reduced:
             shared, dtype = self._shared, self._dtypes[reduced[0]]
-            sizes = [local_tensor(self._parameters[i]).numel() * dtype.itemsize for i in reduced]
+            sizes = [local_tensor(self.parameters[i]).numel() * dtype.itemsize for i in reduced]
             shared.excess.of_reduction(
                 sizes,
                 0 if autograd_adds_up() else sizes[-1],

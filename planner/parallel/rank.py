@@ -27,7 +27,9 @@ class Rank:
     options: FSDP2 | DDP
     units: tuple[str, ...] = ()
 
-    def put_into(self, copied: StepCopy, added_to: Sequence[bool], *, elsewhere: bool) -> list[bool]:
+    def put_into(
+        self, copied: StepCopy, added_to: Sequence[bool], *, elsewhere: bool
+    ) -> tuple[list[bool], ShardedUnits | None]:
         """Make a copy of the module without data do what the rank does.
 
         Args:
@@ -36,16 +38,16 @@ class Rank:
             elsewhere: Whether it will run on a GPU that is not here.
 
         Returns:
-            For each parameter whether the copy's own has a gradient already.
+            For each parameter whether the copy's own has a gradient already; and what is sharded, if it is.
         """
         if isinstance(self.options, DDP):
             let_go_of_gradients(copied.module, self.options, added_to)
-            return list(added_to)
+            return list(added_to), None
         on_cpu = all(p.device.type == "cpu" for p in parameters_of(copied.module))
         with copied.running():
             copies = on_cpu and not elsewhere
             units = ShardedUnits(copied.module, self.units, self.options, added_to, copies=copies)
-        return [units.adds_to(parameter) for parameter in parameters_of(copied.module)]
+        return [units.adds_to(parameter) for parameter in parameters_of(copied.module)], units
 
     def parameter_bytes(self, model: torch.nn.Module) -> list[int]:
         """Bytes of each parameter's storage on the rank."""

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from planner._torch.distributed import ShardedUnit, names_of_units, names_of_whole, sharded_units
+from planner._torch.distributed import (
+    ShardedUnit,
+    is_fully_sharded,
+    names_of_units,
+    names_of_whole,
+    sharded_units,
+)
 from planner.errors import warn
 from planner.parallel.recorded import parallel_of
 from planner.parallel.strategies import FSDP2
@@ -46,6 +52,14 @@ def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: tor
             "parallel=planner.FSDP2(...) that it is trained with"
         )
     return all(unit.reduces for unit in units)
+
+
+def has_other_units(plan: PlanRecord, model: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` shards other parts of a module than planned, so that others are gathered."""
+    if not is_fully_sharded(model):
+        return False
+    planned = plan.target.parallel
+    return planned is None or planned.kind != "fsdp2" or any(_other_units(plan.model.regions, model))
 
 
 def _other_units(regions: list[str], model: torch.nn.Module) -> Iterator[str]:

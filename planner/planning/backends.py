@@ -27,12 +27,8 @@ def check_backend(options: PlanOptions) -> None:
             raise OptionError(
                 "in_flight=: expected none with backend='replay'; stages of pipelines run by backend='eager'"
             )
-        if options.backend == "replay" and isinstance(read_parallel(options.parallel), FSDP2):
-            raise OptionError(
-                "parallel=: expected no FSDP2 with backend='replay', which would read parameters that "
-                "fully_shard has let go of; plan it with backend='graph'"
-            )
-        if options.backend == "replay" and options.regions is not None:
+        sharded = isinstance(read_parallel(options.parallel), FSDP2)  # by regions
+        if options.backend == "replay" and options.regions is not None and not sharded:
             raise OptionError(
                 "regions=: expected none with backend='replay': gradients leave when eager's do without them"
             )

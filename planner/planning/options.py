@@ -135,11 +135,10 @@ class PlanOptions:
         backend: What runs the plan. "graph" (or "eager"): the step's graphs, operators one by one, bit for
             bit as without a plan. "replay": the module as it is, of which operators run again as the backward
             asks for what the plan dropped; it takes forwards that end graphs, and
-            some ten microseconds more for each operator. "auto":
-            graphs where the step is one graph and no correction is warned of, else "replay"; the plan says
-            which, and why. "inductor": the programs that Inductor makes of the graphs, as under
-            ``torch.compile``. The plan's peak is then that of these programs. On the CPU only, for one shape
-            at a time.
+            some ten microseconds more for each operator. "auto": graphs where the step is one graph and no
+            correction is warned of, or ``fully_shard`` shards, else "replay"; the plan says which, and why.
+            "inductor": the programs that Inductor makes of the graphs, as under ``torch.compile``. The plan's
+            peak is then that of these programs. On the CPU only, for one shape at a time.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.
         solver: A name in ``solvers.SOLVERS``, or "auto" for the best that fits.
         time_limit: Wall seconds for the solver; half as many more for masks as bits.

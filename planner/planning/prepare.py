@@ -265,8 +265,8 @@ def _prepare(
     replaying = options.backend == "replay"
     if replaying and holds_dtensors(model):
         raise CaptureError(
-            "parameters of the model are distributed (fully_shard or parallelize_module), and replays would "
-            "read what is not gathered by then: plan it with backend='graph'"
+            "parameters of the model are distributed by parallelize_module, and replays follow plain "
+            "tensors: plan it with backend='graph'"
         )
     capturing = time.process_time()
     if replaying:

@@ -7,6 +7,7 @@ import torch
 
 from planner.capture.capture import record_saving
 from planner.capture.captured_step import CapturedStep, CudaKernels
+from planner.parallel.fully_shard import ShardedUnits
 from planner.parallel.rank import Rank
 from planner.progress import Progress
 from planner.replay.recorder import AroundForward, Saved, SavesRecorder
@@ -38,9 +39,9 @@ def capture_replayed(
     :func:`planner.capture.capture.capture`."""
     recorders: list[SavesRecorder] = []
 
-    def recorder_of(copied: torch.nn.Module) -> Any:
+    def recorder_of(copied: torch.nn.Module, sharded: ShardedUnits | None) -> Any:
         def make(*of_step: Any) -> SavesRecorder:
-            recorders.append(SavesRecorder(copied, *of_step))
+            recorders.append(SavesRecorder(copied, sharded, *of_step))
             return recorders[-1]
 
         return make

@@ -11,7 +11,7 @@ else is kept, as without a plan.
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from planner.replay.calls import (
     written_operands,
 )
 from planner.replay.program import Call, Program, Run
+from planner.replay.units import ROOT, Units
 
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
 
@@ -117,17 +118,23 @@ class _Held:
     def there(self) -> torch.Tensor:
         if not self.owner.is_inference() and self.owner._version != self.version:
             raise _changed(self.tensor)
+        if self.tensor.numel() and not self.tensor.untyped_storage().nbytes():
+            raise InputsChanged(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the plan reads again in the backward has "
+                "no memory by then, as a parameter that fully_shard has not gathered: shard as planned, or "
+                "plan with the regions= that are sharded"
+            )
         return self.tensor
 
 
 class _Packed:
     """What autograd holds in the place of a tensor that it saved and the plan drops."""
 
-    __slots__ = ("__weakref__", "geometry", "held", "save", "slot", "step")
+    __slots__ = ("__weakref__", "geometry", "handed_out", "save", "slot", "step")
 
     def __init__(self, step: "FollowedStep", save: int, slot: int, tensor: torch.Tensor) -> None:
         self.step, self.save, self.slot = step, save, slot
-        self.held: torch.Tensor | None = None
+        self.handed_out: torch.Tensor | None = None  # until autograd lets go, as of what is kept
         self.geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
@@ -160,8 +167,8 @@ class FollowedStep:
             follows the schedule. Other calls between them only take what they take.
     """
 
-    def __init__(self, steps: Steps) -> None:
-        self.steps = steps
+    def __init__(self, steps: Steps, units: Units) -> None:
+        self.steps, self.units = steps, units
         self.calls, self.operators, self.saves = steps.calls, steps.operators, steps.saves
         self.position = self.save = 0
         self.strayed = False  # something was not the value that the plan has there
@@ -272,6 +279,9 @@ class FollowedStep:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds of a tensor that it saves."""
         save, begun = self.save, self.steps.begun
+        if self.units.in_hooks:  # what these save is not counted
+            tensor = without_history(tensor)
+            return tensor, tensor._version
         if save >= len(begun) or begun[save] != self.position:
             self.strayed = True
             save = bisect_left(begun, self.position)
@@ -368,10 +378,10 @@ class FollowedStep:
         if base is None:
             base = self._made_again(slot)
         tensor = _look(base, packed.geometry)
+        if not graph_is_kept():
+            packed.handed_out = tensor
         self.waiting[slot] -= 1
         self.after(save, slot)
-        if not graph_is_kept():
-            packed.held = tensor  # until autograd lets go of what it saved, as if it had saved this
         return tensor
 
     def before(self, save: int) -> None:
@@ -575,6 +585,10 @@ class Following(CountingMode):
         if not counted:
             return func(*args, **kwargs) if kwargs else func(*args)
         step = self.step
+        if step.units.in_hooks:
+            if operators.writes(func):
+                step.wrote(func, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
         position = step.position
         if position < len(step.calls) and (
             step.operators[position] is func or step.steps.is_expected(position, func)
@@ -590,10 +604,22 @@ class Following(CountingMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def followed(steps: Steps, forward: Callable[[], Any]) -> tuple[Any, FollowedStep]:
-    """Run a forward by a plan; returns its output, and what followed it."""
-    step = FollowedStep(steps)
-    with torch.autograd.graph.saved_tensors_hooks(step.pack, unpack), Following(step):
+def followed(
+    steps: Steps, forward: Callable[[], Any], units: Iterable[torch.nn.Module] = ()
+) -> tuple[Any, FollowedStep]:
+    """Run a forward by a plan; returns its output, and what followed it.
+
+    Args:
+        steps: The plan's.
+        forward: The forward.
+        units: The modules whose hooks gather parameters, see :class:`Units`.
+    """
+    step = FollowedStep(steps, Units((module, ROOT) for module in units))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(step.pack, unpack),
+        Following(step),
+        step.units.watched(),
+    ):
         output = forward()
     step.finished()
     return output, step

@@ -6,9 +6,15 @@ of the backward are outside of any region, as code between graphs is.
 
 A storage of the forward lives until Python lets go of it, whatever the plan says. Where the plan keeps it for
 a node it lives until autograd lets go of it, which is modelled as a read by the last row of that node.
+
+Where ``fully_shard`` shards parts of the module, each of its units is a region: a call of a unit runs again
+only where nodes of that unit ask, and what units other than the root hand to others is kept. So whatever is
+made again, in whatever order a backward asks for it, reads parameters of the unit whose nodes run, and of the
+root, which are gathered then.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -28,11 +34,10 @@ from planner.problem.rows import Source
 from planner.replay.calls import can_run_again
 from planner.replay.capture import ReplayedStep
 from planner.replay.recorder import Made
+from planner.replay.units import ROOT
 from planner.training_step.recorder import Event
 from solvers.model.graph import GLUE_REGION, Graph, Op, Phase, Value
 from solvers.model.indices import BaseOp, Region, RowId, ValueId, base_op
-
-STEP_REGION = Region(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +194,28 @@ class _Builder:
             s for s, writers in self._writers.items() if writers[-1] >= self.saved.forward_events
         }
 
+    def _find_kept(self) -> set[int]:
+        """The storages that are not made again whatever makes them, for when and where they are asked for."""
+        saved = self.saved
+        kept = {saved.saves[number].storage for number, at in saved.unpacked if at < saved.forward_events}
+        rows = [i for i, made in enumerate(saved.made) if self.events[i].allocates or made.written]
+        units: dict[int, set[int]] = {}  # by row: those whose nodes ask before it, and behind the one before
+        for number, at in saved.unpacked:
+            units.setdefault(bisect_left(rows, at), set()).add(saved.saves[number].unit)
+        for save in saved.saves:
+            mixed = any(len(units[bisect_left(rows, at)]) > 1 for at in save.unpacked)
+            if len(save.unpacked) > 1 or mixed or not save.gathered or self._crosses(save.storage, save.unit):
+                kept.add(save.storage)
+        for made in saved.made:
+            if made.position >= 0:
+                kept.update(s for s in made.operands if self._crosses(s, made.unit))
+        return kept
+
+    def _crosses(self, storage: int, unit: int) -> bool:
+        """Whether a unit has a storage of another one, not of the root."""
+        maker = self._maker.get(storage)
+        return maker is not None and self.saved.made[maker].unit not in (unit, ROOT)
+
     def _may_run_again(self, index: int) -> bool:
         """Whether a call, with the calls that write over its results, can run again in the backward."""
         event = self.events[index]
@@ -197,7 +224,7 @@ class _Builder:
         return all(
             storage not in self._changed
             and storage not in self.saved.unsure
-            and storage not in self._asked_for_early
+            and storage not in self._kept
             and all(
                 self._repeatable(w, frozenset((storage,))) and self._reads_earlier(w, index, storage)
                 for w in self._writers.get(storage, ())
@@ -220,6 +247,9 @@ class _Builder:
             return False
         if any(storage not in own for storage in made.written):
             return False
+        unit_of = self.saved.unit_of
+        if any(unit_of.get(key, ROOT) not in (made.unit, ROOT) for key in made.there_read):
+            return False
         # What it reads must be what it read: nothing writes it afterwards.
         for storage in made.operands:
             if storage >= 0 and storage not in own and self._writers.get(storage, (-1,))[-1] > index:
@@ -232,9 +262,7 @@ class _Builder:
         """Make a row of everything that happened in the step."""
         saved, events = self.saved, self.events
         self._find_writers()
-        early = [s for s, at in saved.unpacked if at < saved.forward_events]
-        several = [i for i, save in enumerate(saved.saves) if len(save.unpacked) > 1]
-        self._asked_for_early = {saved.saves[s].storage for s in (*early, *several)} - {-1}
+        self._kept = self._find_kept()
         again = [self._may_run_again(index) for index in range(len(events))]
         remade = {s for index, event in enumerate(events) if again[index] for s in event.allocates}
         self._remade = remade
@@ -244,15 +272,20 @@ class _Builder:
             if save.storage in remade and save.unpacked and save.released is not None:
                 released.setdefault(save.released, set()).add(save.storage)
         backward = False
+        unit_at = {at: saved.saves[number].unit for number, at in saved.unpacked}
         pending: set[int] = set()  # storages that were asked for since the last row
+        asking = ROOT  # the unit whose nodes asked for them
         for index, (event, made) in enumerate(zip(events, saved.made, strict=True)):
             backward = backward or (event.backward and index >= saved.forward_events)
-            pending |= entries.get(index, set())
+            if index in entries:
+                pending |= entries[index]
+                asking = unit_at[index]
             let_go = released.get(index, set())
             if not (event.allocates or made.written or let_go):  # a node unpacks all that it reads at once
                 self._row_of.append(len(self.rows) - 1)
                 continue
-            self._row(index, event, made, backward, again[index], pending, let_go)
+            unit = asking if pending else made.unit
+            self._row(index, event, made, backward, again[index], pending, let_go, Region(unit))
             pending = set()
             self._row_of.append(len(self.rows) - 1)
         self._hold()
@@ -281,6 +314,7 @@ class _Builder:
         again: bool,
         asked: set[int],
         let_go: set[int],
+        region: Region,
     ) -> None:
         call = event.call
         assert call is not None
@@ -304,7 +338,7 @@ class _Builder:
             outputs,
             phase=Phase(backward),
             recomputable=again and in_forward,
-            region=STEP_REGION if source.graph >= 0 else GLUE_REGION,
+            region=region if source.graph >= 0 else GLUE_REGION,
             name=f"{name} #{source.op}" if source.graph >= 0 else name,
             module=made.module,
         )

@@ -19,6 +19,7 @@ from torch.nn.modules import module as every_module
 
 from planner._torch import fake
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
+from planner.parallel.fully_shard import ShardedUnits
 from planner.replay.calls import (
     is_batch_norm,
     is_counted,
@@ -27,6 +28,7 @@ from planner.replay.calls import (
     statistics_of,
     written_operands,
 )
+from planner.replay.units import ROOT, Units
 from planner.training_step.recorder import StepRecorder
 from planner.training_step.user_lines import is_users_file
 
@@ -41,10 +43,14 @@ class Save:
         begun: How many counted calls of the forward have begun by then.
         unpacked: The number of events recorded when a node asked for it, each time.
         released: The last event recorded when autograd let go of it; None where it outlived the step.
+        unit: The number of the unit of ``fully_shard`` that saved it.
+        gathered: Whether the unit's parameters were there each time that it was asked for.
     """
 
     storage: int
     begun: int = 0
+    unit: int = ROOT
+    gathered: bool = True
     unpacked: list[int] = field(default_factory=list)
     released: int | None = None
 
@@ -62,6 +68,7 @@ class Made:
         statistics: Those of running statistics that it updates; run again it leaves them alone.
         module: The name of the module that called it.
         line: The user's line that called it, as in ``net.py:12``.
+        unit: The number of the unit of ``fully_shard`` that called it.
     """
 
     position: int = -1
@@ -73,6 +80,7 @@ class Made:
     statistics: tuple[int, ...] = ()
     module: str = ""
     line: str | None = None
+    unit: int = ROOT
 
 
 @dataclass
@@ -87,6 +95,7 @@ class Saved:
             were seen: it counts by itself, as parts by ``unsafe_split`` and what ``detach`` returns do.
         operators: The operators of the counted calls, by position.
         forward_events: How many events the module's forward had.
+        unit_of: By identity of a parameter's storage the number of the unit that gathers it.
     """
 
     saves: list[Save] = field(default_factory=list)
@@ -95,6 +104,7 @@ class Saved:
     unsure: set[int] = field(default_factory=set)
     operators: list[Any] = field(default_factory=list)
     forward_events: int = 0
+    unit_of: dict[int, int] = field(default_factory=dict)
 
 
 class SavesRecorder(StepRecorder):
@@ -102,12 +112,19 @@ class SavesRecorder(StepRecorder):
 
     Args:
         module: The module whose forward is planned, for the names of its parts.
+        sharded: What ``fully_shard`` shards of it; None where it shards nothing.
         of_step: Further arguments of :class:`StepRecorder`.
     """
 
-    def __init__(self, module: torch.nn.Module, *of_step: Any, **options: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, sharded: ShardedUnits | None, *of_step: Any, **options: Any
+    ) -> None:
         super().__init__(*of_step, **options)
         self.saved = Saved()
+        self._sharded = [] if sharded is None else sharded.units
+        self._units = Units(() if sharded is None else sharded.modules())
+        for number, unit in enumerate(self._sharded):
+            self.saved.unit_of.update((fake.storage_key(p), number) for p in unit.parameters)
         self._names = {id(part): name for name, part in module.named_modules(remove_duplicate=False)}
         self._inside = [""]
         self._alive: list[Any] = []  # weak references, which call back while they are held
@@ -125,7 +142,7 @@ class SavesRecorder(StepRecorder):
             return out
         events, made = self.recording.events, self.saved.made
         if len(events) == len(made):
-            if self._in_forward and is_counted(func):
+            if self._counts(func):
                 raise AssertionError(f"{func} is counted and was not recorded")
             return out
         made += [Made() for _ in range(len(events) - len(made) - 1)]
@@ -139,7 +156,7 @@ class SavesRecorder(StepRecorder):
         before = every_module.register_module_forward_pre_hook(self._enter)
         after = every_module.register_module_forward_hook(self._leave, always_call=True)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._units.watched():
                 yield
         finally:
             before.remove()
@@ -148,6 +165,9 @@ class SavesRecorder(StepRecorder):
             self.saved.forward_events = len(self.recording.events)
 
     # ---- inside ------------------------------------------------------------------------------------
+
+    def _counts(self, func: Any) -> bool:
+        return self._in_forward and not self._units.in_hooks and is_counted(func)
 
     def _enter(self, module: torch.nn.Module, _args: Any) -> None:
         self._inside.append(self._names.get(id(module), self._inside[-1]))
@@ -158,7 +178,7 @@ class SavesRecorder(StepRecorder):
 
     def _made(self, func: Any, args: Any, kwargs: Any, out: Any) -> Made:
         position = -1
-        if self._in_forward and is_counted(func):
+        if self._counts(func):
             position = len(self.saved.operators)
             self.saved.operators.append(func)
         operands = list(operands_of(args, kwargs))
@@ -176,6 +196,7 @@ class SavesRecorder(StepRecorder):
             self._there(statistics_of(func, args)),
             self._inside[-1] if self._in_forward else "",
             _line() if self._in_forward else None,
+            self._units.current,
         )
 
     def _count_writes(
@@ -200,8 +221,10 @@ class SavesRecorder(StepRecorder):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         saved = self.saved
+        if self._units.in_hooks:
+            return tensor
         number = -1 if self._paused or not is_plain(tensor) else self.index_of(tensor)
-        save = Save(number, len(saved.operators))
+        save = Save(number, len(saved.operators), self._units.current)
         saved.saves.append(save)
         if number < 0:
             return tensor
@@ -223,7 +246,10 @@ class SavesRecorder(StepRecorder):
         if not isinstance(packed, _Packed):
             return packed  # type: ignore[no-any-return]
         events = len(self.recording.events)
-        self.saved.saves[packed.save].unpacked.append(events)
+        save = self.saved.saves[packed.save]
+        save.unpacked.append(events)
+        if self._sharded and not self._sharded[save.unit].is_there():
+            save.gathered = False
         self.saved.unpacked.append((packed.save, events))
         form, number = packed.form, packed.storage
         with self.pause():

@@ -62,6 +62,7 @@ def decisions_digest(plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -
         "forward_only": plan.forward_only,
         "views": [views.model_dump(mode="json") for views in plan.views],
         "untraced": plan.untraced,
+        "replay": None if plan.replay is None else plan.replay.model_dump(mode="json"),
         "specs": [GraphSpec.of(graph).digest for graph in plan.graphs],
         "on_new_shape": on_new_shape,
     }
@@ -126,7 +127,7 @@ def _warn_of_buckets(plan: PlanRecord, model: torch.nn.Module, wrapped: DDP | No
     if wrapped.gradient_as_bucket_view:
         options += ", gradient_as_bucket_view=True"
     remedy = f"plan with parallel=planner.DDP({options})"
-    if target.backend != "eager" or target.in_flight is not None or target.parallel is not None:
+    if target.backend == "inductor" or target.in_flight is not None or target.parallel is not None:
         remedy = "leave as much room in the budget"  # none of these plans counts them
     warn(
         f"DistributedDataParallel has buckets of {format_bytes(there)}, as large as the gradients, which the "
@@ -139,6 +140,33 @@ UNREDUCED = (
     "much more than predicted. Plan with parallel=planner.FSDP2(..., no_sync=True) where those of several "
     "micro-batches are added up before they are reduced"
 )
+
+
+class Ranks:
+    """What is looked at before steps of a planned module, for training on several ranks."""
+
+    def __init__(self, plan: PlanRecord, on_new_shape: "OnNewShape" = "reapply") -> None:
+        self._plan, self._on_new_shape = plan, on_new_shape
+        self._compare: RankCheck | None = RankCheck(plan, on_new_shape)
+        self._first = True
+        self._unreduced: distributed.UnreducedGradients | None = None  # where it may tell
+
+    def look(self, model: torch.nn.Module) -> None:
+        """Compare with other ranks and with what was planned, and warn of what takes more; once each.
+
+        Raises:
+            PlanMismatch: Another rank trains by another plan, or the module is distributed otherwise.
+        """
+        if self._compare is not None and self._compare():
+            self._compare = None
+        if self._first:
+            self._unreduced = warn_of_other_ranks(self._plan, model)
+            if distributed.holds_dtensors(model):
+                RankCheck(self._plan, self._on_new_shape).among_shards(model)
+            self._first = False  # only now: what these refuse they refuse at every call
+        if self._unreduced is not None and self._unreduced.are_there():
+            self._unreduced = None
+            warn(UNREDUCED)
 
 
 class RankCheck:

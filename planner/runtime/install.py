@@ -14,7 +14,6 @@ import torch
 
 from planner._torch import dynamo, modules
 from planner._torch.compat import graphs_are_off
-from planner._torch.distributed import UnreducedGradients, holds_dtensors
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.definitions import Definitions
 from planner.blocks.running import blocks_run_as_written
@@ -29,7 +28,7 @@ from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
 from planner.planning.backends import check_options_of_file
 from planner.runtime.backend import PlanBackend
-from planner.runtime.ddp import UNREDUCED, RankCheck, warn_of_other_ranks
+from planner.runtime.ddp import Ranks
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
@@ -196,8 +195,7 @@ class PlannedCall(PlanCall):
         self._regions = RunningRegions(plan.model.regions, self.unplanned.region_in_checkpoint)
         compile_ = partial(_compiled, weakref.ref(model), id(_own_forward(model)), self._calls, self._regions)
         self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
-        self._compare_ranks: RankCheck | None = RankCheck(plan, on_new_shape)
-        self._unreduced: UnreducedGradients | None = None  # from the first planned step, where it may tell
+        self._ranks = Ranks(plan, on_new_shape)
         self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
@@ -229,8 +227,6 @@ class PlannedCall(PlanCall):
     def run_planned(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step by the plan, if nothing has changed that it depends on."""
         model = self._model
-        if self._compare_ranks is not None and self._compare_ranks():
-            self._compare_ranks = None
         hooks = modules.hooks_on_all_modules()
         if hooks != self._hooks:
             if self._hooks is not None:
@@ -240,13 +236,8 @@ class PlannedCall(PlanCall):
                 )
                 return modules.module_call(model, *args, **kwargs)
             self.unplanned.planned_call()
-            self._unreduced = warn_of_other_ranks(self.plan, model)
-            if holds_dtensors(model):
-                RankCheck(self.plan, self.on_new_shape).among_shards(model)
-            self._hooks = hooks  # only now: what these refuse they refuse at every call
-        if self._unreduced is not None and self._unreduced.are_there():
-            self._unreduced = None
-            warn(UNREDUCED)
+            self._hooks = hooks
+        self._ranks.look(model)
         if self._definitions is None:
             self._regions.put_in(model)
             self._definitions = Definitions(model)

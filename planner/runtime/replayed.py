@@ -11,14 +11,22 @@ from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner.blocks.running import blocks_run_as_written
 from planner.compiled.calls import Calls
 from planner.errors import warn
+from planner.parallel.sharded_as_planned import has_other_units
 from planner.planfile.plan import PlanRecord
 from planner.replay.follow import Steps, followed
 from planner.replay.program import program_of
+from planner.runtime.ddp import Ranks
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.installed import install
 from planner.runtime.plan_call import PlanCall
 from planner.runtime.shapes.policy import NewShapes, OnNewShape
 from planner.training_step.step import Loss
+
+OTHER_UNITS = (
+    "fully_shard shards other parts of the module than planned, or the plan is for none: steps run as they "
+    "are, without the plan, as re-runs would read parameters that are not gathered by then. Shard what the "
+    "plan has as regions, or plan with parallel=planner.FSDP2(...) and with these parts as regions="
+)
 
 
 class ReplayedCall(PlanCall):
@@ -42,6 +50,8 @@ class ReplayedCall(PlanCall):
         self._unpickled = unpickled
         self._calls = Calls(warn)
         self._shapes = NewShapes(model, plan, on_new_shape, partial(_followers, self._calls), loss)
+        self._ranks = Ranks(plan, on_new_shape)
+        self._told_of_units = False
 
     def install_in(self, copied: torch.nn.Module) -> None:
         again = ReplayedCall(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
@@ -56,6 +66,12 @@ class ReplayedCall(PlanCall):
 
     def run_planned(self, *args: Any, **kwargs: Any) -> Any:
         self.unplanned.planned_call()
+        self._ranks.look(self._model)
+        if has_other_units(self.plan, self._model):
+            if not self._told_of_units:
+                self._told_of_units = True
+                warn(OTHER_UNITS)
+            return self.run_original(*args, **kwargs)
         self._calls.begin()
         self._begin()
         output = self._program(args, kwargs, _as_it_is)(self._model, args, kwargs)
@@ -75,11 +91,16 @@ def _followers(
         return _as_it_is, _as_it_is  # nothing is dropped
 
     warned = False
+    planned = plan.target.parallel
+    # In which nothing of a module's hooks is counted: fully_shard gathers and frees by these.
+    units = ["", *plan.model.regions] if planned is not None and planned.kind == "fsdp2" else []
 
     def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal warned
         with blocks_run_as_written(), parts_run_uncompiled():  # as they were recorded
-            output, step = followed(steps, lambda: modules.module_call(model, *args, **kwargs))
+            output, step = followed(
+                steps, lambda: modules.module_call(model, *args, **kwargs), map(model.get_submodule, units)
+            )
         calls.last.follow(step)
         if not step.followed:
             paths.met = True
