@@ -184,6 +184,8 @@ class _Builder:
                     self._writers.setdefault(storage, []).append(index)
             for key in made.there_written:
                 last_there[key] = index
+        for key, noticed in self.saved.there_unseen.items():
+            last_there[key] = max(last_there.get(key, -1), noticed)
         self._last_there = last_there
         self._changed = {
             s for s, writers in self._writers.items() if writers[-1] >= self.saved.forward_events
@@ -197,6 +199,7 @@ class _Builder:
         return all(
             storage not in self._changed
             and storage not in self.saved.unsure
+            and storage not in self.saved.unseen
             and storage not in self._asked_for_early
             and all(
                 self._repeatable(w, frozenset((storage,))) and self._reads_earlier(w, index, storage)
@@ -222,9 +225,12 @@ class _Builder:
             return False
         # What it reads must be what it read: nothing writes it afterwards.
         for storage in made.operands:
-            if storage >= 0 and storage not in own and self._writers.get(storage, (-1,))[-1] > index:
+            if storage >= 0 and storage not in own and self._last_write(storage) > index:
                 return False
         return all(self._last_there.get(key, -1) <= index for key in made.there_read)
+
+    def _last_write(self, storage: int) -> int:
+        return max(self._writers.get(storage, (-1,))[-1], self.saved.unseen.get(storage, -1))
 
     # ---- rows -----------------------------------------------------------------------------------------
 

@@ -76,6 +76,8 @@ class Saved:
         made: One entry for every event.
         unsure: The storages of which a tensor was met whose count of writes is not that of the writes that
             were seen: it counts by itself, as parts by ``unsafe_split`` and what ``detach`` returns do.
+        unseen: By storage, and ``there_unseen`` by identity of the storage of another tensor, how many events
+            there were when a write was noticed last that no call of an operator did.
         operators: The operators of the counted calls, by position.
         forward_events: How many events the module's forward had.
     """
@@ -84,6 +86,8 @@ class Saved:
     unpacked: list[tuple[int, int]] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     unsure: set[int] = field(default_factory=set)
+    unseen: dict[int, int] = field(default_factory=dict)
+    there_unseen: dict[int, int] = field(default_factory=dict)
     operators: list[Any] = field(default_factory=list)
     forward_events: int = 0
 
@@ -186,7 +190,15 @@ class SavesRecorder(StepRecorder):
             self.saved.unsure.add(number)
 
     def _there(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
-        return tuple(fake.storage_key(t) for t in tensors if self.index_of(t) < 0)
+        return tuple(self.memory_of(t) for t in tensors if self.index_of(t) < 0)
+
+    def _written_unseen(self, key: int) -> None:
+        super()._written_unseen(key)
+        number, now = self._known.get(key, -1), len(self.recording.events)
+        if number >= 0:
+            self.saved.unseen[number] = now
+        else:
+            self.saved.there_unseen[self._lies_in.get(key, key)] = now
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         saved = self.saved
@@ -212,6 +224,9 @@ class SavesRecorder(StepRecorder):
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Packed):
             return packed  # type: ignore[no-any-return]
+        if self.unseen is not None and not self._in_forward:
+            self.unseen.look_at_all()
+            self.unseen = None  # what is written from now on no re-run of this step reads
         events = len(self.recording.events)
         self.saved.saves[packed.save].unpacked.append(events)
         self.saved.unpacked.append((packed.save, events))

@@ -38,6 +38,7 @@ from planner.errors import CaptureError
 from planner.training_step.call import Call, signature_of, sizes_by_data
 from planner.training_step.examples import Examples
 from planner.training_step.step import NESTED, Step, tensors_in
+from planner.training_step.unseen_writes import UnseenWrites
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
 _NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
@@ -132,7 +133,9 @@ class StepRecorder(autograd.InfrastructureMode):
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state: Callable[[], torch.Tensor] = meant(torch.get_rng_state)
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
-        self.writes = Counter[int]()  # by storage
+        self.writes = Counter[int]()  # by the identity of memory
+        self._lies_in: dict[int, int] = {}  # by storage of a view without data of what has some
+        self.unseen: UnseenWrites | None = None
         # Held: their identities are not used again.
         self._resident: list[Any] = []
         self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
@@ -159,6 +162,7 @@ class StepRecorder(autograd.InfrastructureMode):
         unknown = {key: t for t in given if (key := fake.storage_key(t)) not in self._known}
         if unknown:
             self._foreign(func, list(unknown.values()))
+        self._look(t.untyped_storage() for t in given)
         self._saved_numbers.runs(node)
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
@@ -178,7 +182,10 @@ class StepRecorder(autograd.InfrastructureMode):
         self._product.note(func, args, out)
         if operators.writes(func):
             self._note_growth(given)
-            self.writes.update(fake.storage_key(t) for t in operators.written_arguments(func, args, kwargs))
+            written = operators.written_arguments(func, args, kwargs)
+            if any(map(fake.is_fake, given)) and any(is_lent(t) for t in written if not fake.is_fake(t)):
+                raise RuntimeError(f"{func} writes to memory of others, which a step without data leaves out")
+            self.writes.update(map(self.memory_of, written))
         reads = tuple(map(self.index_of, given or _tensors(args, kwargs)))
         if self._numbers and (numbers := operators.numbers_for_tensors(func, args)):
             with self.pause():
@@ -186,6 +193,8 @@ class StepRecorder(autograd.InfrastructureMode):
                 if node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
                     # The tensor that autograd saved of a number: another is not made.
                     args = operators.numbers_as_tensors(func, args)
+        if self.unseen is not None:
+            self.unseen.note(t.untyped_storage() for t in (*given, *_tensors((out,), {})))
         call = self._call(func, args, kwargs, out)
         asked = _tensors((operators.asked_for(func, args, out),), {})
         made = [t for t in asked if fake.storage_key(t) not in unknown]
@@ -193,6 +202,8 @@ class StepRecorder(autograd.InfrastructureMode):
         # What is unknown may have data, and its view none.
         if lent or func in operators.KEPT_BY_PYTORCH or (unknown and func.is_view):
             self._is_resident(made)
+            if len(unknown) == 1:
+                self._lies_in.update(dict.fromkeys(map(fake.storage_key, made), next(iter(unknown))))
         self._append(call, reads, made, node)
         return out
 
@@ -215,6 +226,37 @@ class StepRecorder(autograd.InfrastructureMode):
     def index_of(self, tensor: torch.Tensor) -> int:
         """Index of the recorded storage behind a tensor; -1 where it is resident or unknown."""
         return self._known.get(fake.storage_key(tensor), -1)
+
+    def memory_of(self, tensor: torch.Tensor) -> int:
+        """Identity of the memory that a tensor lies in; of a view without data, of what it views."""
+        key = fake.storage_key(tensor)
+        return self._lies_in.get(key, key)
+
+    def look_for_unseen_writes(self) -> None:
+        """From now on compare bytes where there are some; what changed unseen counts among the writes."""
+        self.unseen = UnseenWrites(self._written_unseen)
+
+    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
+        """What tells whether the memory of a tensor has been written to since. It is not held for that: once
+        it is gone, whether it was until then."""
+        memory, storage = self.memory_of(tensor), tensor.untyped_storage()
+        self._look([storage])
+        before, last = self.writes[memory], list[int]()
+        there = weakref.ref(storage, lambda _: last.append(self.writes[memory]))
+
+        def written() -> bool:
+            if (storage := there()) is not None:
+                self._look([storage])
+            return (last[0] if last else self.writes[memory]) != before
+
+        return written
+
+    def _look(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        if self.unseen is not None:
+            self.unseen.look(storages)
+
+    def _written_unseen(self, key: int) -> None:
+        self.writes[self._lies_in.get(key, key)] += 1
 
     def graph_ran(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note that a captured graph ran as one event. What is a view of something unknown is not made."""
