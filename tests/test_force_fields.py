@@ -118,6 +118,39 @@ def test_force_fields_that_cannot_be_planned_train_without_a_plan(build: Build) 
     assert_same(ours, _left(twin, _loss_of))
 
 
+@pytest.mark.parametrize(
+    "build",
+    [LikeMaceWithStress, *(pytest.param(b, marks=pytest.mark.heavy) for b in (LikeMace, LikeSchnetpack))],
+)
+def test_force_fields_that_are_no_graph_are_planned_by_replays(build: Build) -> None:
+    model, twin = _two(build)
+    with no_plan_warnings():
+        plan = planner.plan(model, args=(batch(0),), loss=loss, backend="replay", costs="roofline", **_LEAST)
+        report = planner.verify(model, (batch(0),), plan=plan, loss=loss, repeats=0)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+        assert plan.predicted.dynamic_peak_bytes < 0.8 * plan.baseline.dynamic_peak_bytes
+        plan.apply(model)
+        ours = _left(model, _loss_of)
+    assert_same(ours, _left(twin, _loss_of))
+
+
+@pytest.mark.heavy
+def test_the_product_that_a_replayed_forward_differentiates_is_told_of() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            product = self.linear(x).add(1.5).prod(1).sum()
+            return torch.autograd.grad(product, x, create_graph=True)[0].square().mean()
+
+    with pytest.warns(planner.PlanWarning, match="gradients of torch.prod"):
+        planner.plan(Products(), (torch.randn(4, 8),), backend="replay", costs="roofline", **_LEAST)
+
+
 @pytest.mark.heavy
 def test_a_number_that_data_decide_between_energy_and_forces_is_named() -> None:
     with pytest.raises(

@@ -108,11 +108,6 @@ class SavesRecorder(StepRecorder):
         self._alive: list[Any] = []  # weak references, which call back while they are held
         self._in_forward = False
         self._versions: dict[int, int] = {}  # by storage that the forward made
-        product = self._product.is_followed_by_its_bias
-        # In a planned forward a dispatch mode is on, under which a bias is not added in place.
-        self._product.is_followed_by_its_bias = (  # type: ignore[method-assign]
-            lambda args: not self._in_forward and product(args)
-        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -130,7 +125,7 @@ class SavesRecorder(StepRecorder):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The context of the module's forward."""
-        self._in_forward = True
+        self._in_forward = self.under_a_mode = True
         before = every_module.register_module_forward_pre_hook(self._enter)
         after = every_module.register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -139,7 +134,7 @@ class SavesRecorder(StepRecorder):
         finally:
             before.remove()
             after.remove()
-            self._in_forward = False
+            self._in_forward = self.under_a_mode = False
             self.saved.forward_events = len(self.recording.events)
 
     # ---- inside ------------------------------------------------------------------------------------

@@ -110,6 +110,12 @@ class StepRecorder(autograd.InfrastructureMode):
         numbers: Whether Python numbers that autograd saves are in the memory of the step's device: the CPU's.
         foreign: Called, before an operation runs, with those of its arguments that are neither there before
             the step as far as is known, nor made by it.
+
+    Attributes:
+        under_a_mode: Whether what is recorded is going to run under a dispatch mode: what PyTorch writes in
+            place, or chooses by data, for plain tensors only, it then does not.
+        otherwise_rounded: Whether gradients of products were computed under one, which are then rounded
+            otherwise than without.
     """
 
     def __init__(
@@ -136,6 +142,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self.writes = Counter[int]()  # by the identity of memory
         self._lies_in: dict[int, int] = {}  # by storage of a view without data of what has some
         self.unseen: UnseenWrites | None = None
+        self.under_a_mode = self.otherwise_rounded = False
         # Held: their identities are not used again.
         self._resident: list[Any] = []
         self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
@@ -154,7 +161,8 @@ class StepRecorder(autograd.InfrastructureMode):
         self._record_saved_number()
         node = autograd.running_node_number()
         if node is not None and node[0] in PRODUCTS:
-            instead = self._products.instead(func, args, kwargs, node)
+            self.otherwise_rounded |= self.under_a_mode
+            instead = None if self.under_a_mode else self._products.instead(func, args, kwargs, node)
             if instead is not None:
                 return instead[0]
         # What lift_fresh is given was made just now.
@@ -167,7 +175,11 @@ class StepRecorder(autograd.InfrastructureMode):
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
             func = torch.ops.aten.add_.Tensor
-        elif func is torch.ops.aten.add.Tensor and self._product.is_followed_by_its_bias(args):
+        elif (
+            func is torch.ops.aten.add.Tensor
+            and not self.under_a_mode
+            and self._product.is_followed_by_its_bias(args)
+        ):
             out = torch.ops.aten.alias.default(args[0].add_(args[1]))
             func = torch.ops.aten.add_.Tensor
         else:
@@ -380,7 +392,7 @@ class StepRecorder(autograd.InfrastructureMode):
         # The engine accumulates gradients with `old.add_(new)` if it alone holds `old`, but never
         # for tensor subclasses, so a fake step would count a storage that the real one does not have.
         # `old` is then older than the node whose output is `new`; a node's own sums do not count.
-        if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2:
+        if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2 or self.under_a_mode:
             return False
         old, new = args
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
@@ -398,7 +410,9 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def _in_place(self, func: Any, args: Any, node: tuple[str, int] | None) -> Any:
         # What a node makes itself it changes in place, but not where tensor subclasses may be involved.
-        in_place = None if node is None else autograd.in_place_for_plain_tensors(node[0], func)
+        in_place = (
+            None if node is None or self.under_a_mode else autograd.in_place_for_plain_tensors(node[0], func)
+        )
         number = -1 if in_place is None else self.index_of(args[0])
         own = number >= 0 and self._born_under[number] == node and autograd.engine_calls()
         return in_place if own else None
