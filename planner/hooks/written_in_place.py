@@ -20,7 +20,8 @@ class WrittenInPlace(GraphHook):
     not count show by the operators that wrote, and, in a step that runs with data, by their bytes.
 
     Args:
-        watch: Returns what tells whether the memory of a tensor has been written to since.
+        watch: Returns what tells whether the memory of a tensor has been written to since, and whether it has
+            been resized.
 
     Attributes:
         inputs: Positions of the inputs that were changed.
@@ -30,7 +31,7 @@ class WrittenInPlace(GraphHook):
 
     watches = True
 
-    def __init__(self, watch: Callable[[torch.Tensor], Callable[[], bool]]) -> None:
+    def __init__(self, watch: Callable[[torch.Tensor], Callable[[], tuple[bool, bool]]]) -> None:
         self._watch = watch
         self.inputs, self.outputs = set[int](), set[int]()
         self.uncounted_inputs, self.uncounted_outputs = set[int](), set[int]()
@@ -84,12 +85,15 @@ class WrittenInPlace(GraphHook):
 
         def look(_gradients: Any) -> None:
             with without_modes():
-                changed = set(counted.written())
+                changed, written = set(counted.written()), set[int]()
                 known = filter(counts, changed & plain.keys())
                 memory = {plain[key][0] for key in known}  # which others may view
-                written = {
-                    key for key, (at, is_written) in plain.items() if is_written() and at not in memory
-                }
+                for key, (at, is_changed) in plain.items():
+                    is_written, is_resized = is_changed()
+                    if is_resized:  # there is nothing any more that eager could read
+                        changed.add(key)
+                    elif is_written and at not in memory:
+                        written.add(key)
             found.update(changed, written)
             uncounted.update(written)
 

@@ -187,6 +187,15 @@ class SavesRecorder(StepRecorder):
     def _there(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         return tuple(self.memory_of(t) for t in tensors if self.index_of(t) < 0)
 
+    def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
+        number = self._known.get(storage_number(storage), -1)
+        if not self._paused and number >= 0:
+            self.saved.unseen[number] = len(self.recording.events)
+        resized = super()._resize_storage(storage, size)
+        if not self._paused and number >= 0:
+            self.saved.unsure.add(self._known[storage_number(storage)])
+        return resized
+
     def _written_unseen(self, key: int) -> None:
         super()._written_unseen(key)
         number, now = self._known.get(key, -1), len(self.recording.events)

@@ -138,8 +138,10 @@ class StepRecorder(autograd.InfrastructureMode):
         self._products = GradientsOfProducts(self._run_in_place_of_others, self.pause)
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state: Callable[[], torch.Tensor] = meant(torch.get_rng_state)
+        self._resize: Callable[..., Any] = meant(torch.UntypedStorage.resize_)
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
         self.writes = Counter[int]()  # by the identity of memory
+        self.resizes = Counter[int]()  # of storages, by the same
         self._lies_in: dict[int, int] = {}  # by storage of a view without data of what has some
         self.unseen: UnseenWrites | None = None
         self.under_a_mode = self.otherwise_rounded = False
@@ -220,13 +222,17 @@ class StepRecorder(autograd.InfrastructureMode):
         return out
 
     def __enter__(self) -> "StepRecorder":
-        # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees.
+        # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees, nor does one see
+        # that invertible layers let go of their inputs' memory.
         torch.get_rng_state = stand_in(not_compiled(self._save_generator_state), self._generator_state)
+        resize = not_compiled(lambda storage, size: self._resize_storage(storage, size))
+        torch.UntypedStorage.resize_ = stand_in(resize, self._resize)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.get_rng_state = self._generator_state
+        del torch.UntypedStorage.resize_  # it is its base's
         self._record_saved_number()
         self._saved_numbers.runs(None)
         self._ended = True  # what lives now outlives the step
@@ -248,20 +254,25 @@ class StepRecorder(autograd.InfrastructureMode):
         """From now on compare bytes where there are some; what changed unseen counts among the writes."""
         self.unseen = UnseenWrites(self._written_unseen)
 
-    def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
-        """What tells whether the memory of a tensor has been written to since. It is not held for that: once
-        it is gone, whether it was until then."""
+    def watch(self, tensor: torch.Tensor) -> Callable[[], tuple[bool, bool]]:
+        """What tells whether the memory of a tensor has been written to since, and whether it was resized. It
+        is not held for that: once it is gone, whether it was until then."""
         memory, storage = self.memory_of(tensor), tensor.untyped_storage()
-        self._look([storage])
-        before, last = self.writes[memory], list[int]()
-        there = weakref.ref(storage, lambda _: last.append(self.writes[memory]))
 
-        def written() -> bool:
+        def now() -> tuple[int, int]:
+            return self.writes[memory], self.resizes[memory]
+
+        self._look([storage])
+        before, last = now(), list[tuple[int, int]]()
+        there = weakref.ref(storage, lambda _: last.append(now()))
+
+        def changed() -> tuple[bool, bool]:
             if (storage := there()) is not None:
                 self._look([storage])
-            return (last[0] if last else self.writes[memory]) != before
+            writes, resizes = last[0] if last else now()
+            return writes != before[0], resizes != before[1]
 
-        return written
+        return changed
 
     def _look(self, storages: Iterable[torch.UntypedStorage]) -> None:
         if self.unseen is not None:
@@ -377,6 +388,27 @@ class StepRecorder(autograd.InfrastructureMode):
             self._append(call, (), [state], autograd.running_node_number())
             self._states.update(self.recording.events[-1].allocates)
         return state
+
+    def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
+        """Record that a storage got another size: another one takes its place."""
+        resized, key = self._resize(storage, size), storage_number(storage)
+        number = -1 if self._paused else self._known.get(key, -1)
+        if number >= 0:
+            self.resizes[key] += 1
+            events, storages = self.recording.events, self.recording.storages
+            storages[number].died_after = len(events) - 1
+            new = len(storages)
+            storages.append(Storage(storage.nbytes(), kind=storages[number].kind))
+            self._born_under.append(node := autograd.running_node_number())
+            del self._references[number]  # it is not what dies when this does
+            self._known[key], self._references[new] = new, weakref.ref(storage, self._on_death(key, new))
+            with self.pause():
+                made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+            call = self._call(
+                torch.ops.aten.empty.memory_format, ([storage.nbytes()],), {"dtype": torch.uint8}, made
+            )
+            events.append(Event(call, (), (new,), node is not None, node=node))
+        return resized
 
     def _leave_out_the_host(self) -> None:
         """On a GPU, what is in the memory of the host takes none of the device's.

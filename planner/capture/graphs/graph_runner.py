@@ -189,7 +189,7 @@ class GraphRunner:
             )
         return [described_input(inputs[i]) for i in sorted(self._written.inputs) if i in positions]
 
-    def _watch(self, tensor: torch.Tensor) -> Callable[[], bool]:
+    def _watch(self, tensor: torch.Tensor) -> Callable[[], tuple[bool, bool]]:
         assert self.recorder is not None
         return self.recorder.watch(tensor)
 
