@@ -381,8 +381,8 @@ MODELS = [
         (
             Change(
                 "planner/training_step/recorder.py",
-                "        number = -1 if self._paused else self._known.get(key, -1)\n        if number >= 0:\n",
-                "        number = -1\n        if number >= 0:\n",
+                "        number = -1 if self._paused else self._known.get(key, -1)\n        if number",
+                "        number = -1\n        if number",
             ),
         ),
         ("tests/test_freed_inputs.py::test_memory_that_a_forward_lets_go_of_is_not_counted[graph]",),
