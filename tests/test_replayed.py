@@ -375,3 +375,23 @@ def test_blocks_of_the_users_run_as_they_were_recorded() -> None:
         plan = _planned(model, x, loss=lambda y: y.square().mean())
         report = planner.verify(model, (x,), plan=plan, loss=lambda y: y.square().mean(), repeats=0)
     assert report.ok, report.problems
+
+
+def test_kinds_as_vectors_are_followed_as_they_are_with_data() -> None:
+    """Without data ``one_hot`` is computed by other operators."""
+
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 32), nn.Linear(32, 32)
+
+        def forward(self, kinds: Tensor) -> Tensor:
+            x = torch.tanh(self.first(F.one_hot(kinds, 5).float()))
+            return F.gelu(self.last(x)).square().mean()
+
+    torch.manual_seed(0)
+    model, kinds = Kinds(), torch.randint(0, 5, (64,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (kinds,), plan=_planned(model, kinds), repeats=0)
+    assert report.ok, report.problems

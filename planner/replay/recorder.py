@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as every_module
+from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
@@ -129,7 +130,7 @@ class SavesRecorder(StepRecorder):
         before = every_module.register_module_forward_pre_hook(self._enter)
         after = every_module.register_module_forward_hook(self._leave, always_call=True)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), _AsWithData():
                 yield
         finally:
             before.remove()
@@ -247,6 +248,22 @@ class SavesRecorder(StepRecorder):
 
         self._alive.append(weakref.ref(storage, forget))
         return tensor
+
+
+class _AsWithData(TorchFunctionMode):
+    """What PyTorch computes by other operators where there are no data is computed as with data."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes < 0 or not fake.is_fake(tensor):
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype, device=tensor.device)
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 class _Packed:
