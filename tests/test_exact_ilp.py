@@ -12,6 +12,8 @@ from solvers.programs import exact_ilp
 from solvers.programs.lower_bound import lower_bound
 from tests.graphs import chain, graphs, random_dag
 
+pytestmark = pytest.mark.usefixtures("no_hurry")
+
 
 def brute_force(graph: Graph, budget: int) -> float:
     """Least seconds over all schedules that re-run each operation at most once before each

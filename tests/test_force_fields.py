@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from planner.runtime.install import installed_plan
 from planner.verification.measure import measure_peak
 from tests.force_fields import (
     Data,
@@ -78,6 +79,19 @@ _UNPLANNED = [LikeMace, LikeMaceWithStress, LikeSchnetpack]
 
 
 def test_forces_of_positions_that_a_helper_prepares_are_not_zero() -> None:
+    model, twin = _two(LikeMace)
+    planner.auto_checkpoint(model, **_LEAST, loss=loss)
+    with no_plan_warnings():
+        ours = _left(model, _loss_of)
+    plan = installed_plan(model)
+    assert plan is not None
+    assert plan.target.backend == "replay"
+    assert plan.recomputed_operations
+    assert_same(ours, _left(twin, _loss_of))
+
+
+@pytest.mark.graphs
+def test_graphs_do_not_follow_forces_of_positions_that_a_helper_prepares() -> None:
     _trains_unplanned(LikeMace)
 
 
@@ -106,6 +120,7 @@ def test_force_fields_train_by_a_plan(build: Build) -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.graphs
 @pytest.mark.parametrize("build", _UNPLANNED)
 def test_force_fields_that_cannot_be_planned_train_without_a_plan(build: Build) -> None:
     model, twin = _two(build)
@@ -116,6 +131,39 @@ def test_force_fields_that_cannot_be_planned_train_without_a_plan(build: Build) 
     with _one_warning("takes gradients of its own results"):
         ours = _left(model, step)
     assert_same(ours, _left(twin, _loss_of))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [LikeMaceWithStress, *(pytest.param(b, marks=pytest.mark.heavy) for b in (LikeMace, LikeSchnetpack))],
+)
+def test_force_fields_that_are_no_graph_are_planned_by_replays(build: Build) -> None:
+    model, twin = _two(build)
+    with no_plan_warnings():
+        plan = planner.plan(model, args=(batch(0),), loss=loss, backend="replay", costs="roofline", **_LEAST)
+        report = planner.verify(model, (batch(0),), plan=plan, loss=loss, repeats=0)
+        assert report.ok, report.problems
+        assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
+        assert plan.predicted.dynamic_peak_bytes < 0.8 * plan.baseline.dynamic_peak_bytes
+        plan.apply(model)
+        ours = _left(model, _loss_of)
+    assert_same(ours, _left(twin, _loss_of))
+
+
+@pytest.mark.heavy
+def test_the_product_that_a_replayed_forward_differentiates_is_told_of() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            product = self.linear(x).add(1.5).prod(1).sum()
+            return torch.autograd.grad(product, x, create_graph=True)[0].square().mean()
+
+    with pytest.warns(planner.PlanWarning, match="gradients of torch.prod"):
+        planner.plan(Products(), (torch.randn(4, 8),), backend="replay", costs="roofline", **_LEAST)
 
 
 @pytest.mark.heavy

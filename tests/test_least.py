@@ -17,6 +17,8 @@ from tests.graphs import chain, graphs, transformer
 from tests.small import graph_break_model, small_gpt
 from tests.zoo import Built
 
+pytestmark = pytest.mark.usefixtures("no_hurry")
+
 
 def layers() -> Built:
     torch.manual_seed(0)

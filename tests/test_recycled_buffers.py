@@ -1,5 +1,10 @@
-"""Weights that are streamed into one buffer, which a checkpointed layer fills again in the backward."""
+"""Memory that a forward writes to where PyTorch does not count it: by ``.data``, numpy or DLPack.
 
+Weights are streamed into one buffer, which a checkpointed layer fills again in the backward; or a result is
+written over, behind a graph break.
+"""
+
+import copy
 import warnings
 
 import pytest
@@ -40,6 +45,27 @@ class Streamed(nn.Module):
     def _numpy(self, slot: torch.Tensor) -> None:
         slot.numpy()[:] = self.host.numpy()
 
+    def _behind(self, slot: torch.Tensor) -> None:
+        slot.data.copy_(self.host)
+        torch._dynamo.graph_break()
+
+    def _lent(self, slot: torch.Tensor) -> None:
+        torch.utils.dlpack.from_dlpack(slot).copy_(self.host)
+
+
+class Lent(nn.Module):
+    """Fills and reads a buffer in one place, which numpy has lent its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot, self.scale = torch.zeros(16, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(3):
+            torch.from_numpy(self.slot.numpy()).copy_(x[:16] * i)
+            x = x + torch.tanh(F.linear(x * self.scale, self.slot))
+        return x.square().mean()
+
 
 class Stack(nn.Module):
     """Such layers, each checkpointed, or not."""
@@ -78,10 +104,80 @@ def test_a_buffer_that_numpy_fills_again_is_read_as_it_was() -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.graphs
 def test_a_weight_that_numpy_fills_again_is_refused() -> None:
     model = Stack("numpy", None)
     weight = nn.Parameter(torch.zeros(16, 16), requires_grad=False)
     for layer in model.layers:
+        assert isinstance(layer, Streamed)
         layer.slots = [weight]
     with pytest.raises(planner.CaptureError, match="16x16 is written to in the forward"):
         planner.plan(model, (torch.randn(32, 16),), budget="min", solver="sqrt_n", costs="roofline")
+
+
+_QUICK = {"budget": "min", "solver": "sqrt_n", "costs": "roofline"}
+
+
+def _trains_like_eager(model: nn.Module, x: torch.Tensor, **options: object) -> bool:
+    eager = copy.deepcopy(model)
+    planner.plan(model, (x,), **{**_QUICK, **options}).apply(model)  # type: ignore[arg-type]
+    for one in (model, eager):
+        one(x).backward()
+    return all(
+        a.grad is b.grad is None or torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+        for a, b in zip(model.parameters(), eager.parameters(), strict=True)
+    )
+
+
+def test_a_buffer_in_a_list_that_is_filled_behind_a_break_is_read_as_it_was() -> None:
+    torch.manual_seed(0)
+    assert _trains_like_eager(Stack("behind", None), torch.randn(32, 16))
+
+
+@pytest.mark.graphs
+def test_what_is_filled_through_dlpack() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 16)
+    assert _trains_like_eager(Stack("lent", None), x)
+    assert _trains_like_eager(Stack("lent", None), x, backend="replay")
+    with pytest.raises(planner.CaptureError, match="16x16 is written to in the forward"):
+        planner.plan(Lent(), (x,), **_QUICK)  # type: ignore[arg-type]
+    assert _trains_like_eager(Lent(), x, backend="replay")
+
+
+class WrittenOver(nn.Module):
+    """Writes over results, after others have read them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layers = how, nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            h: torch.Tensor = torch.exp(torch.tanh(layer(x)))
+            read = torch.sin(h)
+            torch._dynamo.graph_break()
+            if self.how == "data":
+                h.data.mul_(0.5)
+            else:
+                h.detach().numpy()[...] *= 0.5
+            torch._dynamo.graph_break()
+            x = x + read * h
+        return x.square().mean()
+
+
+@pytest.mark.graphs
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_a_result_that_is_written_over_is_refused_in_graphs_and_not_run_again_in_replays(how: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 16)
+    with pytest.raises(
+        planner.CaptureError, match="a result of 32x16 of a part of the forward is written to"
+    ):
+        planner.plan(WrittenOver(how), (x,), **_QUICK)  # type: ignore[arg-type]
+    assert _trains_like_eager(WrittenOver(how), x, backend="replay")
+
+
+def test_a_buffer_that_numpy_fills_again_is_not_read_again_by_replays() -> None:
+    torch.manual_seed(0)
+    assert _trains_like_eager(Stack("numpy", None), torch.randn(32, 16), backend="replay")

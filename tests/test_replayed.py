@@ -487,3 +487,23 @@ def test_units_of_fully_shard_are_regions(dtype: torch.dtype | None) -> None:
     # In one process the model is whole, and trains by the plan all the same.
     report = planner.verify(model, (x,), plan=plan, repeats=0)
     assert report.exact, report.problems
+
+
+def test_kinds_as_vectors_are_followed_as_they_are_with_data() -> None:
+    """Without data ``one_hot`` is computed by other operators."""
+
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 32), nn.Linear(32, 32)
+
+        def forward(self, kinds: Tensor) -> Tensor:
+            x = torch.tanh(self.first(F.one_hot(kinds, 5).float()))
+            return F.gelu(self.last(x)).square().mean()
+
+    torch.manual_seed(0)
+    model, kinds = Kinds(), torch.randint(0, 5, (64,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", planner.PlanWarning)
+        report = planner.verify(model, (kinds,), plan=_planned(model, kinds), repeats=0)
+    assert report.ok, report.problems

@@ -134,7 +134,11 @@ PARTS = [name[1:] for name in vars(Part) if name[1:2].islower() and name[0] == "
 
 
 @pytest.mark.parametrize(
-    "how", [name if name == "gate" else pytest.param(name, marks=pytest.mark.heavy) for name in PARTS]
+    "how",
+    [
+        name if name == "two_uses_of_the_first_view" else pytest.param(name, marks=pytest.mark.heavy)
+        for name in PARTS
+    ],
 )
 def test_what_is_used_elsewhere_too_gets_the_gradient_of_a_view_in_one(how: str) -> None:
     torch.manual_seed(0)

@@ -381,7 +381,73 @@ IN_PLACE = [
         "bytes-before-and-after",
         "What numpy writes to after a graph has read it is read again as it was, or refused.",
         "Nobody looks at bytes.",
-        (Change("planner/hooks/written_in_place.py", "or _digest(tensor) != digest:", "or False:"),),
+        (
+            Change(
+                "planner/training_step/unseen_writes.py",
+                "        return known and now != before\n",
+                "        return False\n",
+            ),
+        ),
         ("tests/test_recycled_buffers.py::test_a_buffer_that_numpy_fills_again_is_read_as_it_was",),
+    ),
+    Mutation(
+        "bytes-in-replays",
+        "Replays do not run again what read memory that numpy has written to since.",
+        "They do.",
+        (
+            Change(
+                "planner/replay/recorder.py",
+                "            self.saved.there_unseen[self._lies_in.get(key, key)] = now\n",
+                "            pass\n",
+            ),
+        ),
+        (
+            "tests/test_recycled_buffers.py::test_a_buffer_that_numpy_fills_again_is_not_read_again_by_replays",
+        ),
+    ),
+    Mutation(
+        "results-written-over",
+        "A result that `.data` writes over is refused in graphs.",
+        "The backward makes it again as it was.",
+        (
+            Change(
+                "planner/hooks/written_in_place.py",
+                "            counts = lambda i: self._positions[i] in self._counted",
+                "            counts = lambda i: True",
+            ),
+        ),
+        (
+            "tests/test_recycled_buffers.py::"
+            "test_a_result_that_is_written_over_is_refused_in_graphs_and_not_run_again_in_replays[data]",
+        ),
+    ),
+    Mutation(
+        "views-without-data",
+        "A buffer in a list that `.data` fills behind a break is read again as it was.",
+        "The write is noted of a tensor without data that nobody reads.",
+        (
+            Change(
+                "planner/training_step/recorder.py",
+                "        return self._lies_in.get(key, key)\n",
+                "        return key\n",
+            ),
+        ),
+        (
+            "tests/test_recycled_buffers.py::"
+            "test_a_buffer_in_a_list_that_is_filled_behind_a_break_is_read_as_it_was",
+        ),
+    ),
+    Mutation(
+        "memory-lent",
+        "Memory that a graph writes to and reads by two tensors, unknown to PyTorch, is refused.",
+        "The graph reads what was there before.",
+        (
+            Change(
+                "planner/training_step/unseen_writes.py",
+                "        if start < end and number != last[0]:\n",
+                "        if False:\n",
+            ),
+        ),
+        ("tests/test_recycled_buffers.py::test_what_is_filled_through_dlpack",),
     ),
 ]

@@ -40,7 +40,8 @@ INSIDE = [
         "The view is taken inside of the graph.",
         (Change("planner/capture/graphs/runners.py", "apart = views_outside(graph)", "apart = None"),),
         (
-            "tests/test_views_handed_on.py::test_what_is_used_elsewhere_too_gets_the_gradient_of_a_view_in_one[gate]",
+            "tests/test_views_handed_on.py::"
+            "test_what_is_used_elsewhere_too_gets_the_gradient_of_a_view_in_one[two_uses_of_the_first_view]",
         ),
     ),
     Mutation(

@@ -374,4 +374,17 @@ MODELS = [
         ),
         ("tests/test_tensor_subclasses.py::test_parameters_of_classes_of_the_users",),
     ),
+    Mutation(
+        "memory-let-go-of-by-resizing",
+        "Memory that a forward lets go of by emptying storages is not counted.",
+        "Nobody sees it, and invertible layers are predicted at twice what they take.",
+        (
+            Change(
+                "planner/training_step/recorder.py",
+                "        number = -1 if self._paused else self._known.get(key, -1)\n        if number",
+                "        number = -1\n        if number",
+            ),
+        ),
+        ("tests/test_freed_inputs.py::test_memory_that_a_forward_lets_go_of_is_not_counted[graph]",),
+    ),
 ]

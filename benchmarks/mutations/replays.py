@@ -30,4 +30,20 @@ REPLAYS = [
         ),
         (f"{_TESTS}::test_a_backward_may_run_twice_and_be_differentiated",),
     ),
+    Mutation(
+        "forward-under-a-mode",
+        "Gradients that a replayed forward adds up are tensors of their own, as they are under its mode.",
+        "The plan takes them for sums in place, and its calls for those of another path.",
+        (
+            Change(
+                "planner/replay/recorder.py",
+                "        self._in_forward = self.under_a_mode = True\n",
+                "        self._in_forward = True\n",
+            ),
+        ),
+        (
+            "tests/test_force_fields.py::"
+            "test_force_fields_that_are_no_graph_are_planned_by_replays[LikeMaceWithStress]",
+        ),
+    ),
 ]

@@ -182,7 +182,7 @@ SHAPES = [
         "What the step with it was called with is not kept.",
         (
             Change(
-                "planner/runtime/install.py",
+                "planner/runtime/plan_call.py",
                 'if self.on_new_shape == "replan" and self._shapes.strayed:',
                 "if False:",
             ),

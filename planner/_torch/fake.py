@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,16 +42,13 @@ class AnyNumber(TorchDispatchMode):
 
 
 class QuickFakeMode(FakeTensorMode):
-    """A mode that is quick to make tensors without data."""
+    """A mode that is quick to make tensors without data, whose address nobody is told: code outside of
+    PyTorch that is given 0 (by ``data_ptr`` or DLPack) reads and writes there, and the process ends."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
-        self._guard_data: Callable[[torch.Tensor], None] = (
-            torch._C._set_warn_deprecated_on_mutable_data_ptr
-            if self._allow_unsafe_data_ptr_access
-            else torch._C._set_throw_on_mutable_data_ptr
-        )
+        self._allow_unsafe_data_ptr_access = False
 
     def without_data(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
         """``FakeTensor(self, made, device)``, whose attributes are those of another on the same device."""
@@ -63,7 +60,7 @@ class QuickFakeMode(FakeTensorMode):
         tensor: Any = torch.Tensor._make_subclass(
             FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=device
         )
-        self._guard_data(tensor)
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
         vars(tensor).update(attributes)
         return tensor  # type: ignore[no-any-return]
 

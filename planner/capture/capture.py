@@ -432,6 +432,8 @@ class _Capture:
                 self.copied.step.run(call)
         gradients, foreign = list(self.gradients.values()), self._before.about_to_run
         recorder = recorder_of(fake.fake_mode(), self._resident, gradients, self._cuda is None, foreign)
+        if self._eager_runs:
+            recorder.look_for_unseen_writes()
         marked = Marked(around(call, recorder), recorder)
         for runner in runners:
             runner.record_to(recorder)

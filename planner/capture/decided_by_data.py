@@ -19,6 +19,12 @@ PRODUCTS = (
     "@torch.compiler.disable on the function that computes it. planner.verify() tells"
 )
 
+PRODUCTS_INSIDE = (
+    "the forward takes gradients of torch.prod or torch.cumprod, which PyTorch rounds otherwise under the "
+    "dispatch mode that replays need: they differ in the last bits from those without a plan. Where bits "
+    "matter, write the product of a few factors as multiplications"
+)
+
 SPARSE_TENSORS = (
     "the step computes with sparse tensors: what their kernels allocate and free again is not predicted, nor "
     "what they take with other data, so that a step may take more than planned. Call planner.verify(), "

@@ -33,8 +33,8 @@ AROUND = (
 
 _IN_ONE_GRAPH = (
     "Change the lines that end them: requires_grad_() on an input ends one too, unless the forward itself "
-    "calls it before it computes anything. Or plan submodules that are not differentiated inside of the "
-    "forward"
+    "calls it before it computes anything. Or plan with backend='replay', or submodules that are not "
+    "differentiated inside of the forward"
 )
 """What to do where gradients that a forward takes go through several graphs."""
 

@@ -1,16 +1,14 @@
 """What a step changes in place before the backward of the graph that reads or made it, as it was recorded."""
 
-import weakref
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from planner._torch.fake import is_fake, without_modes
+from planner._torch.fake import storage_key, without_modes
 from planner._torch.joint import aot_metadata
 from planner._torch.tensors import is_wrapper
-from planner._torch.versions import Watched, version_of
+from planner._torch.versions import Watched
 from planner.compiled.graph_hook import GraphHook
 from planner.graph.trace import TracedGraph
 
@@ -22,62 +20,81 @@ class WrittenInPlace(GraphHook):
     not count show by the operators that wrote, and, in a step that runs with data, by their bytes.
 
     Args:
-        writes: How often operators have written to the memory of a tensor so far.
+        watch: Returns what tells whether the memory of a tensor has been written to since, and whether it has
+            been resized.
 
     Attributes:
         inputs: Positions of the inputs that were changed.
-        uncounted: Those of which PyTorch counts no change.
         outputs: Positions of the results that were changed, among those of the traced graph.
+        uncounted_inputs, uncounted_outputs: Those of which PyTorch counts no change.
     """
 
     watches = True
 
-    def __init__(self, writes: Callable[[torch.Tensor], int]) -> None:
-        self._writes = writes
-        self.inputs: set[int] = set()
-        self.uncounted: set[int] = set()
-        self.outputs: set[int] = set()
+    def __init__(self, watch: Callable[[torch.Tensor], Callable[[], tuple[bool, bool]]]) -> None:
+        self._watch = watch
+        self.inputs, self.outputs = set[int](), set[int]()
+        self.uncounted_inputs, self.uncounted_outputs = set[int](), set[int]()
         self._positions: dict[int, int] = {}
+        self._probed: list[Watched] = []
+        self._counted = set[int]()  # results of which a step without plan counts changes
+
+    def probed(self, results: Sequence[Any]) -> None:
+        """Note what the graph returned that ran as it is: where traced graphs write to that, by ``.data``
+        too, PyTorch counts it."""
+        tensors = {i: result for i, result in enumerate(results) if isinstance(result, torch.Tensor)}
+        with without_modes():
+            self._probed.append(Watched(tensors))
+
+    def take_counted(self, other: "WrittenInPlace") -> None:
+        """Let what was noted of another one's graph be that of this one's, which is the same."""
+        self._probed = other._probed
 
     def on_traced(self, traced: TracedGraph) -> None:
         self._positions = aot_metadata.output_positions(traced.joint, traced.forward_outputs)
+        with without_modes():
+            self._counted.update(i for watched in self._probed for i in watched.written())
 
     def on_forward(self, node: Any, args: tuple[Any, ...]) -> None:
-        node.register_prehook(_looks(dict(enumerate(args)), self.inputs))
-        with without_modes():
-            seen = {
-                i: (weakref.ref(t), version_of(t), self._writes(t), _digest(t))
-                for i, t in enumerate(args)
-                if isinstance(t, torch.Tensor) and t.layout is torch.strided and not is_wrapper(type(t))
-            }
-        node.register_prehook(lambda _gradients: self._look(seen))
-
-    def _look(self, seen: dict[int, tuple[Any, int | None, int, int]]) -> None:
-        with without_modes():
-            for i, (there, version, writes, digest) in seen.items():
-                tensor = there()
-                if tensor is None or version_of(tensor) != version:
-                    continue
-                if self._writes(tensor) != writes or _digest(tensor) != digest:
-                    self.inputs.add(i)
-                    self.uncounted.add(i)
+        values = dict(enumerate(args))
+        node.register_prehook(self._looks(values, self.inputs, self.uncounted_inputs, lambda _: True))
 
     def results(self, node: Any, args: tuple[Any, ...], results: Sequence[Any]) -> Sequence[Any]:
         if node is not None:
             handed_out = {i: results[position] for i, position in self._positions.items()}
-            node.register_prehook(_looks(handed_out, self.outputs))
+            counts = lambda i: self._positions[i] in self._counted  # noqa: E731
+            node.register_prehook(self._looks(handed_out, self.outputs, self.uncounted_outputs, counts))
         return results
 
+    def _looks(
+        self, values: Mapping[int, Any], found: set[int], uncounted: set[int], counts: Callable[[int], bool]
+    ) -> Callable[[Any], None]:
+        """A hook that adds to what was found the keys of the tensors that were changed.
 
-def _digest(tensor: torch.Tensor) -> int:
-    """Of the bytes of a tensor that code outside of PyTorch could write to: one with data, on the CPU."""
-    if is_fake(tensor) or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
-        return 0
-    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        Args:
+            counts: Whether a step without a plan counts changes to one that is changed.
+        """
+        with without_modes():
+            tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+            counted = Watched(tensors)
+            plain = {
+                key: (storage_key(tensor), self._watch(tensor))
+                for key, tensor in tensors.items()
+                if tensor.layout is torch.strided and not is_wrapper(type(tensor))
+            }
 
+        def look(_gradients: Any) -> None:
+            with without_modes():
+                changed, written = set(counted.written()), set[int]()
+                known = filter(counts, changed & plain.keys())
+                memory = {plain[key][0] for key in known}  # which others may view
+                for key, (at, is_changed) in plain.items():
+                    is_written, is_resized = is_changed()
+                    if is_resized:  # there is nothing any more that eager could read
+                        changed.add(key)
+                    elif is_written and at not in memory:
+                        written.add(key)
+            found.update(changed, written)
+            uncounted.update(written)
 
-def _looks(values: dict[int, Any], found: set[int]) -> Callable[[Any], None]:
-    """A hook that adds to what was found the keys of the tensors that were changed."""
-    with without_modes():
-        watched = Watched({key: value for key, value in values.items() if isinstance(value, torch.Tensor)})
-    return lambda _gradients: found.update(watched.written())
+        return look

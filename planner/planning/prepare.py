@@ -15,7 +15,13 @@ from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import capture, record_eagerly
 from planner.capture.captured_step import CapturedStep, CudaKernels
-from planner.capture.decided_by_data import PRODUCTS, SPARSE_TENSORS, has_products, has_sparse
+from planner.capture.decided_by_data import (
+    PRODUCTS,
+    PRODUCTS_INSIDE,
+    SPARSE_TENSORS,
+    has_products,
+    has_sparse,
+)
 from planner.capture.writes_through_views import slower_by_writes
 from planner.costs.cuda_scratch import cuda_scratch
 from planner.costs.devices import Device, find_device, round_bytes, same_processor
@@ -295,6 +301,9 @@ def _prepare(
     if options.backend == "eager" and has_products(joints):
         captured.notes.append(PRODUCTS)
         warn(PRODUCTS)
+    if isinstance(captured, ReplayedStep) and captured.otherwise_rounded:
+        captured.notes.append(PRODUCTS_INSIDE)
+        warn(PRODUCTS_INSIDE)
     if has_sparse(captured.eager) and not replaying:
         captured.notes.append(SPARSE_TENSORS)
         warn(SPARSE_TENSORS)

@@ -21,9 +21,11 @@ class ReplayedStep(CapturedStep):
     Attributes:
         saved: What its calls are, and what autograd saves and asks for. ``compiled`` is the recording in
             which nothing saved is held.
+        otherwise_rounded: As of :class:`planner.training_step.recorder.StepRecorder`.
     """
 
     saved: Saved = field(default_factory=Saved)
+    otherwise_rounded: bool = False
 
 
 def capture_replayed(
@@ -57,4 +59,4 @@ def capture_replayed(
         rank=rank,
     )
     there = {f.name: getattr(captured, f.name) for f in fields(captured)}
-    return ReplayedStep(**there, saved=recorders[-1].saved)
+    return ReplayedStep(**there, saved=recorders[-1].saved, otherwise_rounded=recorders[-1].otherwise_rounded)

@@ -189,6 +189,8 @@ class _Builder:
                     self._writers.setdefault(storage, []).append(index)
             for key in (*made.there_written, *made.statistics):
                 last_there[key] = index
+        for key, noticed in self.saved.there_unseen.items():
+            last_there[key] = max(last_there.get(key, -1), noticed)
         self._last_there = last_there
         self._changed = {
             s for s, writers in self._writers.items() if writers[-1] >= self.saved.forward_events
@@ -225,6 +227,7 @@ class _Builder:
             storage not in self._changed
             and storage not in self.saved.unsure
             and storage not in self._kept
+            and storage not in self.saved.unseen
             and all(
                 self._repeatable(w, frozenset((storage,))) and self._reads_earlier(w, index, storage)
                 for w in self._writers.get(storage, ())
@@ -252,9 +255,12 @@ class _Builder:
             return False
         # What it reads must be what it read: nothing writes it afterwards.
         for storage in made.operands:
-            if storage >= 0 and storage not in own and self._writers.get(storage, (-1,))[-1] > index:
+            if storage >= 0 and storage not in own and self._last_write(storage) > index:
                 return False
         return all(self._last_there.get(key, -1) <= index for key in made.there_read)
+
+    def _last_write(self, storage: int) -> int:
+        return max(self._writers.get(storage, (-1,))[-1], self.saved.unseen.get(storage, -1))
 
     # ---- rows -----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as every_module
+from torch.overrides import TorchFunctionMode
 
 from planner._torch import fake
 from planner._torch.tensors import SPARSE, held_tensors, storage_number, strided_copy
@@ -93,6 +94,8 @@ class Saved:
         made: One entry for every event.
         unsure: The storages of which a tensor was met whose count of writes is not that of the writes that
             were seen: it counts by itself, as parts by ``unsafe_split`` and what ``detach`` returns do.
+        unseen: By storage, and ``there_unseen`` by identity of the storage of another tensor, how many events
+            there were when a write was noticed last that no call of an operator did.
         operators: The operators of the counted calls, by position.
         forward_events: How many events the module's forward had.
         unit_of: By identity of a parameter's storage the number of the unit that gathers it.
@@ -102,6 +105,8 @@ class Saved:
     unpacked: list[tuple[int, int]] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     unsure: set[int] = field(default_factory=set)
+    unseen: dict[int, int] = field(default_factory=dict)
+    there_unseen: dict[int, int] = field(default_factory=dict)
     operators: list[Any] = field(default_factory=list)
     forward_events: int = 0
     unit_of: dict[int, int] = field(default_factory=dict)
@@ -130,11 +135,6 @@ class SavesRecorder(StepRecorder):
         self._alive: list[Any] = []  # weak references, which call back while they are held
         self._in_forward = False
         self._versions: dict[int, int] = {}  # by storage that the forward made
-        product = self._product.is_followed_by_its_bias
-        # In a planned forward a dispatch mode is on, under which a bias is not added in place.
-        self._product.is_followed_by_its_bias = (  # type: ignore[method-assign]
-            lambda args: not self._in_forward and product(args)
-        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -152,16 +152,17 @@ class SavesRecorder(StepRecorder):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The context of the module's forward."""
-        self._in_forward = True
+        self._in_forward = self.under_a_mode = True
         before = every_module.register_module_forward_pre_hook(self._enter)
         after = every_module.register_module_forward_hook(self._leave, always_call=True)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._units.watched():
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            with hooks, self._units.watched(), _AsWithData():
                 yield
         finally:
             before.remove()
             after.remove()
-            self._in_forward = False
+            self._in_forward = self.under_a_mode = False
             self.saved.forward_events = len(self.recording.events)
 
     # ---- inside ------------------------------------------------------------------------------------
@@ -217,7 +218,24 @@ class SavesRecorder(StepRecorder):
             self.saved.unsure.add(number)
 
     def _there(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
-        return tuple(fake.storage_key(t) for t in tensors if self.index_of(t) < 0)
+        return tuple(self.memory_of(t) for t in tensors if self.index_of(t) < 0)
+
+    def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
+        number = self._known.get(storage_number(storage), -1)
+        if not self._paused and number >= 0:
+            self.saved.unseen[number] = len(self.recording.events)
+        resized = super()._resize_storage(storage, size)
+        if not self._paused and number >= 0:
+            self.saved.unsure.add(self._known[storage_number(storage)])
+        return resized
+
+    def _written_unseen(self, key: int) -> None:
+        super()._written_unseen(key)
+        number, now = self._known.get(key, -1), len(self.recording.events)
+        if number >= 0:
+            self.saved.unseen[number] = now
+        else:
+            self.saved.there_unseen[self._lies_in.get(key, key)] = now
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         saved = self.saved
@@ -245,6 +263,9 @@ class SavesRecorder(StepRecorder):
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Packed):
             return packed  # type: ignore[no-any-return]
+        if self.unseen is not None and not self._in_forward:
+            self.unseen.look_at_all()
+            self.unseen = None  # what is written from now on no re-run of this step reads
         events = len(self.recording.events)
         save = self.saved.saves[packed.save]
         save.unpacked.append(events)
@@ -264,6 +285,22 @@ class SavesRecorder(StepRecorder):
 
         self._alive.append(weakref.ref(storage, forget))
         return tensor
+
+
+class _AsWithData(TorchFunctionMode):
+    """What PyTorch computes by other operators where there are no data is computed as with data."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes < 0 or not fake.is_fake(tensor):
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype, device=tensor.device)
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 class _Packed:

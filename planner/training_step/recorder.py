@@ -38,6 +38,7 @@ from planner.errors import CaptureError
 from planner.training_step.call import Call, signature_of, sizes_by_data
 from planner.training_step.examples import Examples
 from planner.training_step.step import NESTED, Step, tensors_in
+from planner.training_step.unseen_writes import UnseenWrites
 
 # Queries that a tensor subclass sees as operations; they allocate nothing.
 _NOT_OPERATIONS = ("prim::device", "aten::sym_size", "aten::sym_stride", "aten::size", "aten::stride")
@@ -109,6 +110,12 @@ class StepRecorder(autograd.InfrastructureMode):
         numbers: Whether Python numbers that autograd saves are in the memory of the step's device: the CPU's.
         foreign: Called, before an operation runs, with those of its arguments that are neither there before
             the step as far as is known, nor made by it.
+
+    Attributes:
+        under_a_mode: Whether what is recorded is going to run under a dispatch mode: what PyTorch writes in
+            place, or chooses by data, for plain tensors only, it then does not.
+        otherwise_rounded: Whether gradients of products were computed under one, which are then rounded
+            otherwise than without.
     """
 
     def __init__(
@@ -131,8 +138,13 @@ class StepRecorder(autograd.InfrastructureMode):
         self._products = GradientsOfProducts(self._run_in_place_of_others, self.pause)
         self._born_under: list[tuple[str, int] | None] = []
         self._generator_state: Callable[[], torch.Tensor] = meant(torch.get_rng_state)
+        self._resize: Callable[..., Any] = meant(torch.UntypedStorage.resize_)
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
-        self.writes = Counter[int]()  # by storage
+        self.writes = Counter[int]()  # by the identity of memory
+        self.resizes = Counter[int]()  # of storages, by the same
+        self._lies_in: dict[int, int] = {}  # by storage of a view without data of what has some
+        self.unseen: UnseenWrites | None = None
+        self.under_a_mode = self.otherwise_rounded = False
         # Held: their identities are not used again.
         self._resident: list[Any] = []
         self._is_resident([held for tensor in (*resident, *gradients) for held in held_tensors(tensor)])
@@ -151,7 +163,8 @@ class StepRecorder(autograd.InfrastructureMode):
         self._record_saved_number()
         node = autograd.running_node_number()
         if node is not None and node[0] in PRODUCTS:
-            instead = self._products.instead(func, args, kwargs, node)
+            self.otherwise_rounded |= self.under_a_mode
+            instead = None if self.under_a_mode else self._products.instead(func, args, kwargs, node)
             if instead is not None:
                 return instead[0]
         # What lift_fresh is given was made just now.
@@ -159,11 +172,16 @@ class StepRecorder(autograd.InfrastructureMode):
         unknown = {key: t for t in given if (key := fake.storage_key(t)) not in self._known}
         if unknown:
             self._foreign(func, list(unknown.values()))
+        self._look(t.untyped_storage() for t in given)
         self._saved_numbers.runs(node)
         if node is not None and self._accumulates_in_place(func, args, kwargs, node):
             out = args[0].add_(args[1])
             func = torch.ops.aten.add_.Tensor
-        elif func is torch.ops.aten.add.Tensor and self._product.is_followed_by_its_bias(args):
+        elif (
+            func is torch.ops.aten.add.Tensor
+            and not self.under_a_mode
+            and self._product.is_followed_by_its_bias(args)
+        ):
             out = torch.ops.aten.alias.default(args[0].add_(args[1]))
             func = torch.ops.aten.add_.Tensor
         else:
@@ -178,7 +196,10 @@ class StepRecorder(autograd.InfrastructureMode):
         self._product.note(func, args, out)
         if operators.writes(func):
             self._note_growth(given)
-            self.writes.update(fake.storage_key(t) for t in operators.written_arguments(func, args, kwargs))
+            written = operators.written_arguments(func, args, kwargs)
+            if any(map(fake.is_fake, given)) and any(is_lent(t) for t in written if not fake.is_fake(t)):
+                raise RuntimeError(f"{func} writes to memory of others, which a step without data leaves out")
+            self.writes.update(map(self.memory_of, written))
         reads = tuple(map(self.index_of, given or _tensors(args, kwargs)))
         if self._numbers and (numbers := operators.numbers_for_tensors(func, args)):
             with self.pause():
@@ -186,6 +207,8 @@ class StepRecorder(autograd.InfrastructureMode):
                 if node is not None and not torch.is_grad_enabled() and autograd.engine_calls():
                     # The tensor that autograd saved of a number: another is not made.
                     args = operators.numbers_as_tensors(func, args)
+        if self.unseen is not None:
+            self.unseen.note(t.untyped_storage() for t in (*given, *_tensors((out,), {})))
         call = self._call(func, args, kwargs, out)
         asked = _tensors((operators.asked_for(func, args, out),), {})
         made = [t for t in asked if fake.storage_key(t) not in unknown]
@@ -193,17 +216,23 @@ class StepRecorder(autograd.InfrastructureMode):
         # What is unknown may have data, and its view none.
         if lent or func in operators.KEPT_BY_PYTORCH or (unknown and func.is_view):
             self._is_resident(made)
+            if len(unknown) == 1:
+                self._lies_in.update(dict.fromkeys(map(fake.storage_key, made), next(iter(unknown))))
         self._append(call, reads, made, node)
         return out
 
     def __enter__(self) -> "StepRecorder":
-        # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees.
+        # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees, nor does one see
+        # that invertible layers let go of their inputs' memory.
         torch.get_rng_state = stand_in(not_compiled(self._save_generator_state), self._generator_state)
+        resize = not_compiled(lambda storage, size: self._resize_storage(storage, size))
+        torch.UntypedStorage.resize_ = stand_in(resize, self._resize)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.get_rng_state = self._generator_state
+        del torch.UntypedStorage.resize_  # it is its base's
         self._record_saved_number()
         self._saved_numbers.runs(None)
         self._ended = True  # what lives now outlives the step
@@ -215,6 +244,42 @@ class StepRecorder(autograd.InfrastructureMode):
     def index_of(self, tensor: torch.Tensor) -> int:
         """Index of the recorded storage behind a tensor; -1 where it is resident or unknown."""
         return self._known.get(fake.storage_key(tensor), -1)
+
+    def memory_of(self, tensor: torch.Tensor) -> int:
+        """Identity of the memory that a tensor lies in; of a view without data, of what it views."""
+        key = fake.storage_key(tensor)
+        return self._lies_in.get(key, key)
+
+    def look_for_unseen_writes(self) -> None:
+        """From now on compare bytes where there are some; what changed unseen counts among the writes."""
+        self.unseen = UnseenWrites(self._written_unseen)
+
+    def watch(self, tensor: torch.Tensor) -> Callable[[], tuple[bool, bool]]:
+        """What tells whether the memory of a tensor has been written to since, and whether it was resized. It
+        is not held for that: once it is gone, whether it was until then."""
+        memory, storage = self.memory_of(tensor), tensor.untyped_storage()
+
+        def now() -> tuple[int, int]:
+            return self.writes[memory], self.resizes[memory]
+
+        self._look([storage])
+        before, last = now(), list[tuple[int, int]]()
+        there = weakref.ref(storage, lambda _: last.append(now()))
+
+        def changed() -> tuple[bool, bool]:
+            if (storage := there()) is not None:
+                self._look([storage])
+            writes, resizes = last[0] if last else now()
+            return writes != before[0], resizes != before[1]
+
+        return changed
+
+    def _look(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        if self.unseen is not None:
+            self.unseen.look(storages)
+
+    def _written_unseen(self, key: int) -> None:
+        self.writes[self._lies_in.get(key, key)] += 1
 
     def graph_ran(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note that a captured graph ran as one event. What is a view of something unknown is not made."""
@@ -324,6 +389,27 @@ class StepRecorder(autograd.InfrastructureMode):
             self._states.update(self.recording.events[-1].allocates)
         return state
 
+    def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
+        """Record that a storage got another size: another one takes its place."""
+        resized, key = self._resize(storage, size), storage_number(storage)
+        number = -1 if self._paused else self._known.get(key, -1)
+        if number >= 0:
+            self.resizes[key] += 1
+            events, storages = self.recording.events, self.recording.storages
+            storages[number].died_after = len(events) - 1
+            new = len(storages)
+            storages.append(Storage(storage.nbytes(), kind=storages[number].kind))
+            self._born_under.append(node := autograd.running_node_number())
+            del self._references[number]  # it is not what dies when this does
+            self._known[key], self._references[new] = new, weakref.ref(storage, self._on_death(key, new))
+            with self.pause():
+                made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+            call = self._call(
+                torch.ops.aten.empty.memory_format, ([storage.nbytes()],), {"dtype": torch.uint8}, made
+            )
+            events.append(Event(call, (), (new,), node is not None, node=node))
+        return resized
+
     def _leave_out_the_host(self) -> None:
         """On a GPU, what is in the memory of the host takes none of the device's.
 
@@ -338,7 +424,7 @@ class StepRecorder(autograd.InfrastructureMode):
         # The engine accumulates gradients with `old.add_(new)` if it alone holds `old`, but never
         # for tensor subclasses, so a fake step would count a storage that the real one does not have.
         # `old` is then older than the node whose output is `new`; a node's own sums do not count.
-        if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2:
+        if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2 or self.under_a_mode:
             return False
         old, new = args
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
@@ -356,7 +442,9 @@ class StepRecorder(autograd.InfrastructureMode):
 
     def _in_place(self, func: Any, args: Any, node: tuple[str, int] | None) -> Any:
         # What a node makes itself it changes in place, but not where tensor subclasses may be involved.
-        in_place = None if node is None else autograd.in_place_for_plain_tensors(node[0], func)
+        in_place = (
+            None if node is None or self.under_a_mode else autograd.in_place_for_plain_tensors(node[0], func)
+        )
         number = -1 if in_place is None else self.index_of(args[0])
         own = number >= 0 and self._born_under[number] == node and autograd.engine_calls()
         return in_place if own else None

@@ -61,8 +61,8 @@ class Search:
     most_seconds: float = float("inf")
     fastest: Candidate | None = None
     least: Candidate | None = None
-    started: float = field(default_factory=time.perf_counter)
-    process_started: float = field(default_factory=time.process_time)
+    started: float = field(default_factory=lambda: time.perf_counter())  # by the clock that `elapsed` reads
+    process_started: float = field(default_factory=lambda: time.process_time())
     _seen: set[bytes] = field(default_factory=set)
 
     @property

@@ -50,6 +50,7 @@ from planner.hooks.written_in_place import WrittenInPlace
 from planner.lowering.lowerings import Lowering
 from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
+from planner.training_step.unseen_writes import in_memory_of_others
 
 Ran = Callable[[int, Sequence[Any], Sequence[Any], str | None], None]
 _MOST_VARIANTS = 4
@@ -99,6 +100,7 @@ class GraphRunner:
         self._differentiated = differentiated_inputs(graph)
         self._probed = as_written(graph)
         self._alike = AlikeExecutions(self._probed)
+        self._lent = set[int]()
         self._without: tuple[int, ...] = ()
         self._instances: dict[int, int] = {}
         self._executions = self._calls = 0
@@ -109,7 +111,7 @@ class GraphRunner:
         self._saved: dict[int, list[Any]] = {}  # by execution, where there are data
         # Of the moment at which Dynamo made the graph: the region may be one of a caller that it gave up.
         self._around, self._autocast = AutocastContext.here(), autocast_state()
-        self.casts, self._written = AutocastCastCache(), WrittenInPlace(self._writes_to)
+        self.casts, self._written = AutocastCastCache(), WrittenInPlace(self._watch)
         self._order = RecordedArrivalOrder(lambda: self.recorder.pause() if self.recorder else nullcontext())
 
     @property
@@ -136,7 +138,9 @@ class GraphRunner:
         outputs = list(self._probed(*args)) if self._data else self._alike(args)
         self._ran(self.index, args, outputs, graph_breaks.break_reason(self.graph))
         self._known.append(fake_values.known_values(outputs))
-        given = {fake.storage_key(a) for a in args if isinstance(a, torch.Tensor)}
+        tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+        self._lent |= in_memory_of_others(tensors)
+        given = set(map(fake.storage_key, tensors.values()))
         handed = Counter(fake.storage_key(t) for t in outputs if isinstance(t, torch.Tensor))
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
@@ -148,6 +152,7 @@ class GraphRunner:
                 known = {"of_input": key in given, "alone": alone, "part": is_part(tensor)}
                 cut = is_cut_out(tensor)
                 self.gradients.watch(i, outputs[i], execution=execution, cut=cut, **known)
+        self._written.probed(outputs)
         return tuple(outputs)
 
     def sums(self) -> dict[int, int]:
@@ -171,16 +176,22 @@ class GraphRunner:
         inputs = self.graph.graph.find_nodes(op="placeholder")
         positions = {aot_metadata.input_position(primal) for primal in self.joint.to_copy}
         changed = {aot_metadata.input_position(self.joint.primals[i]) for i in self.joint.mutated}
-        lost = self._written.uncounted - positions - changed
+        uncounted = (self._written.uncounted_inputs - positions - changed) | (self._lent & changed)
+        lost = [described_input(inputs[i]) for i in uncounted]
+        for i in self._written.uncounted_outputs:
+            shape = "x".join(map(str, _value(self.joint.outputs[0][i]).shape))
+            lost.append(f"a result of {shape} of a part of the forward")
         if lost:
             raise CaptureError(
-                f"{described_input(inputs[min(lost)])} is written to in the forward after it was read there, "
-                "uncounted by PyTorch (by .data or numpy). Write to it under torch.no_grad(), or to a copy"
+                f"{min(lost)} is written to in the forward by .data, numpy or DLPack, which PyTorch does not "
+                "count, and the plan would read it again. Write to it under torch.no_grad(), or to a copy, "
+                "or plan with backend='replay'"
             )
         return [described_input(inputs[i]) for i in sorted(self._written.inputs) if i in positions]
 
-    def _writes_to(self, tensor: torch.Tensor) -> int:
-        return 0 if self.recorder is None else self.recorder.writes[fake.storage_key(tensor)]
+    def _watch(self, tensor: torch.Tensor) -> Callable[[], tuple[bool, bool]]:
+        assert self.recorder is not None
+        return self.recorder.watch(tensor)
 
     @property
     def overwritten_results(self) -> frozenset[int]:
@@ -215,6 +226,7 @@ class GraphRunner:
             other.home, other.places = self.index, tuple(sorted(executions))
             other._requires_grad = self._requires_grad
             other.gradients = self.gradients.taken_apart(executions)
+            other._written.take_counted(self._written)
             other._around, other._autocast = self._around, self._autocast
             other._grad_enabled, other._default_dtype = self._grad_enabled, self._default_dtype
             other._known = [self._known[i] for i in other.places]
