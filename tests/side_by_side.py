@@ -77,8 +77,10 @@ class Runs:
 
 @contextmanager
 def counting_runs() -> Iterator[Runs]:
-    """Count the executions of planned graphs that are compiled from now on."""
-    runs, original, finished = Runs(), backend.chosen_lowering, FollowedStep.finished
+    """Count the executions of planned graphs that are compiled from now on, and of forwards and backwards that
+    follow a plan by replaying."""
+    runs, original = Runs(), backend.chosen_lowering
+    finished, before = FollowedStep.finished, FollowedStep.before
 
     def chosen(*backend_and_options: Any) -> Lowering:
         lower = original(*backend_and_options)
@@ -98,14 +100,21 @@ def counting_runs() -> Iterator[Runs]:
     def counting(step: FollowedStep) -> None:
         finished(step)
         runs.replayed += step.followed
+        runs.forward += step.followed
+
+    def counting_backwards(step: FollowedStep, save: int) -> None:
+        runs.backward += step.followed and not step.begun
+        before(step, save)
 
     backend.chosen_lowering = chosen
     FollowedStep.finished = counting  # type: ignore[method-assign]
+    FollowedStep.before = counting_backwards  # type: ignore[method-assign]
     try:
         yield runs
     finally:
         backend.chosen_lowering = original
         FollowedStep.finished = finished  # type: ignore[method-assign]
+        FollowedStep.before = before  # type: ignore[method-assign]
 
 
 @contextmanager

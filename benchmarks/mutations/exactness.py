@@ -102,8 +102,8 @@ EXACTNESS = [
         (
             Change(
                 "planner/runtime/install.py",
-                "            if torch.is_grad_enabled() and not self._warned_of_casts:\n",
-                "            if False:\n",
+                "        if not self._warned_of_casts:\n",
+                "        if False:\n",
             ),
         ),
         (
@@ -156,9 +156,9 @@ EXACTNESS = [
         "Nobody asks whether one is on.",
         (
             Change(
-                "planner/runtime/install.py",
-                "        if (hindrance := hindering_mode()) is not None:\n",
-                "        if (hindrance := None) is not None:\n",
+                "planner/runtime/plan_call.py",
+                "        if (hindrance := hindering_mode()) is None:\n",
+                "        if (hindrance := None) is None:\n",
             ),
         ),
         ("tests/test_switches.py::test_a_step_under_a_dispatch_mode_says_so",),

@@ -220,9 +220,9 @@ MODELS = [
         "Forwards under no_grad go through the plan.",
         (
             Change(
-                "planner/runtime/install.py",
-                "if model.training is not self._training or not torch.is_grad_enabled():",
-                "if model.training is not self._training:",
+                "planner/runtime/plan_call.py",
+                "        if not torch.is_grad_enabled():\n            return self.run_original\n",
+                "",
             ),
         ),
         ("tests/test_install.py::test_eval_no_grad_and_inference_mode_run_the_original",),
@@ -233,10 +233,9 @@ MODELS = [
         "After a forward without gradients the module runs without its plan.",
         (
             Change(
-                "planner/runtime/install.py",
-                "            output = self.run_original(*args, **kwargs)\n",
-                "            self._training = model.training and torch.is_grad_enabled()\n"
-                "            output = self.run_original(*args, **kwargs)\n",
+                "planner/runtime/plan_call.py",
+                "        if not torch.is_grad_enabled():\n",
+                "        if not torch.is_grad_enabled():\n            self._training = False\n",
             ),
         ),
         ("tests/test_loops.py::test_forwards_without_gradients_and_in_eval_mode_in_between",),
@@ -284,9 +283,9 @@ MODELS = [
         "Calls that run the original lose their keyword arguments.",
         (
             Change(
-                "planner/runtime/install.py",
-                "            output = self.run_original(",
-                "            kwargs = {}\n            output = self.run_original(",
+                "planner/runtime/installed.py",
+                "            return modules.module_call(self._model, *args, **kwargs)\n",
+                "            return modules.module_call(self._model, *args)\n",
             ),
         ),
         ("tests/test_loops.py::test_generating_between_training_steps",),
