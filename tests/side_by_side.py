@@ -77,8 +77,8 @@ class Runs:
 
 @contextmanager
 def counting_runs() -> Iterator[Runs]:
-    """Count the executions of planned graphs that are compiled from now on, and of forwards and backwards that
-    follow a plan by replaying."""
+    """Count the executions of planned graphs that are compiled from now on, and what follows a plan by
+    replaying."""
     runs, original = Runs(), backend.chosen_lowering
     finished, before = FollowedStep.finished, FollowedStep.before
 
