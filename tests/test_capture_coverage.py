@@ -146,7 +146,6 @@ def test_what_no_graph_covers_runs_as_written_and_is_counted() -> None:
     assert any("difficult.py" in note and "nonzero" in note for note in plan.notes)
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize(("name", "words"), [("nn_sparse_gradient", "sparse=False")])
 def test_what_cannot_be_planned_says_what_to_do_and_leaves_the_model_alone(name: str, words: str) -> None:
     model, args, kwargs = build(name)

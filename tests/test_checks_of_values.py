@@ -87,7 +87,6 @@ class Voice(nn.Module):
         return self.after(y).tanh().square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize("method", [False, True])
 def test_an_operator_that_checks_data_runs_as_written_between_graphs(method: bool) -> None:
     model, args = Voice(method=method), (torch.randn(4, 64),)

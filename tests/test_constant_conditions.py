@@ -226,7 +226,6 @@ class LooksUnlessCompiled(nn.Module):
         return hidden.square().mean()
 
 
-@pytest.mark.graphs
 def test_who_asks_whether_it_is_compiled_is_told_so_for_inductor() -> None:
     inputs = torch.randn(4, 8), torch.ones(4, 8)
     compiled = planner.prepare(LooksUnlessCompiled(), inputs, backend="inductor")._prepared.captured

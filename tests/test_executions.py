@@ -273,7 +273,6 @@ def some(planned: tuple[int, ...]) -> tuple[Some, torch.Tensor, Plan]:
     return model, x, plan
 
 
-@pytest.mark.graphs
 def test_more_layers_than_planned_that_are_captured_one_by_one() -> None:
     model, x, plan = some((0, 1))
     model.chosen = (0, 1, 2, 3)
@@ -282,7 +281,6 @@ def test_more_layers_than_planned_that_are_captured_one_by_one() -> None:
     assert len(warned) == 1
 
 
-@pytest.mark.graphs
 def test_layers_that_first_steps_left_out_follow_the_order_of_the_step() -> None:
     """Captured after those behind them, they would follow what is planned for the end."""
     model, x, plan = some((0, 1, 2, 3))

@@ -99,7 +99,6 @@ class _FrozenBefore(nn.Module):
         return self.head(y).square().mean()
 
 
-@pytest.mark.graphs
 def test_what_they_allocate_inside_counts() -> None:
     torch.manual_seed(0)
     model, x = _FrozenBefore(), torch.ones(64, 32)

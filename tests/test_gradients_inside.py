@@ -239,14 +239,12 @@ class RelatesThem(nn.Module):
 _REFUSED = [EndsBetween, WithAFunction, pytest.param(BackwardInside, marks=pytest.mark.heavy), RelatesThem]
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize("build", _REFUSED)
 def test_gradients_that_no_graph_has_whole_are_refused(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(planner.CaptureError, match=r"takes gradients of its own results.*plan submodules"):
         planner.plan(build(), args=_batch(), budget="150%")
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize("build", [EndsBetween, RelatesThem])
 def test_a_training_loop_goes_on_without_such_a_plan(build: Callable[[], nn.Module]) -> None:
     model = build()

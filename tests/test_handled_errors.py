@@ -77,7 +77,6 @@ class Handles(nn.Module):
         return self.handled(x, self.other).square().mean()
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize("handled", [by_function, by_method, whatever_it_is])
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_an_error_that_depends_on_data(handled: Handled, scale: float) -> None:
@@ -97,7 +96,6 @@ def test_an_error_that_depends_on_data(handled: Handled, scale: float) -> None:
     assert_same(ours, left_by(twin, steps((x,), lr=0.0)))
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize("handled", [no_such_row, no_such_dimension, other_sizes])
 def test_an_error_that_depends_on_sizes(handled: Handled, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
@@ -127,7 +125,6 @@ class Alone(nn.Module):
         return hidden.square().mean()
 
 
-@pytest.mark.graphs
 @pytest.mark.skipif(torch.__version__ >= (2, 15), reason="what handles the error is captured there")
 def test_where_nothing_else_is_captured_the_line_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(planner.CaptureError, match="could be captured") as raised:

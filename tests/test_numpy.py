@@ -62,7 +62,6 @@ def test_numbers_that_numpy_computes_are_constants(use: Use) -> None:
     assert _trains(use).coverage == "one-graph"
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize(
     "use", [_normal, *(pytest.param(use, marks=pytest.mark.heavy) for use in (_array, _order, _rounded))]
 )

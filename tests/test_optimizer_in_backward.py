@@ -239,7 +239,6 @@ def test_verify_sees_weights_that_a_wrong_gradient_stepped(monkeypatch: pytest.M
     assert report.problems[0].startswith("parameter 0.weight differs: 4,096 of 4,096 elements")
 
 
-@pytest.mark.graphs
 def test_where_gradients_are_let_go_of_without_regions_it_is_said() -> None:
     model, x = _model(), torch.randn(8, 64)
     _by_dictionary(model, _sgd)

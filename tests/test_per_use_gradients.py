@@ -265,7 +265,6 @@ class Transposed(nn.Module):
         return turned, self.parts[1](turned) * self.parts[2](turned).sigmoid()
 
 
-@pytest.mark.graphs
 def test_uses_of_what_lies_transposed_add_up_as_without_a_plan() -> None:
     torch.manual_seed(0)
 

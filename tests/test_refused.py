@@ -361,7 +361,6 @@ class ReplacesInPacked(nn.Module):
         return loss
 
 
-@pytest.mark.graphs
 def test_the_error_for_a_named_tuple_that_loses_its_fields_says_what_is_planned() -> None:
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 8), torch.tensor([5, 4, 2]))
     options: dict[str, Any] = {"budget": "200%", "costs": "roofline"}

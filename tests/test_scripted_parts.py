@@ -35,7 +35,6 @@ class Headed(nn.Module):
         return self.head(self.layers(x)).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize("build", [Activated, Headed])
 def test_the_rest_is_planned(build: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -80,7 +80,6 @@ _JOINS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bo
 }
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize("join", [*_JOINS])
 def test_gradients_of_what_is_joined_are_taken_as_they_are(join: str) -> None:
     torch.manual_seed(0)

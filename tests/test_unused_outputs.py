@@ -67,7 +67,6 @@ class Branching(nn.Module):
         return loss
 
 
-@pytest.mark.graphs
 @pytest.mark.parametrize("regions", [None, ["first", "second"]])
 def test_a_path_that_uses_what_the_planned_one_did_not(regions: list[str] | None) -> None:
     torch.manual_seed(0)

@@ -32,7 +32,6 @@ class Queue(nn.Module):
         self.place[0] = (place + len(keys)) % self.queue.shape[1]
 
 
-@pytest.mark.graphs
 def test_a_buffer_that_is_written_behind_a_graph_break_is_read_from_a_copy() -> None:
     torch.manual_seed(0)
     model = Queue()

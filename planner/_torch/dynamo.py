@@ -10,7 +10,14 @@ import torch
 import torch._dynamo as dynamo
 from torch._C._dynamo.eval_frame import _FrameAction, reset_code
 from torch._dynamo import eval_frame
-from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+from torch._dynamo.decorators import error_on_graph_break
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import takes_argument
@@ -18,6 +25,7 @@ from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_gro
 from planner._torch.tracing.breaks.break_patches import marks_allowed
 from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
 from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
+from planner._torch.tracing.breaks.graph_breaks import reason_of
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
@@ -42,6 +50,7 @@ from planner._torch.tracing.hindrances import (
 from planner._torch.tracing.let_go import Captured
 from planner._torch.tracing.rules import keep_rules
 from planner._torch.without_data.fake_values import lists_count
+from planner.errors import CaptureError
 from planner.heap import room_on_the_stack
 
 _DYNAMO_CONFIG: dict[str, Any] = {
@@ -130,6 +139,9 @@ class _WithSettings(Callback):
 
     Calls that find their code do not come here, and pay nothing for the settings. What a forward does inside
     of hooks on saved tensors that it sets runs as it is: these see what the step saves without a plan.
+
+    Raises:
+        CaptureError: A forward without regions is not one graph.
     """
 
     def __init__(
@@ -167,9 +179,16 @@ class _WithSettings(Callback):
             no_other_thread_traces(),
             dynamo_settings(symbolic=self._symbolic(), parts=self._parts),
             dynamo.config.patch(allow_empty_graphs=empty),
+            error_on_graph_break(not self._parts),
         ):
             try:
                 result = self._traced(frame, *rest)
+            except (Unsupported, UserError) as error:
+                raise NotOneGraphError(reason_of(error)) from error
+            except BackendCompilerFailed as error:
+                if isinstance(refused := error.inner_exception, CaptureError):
+                    raise refused from None
+                raise
             except _OF_TRACING as error:
                 if not self._untraced(frame.f_code.co_qualname, error):
                     raise
@@ -198,6 +217,22 @@ class _WithSettings(Callback):
                 raise
             with dynamo.config.patch(automatic_dynamic_shapes=False):
                 return self._torchdynamo_orig_backend(*frame)
+
+
+class NotOneGraphError(CaptureError):
+    """PyTorch's compiler makes more than one graph of a forward, or of a region.
+
+    Args:
+        place: Where it ended one, and why.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.why = f"the forward is not one graph; one ends at {place}"
+        super().__init__(
+            f"{self.why}. Plan it with backend='replay', or leave backend= out: the plan then follows the "
+            "step as it is written. Or change that line, or name parts of the model that are graphs in "
+            "regions="
+        )
 
 
 def dynamo_compile(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from planner._torch.distributed import holds_dtensors, is_fully_sharded
+from planner._torch.dynamo import NotOneGraphError
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import capture, record_eagerly
@@ -180,13 +181,14 @@ def prepare(
     try:
         with warnings_collected() as told:
             graphs = _prepare(model, step, replace(options, backend="eager"), progress=progress, like=like)
+    except NotOneGraphError as error:
+        why = error.why
     except CaptureError as error:
         why = f"{error}"
     if graphs is not None:
         captured = graphs.captured
-        if captured.breaks or captured.eager_operations or captured.untraced:
-            where = f"; one ends at {captured.breaks[0]}" if captured.breaks else ""
-            why = f"the forward is not one graph{where}"
+        if captured.eager_operations or captured.untraced:
+            why = "the forward is not one graph"
         if not (why or told):
             return graphs
     with warnings_collected() as also:
