@@ -35,7 +35,6 @@ from planner._torch.tracing.dynamo_patches import (
     said_once,
     trace_like_eager,
 )
-from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
 from planner._torch.tracing.generator_states import states_apart
 from planner._torch.tracing.hindrances import (
     RunsAsItIs,
@@ -77,7 +76,9 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     "specialize_float": True,
     # addcdiv_ and the like are otherwise taken apart, and round differently.
     "enable_dynamo_decompositions": False,
-    **NUMPY_SETTINGS,
+    # Dynamo traces numpy's functions as PyTorch's, which round differently: numpy is left to numpy.
+    "trace_numpy": False,
+    "use_numpy_random_stream": True,
     # A tensor with weak references cannot be exchanged in place (torch.utils.swap_tensors).
     "invalidate_compile_context_weakrefs": True,
     # What other processes found to vary says nothing about this one.
