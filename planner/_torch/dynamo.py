@@ -12,7 +12,6 @@ from torch._C._dynamo.eval_frame import _FrameAction, reset_code
 from torch._dynamo import eval_frame
 from torch._dynamo.decorators import error_on_graph_break
 from torch._dynamo.exc import (
-    BackendCompilerFailed,
     InternalTorchDynamoError,
     TorchRuntimeError,
     Unsupported,
@@ -186,10 +185,6 @@ class _WithSettings(Callback):
                 result = self._traced(frame, *rest)
             except (Unsupported, UserError) as error:
                 raise NotOneGraphError(reason_of(error)) from error
-            except BackendCompilerFailed as error:
-                if isinstance(refused := error.inner_exception, CaptureError):
-                    raise refused from None
-                raise
             except _OF_TRACING as error:
                 if not self._untraced(frame.f_code.co_qualname, error):
                     raise
@@ -221,7 +216,7 @@ class _WithSettings(Callback):
 
 
 class NotOneGraphError(CaptureError):
-    """PyTorch's compiler makes more than one graph of a forward, or of a region.
+    """PyTorch's compiler makes more than one graph of a forward without regions.
 
     Args:
         place: Where it ended one, and why.

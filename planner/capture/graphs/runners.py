@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from planner._torch.dynamo import NotOneGraphError
 from planner._torch.module_paths import ModuleNames, name_modules
-from planner._torch.tracing.breaks.graph_breaks import break_reason
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
 from planner.capture.graphs.graph_runner import GraphRunner, Ran
@@ -110,16 +108,11 @@ def collector(
     they compute their results, by functions that ``lower`` makes; else they return tensors without data.
     ``ran`` is called with each execution of a graph in the probing pass: its index, the arguments, the
     results, and why the graph ended before the function did, if so.
-
-    Raises:
-        CaptureError: Dynamo has ended a graph, and not where a region begins.
     """
 
     names = ModuleNames(module)
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if (reason := break_reason(graph)) is not None:
-            raise NotOneGraphError(reason)
         call_what_was_captured(graph)
         name_modules(graph, names)
         apart = views_outside(graph)

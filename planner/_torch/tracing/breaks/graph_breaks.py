@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.utils import counters
 
 from planner._torch.tracing.inside_compile import A_REGION
@@ -19,7 +19,7 @@ def break_reason(graph: torch.fx.GraphModule) -> str | None:
     return None if str(reason.reason).startswith(A_REGION) else _told(str(reason.reason), reason.user_stack)
 
 
-def reason_of(error: Unsupported) -> str:
+def reason_of(error: Unsupported | UserError) -> str:
     """Why Dynamo cannot follow a forward, with the line of the user's."""
     return _told(str(error.msg), getattr(error, "real_stack", None))
 
