@@ -91,6 +91,7 @@ class Rounded(nn.Module):
         return FirstAlone.apply(first, second).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("broken", [False, True])
 def test_gradients_of_zeros_that_a_function_makes_of_none_are_missed_aloud(broken: bool) -> None:
     torch.manual_seed(0)

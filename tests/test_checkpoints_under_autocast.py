@@ -109,6 +109,7 @@ def test_gradients_end_at_a_reentrant_checkpoint_without_inputs_that_have_any() 
         assert _same(ours, _gradients(eager, inputs, half=False))
 
 
+@pytest.mark.graphs
 def test_weights_of_a_reentrant_checkpoint_that_are_used_elsewhere_are_warned_of() -> None:
     with pytest.warns(planner.PlanWarning, match="use_reentrant=True"):
         planner.plan(Checkpointed(_mixed), args=_inputs(), budget="150%")
@@ -128,6 +129,7 @@ class Side(nn.Module):
         return out, checkpoint(self.b, x, use_reentrant=False)
 
 
+@pytest.mark.graphs
 def test_a_graph_that_runs_as_it_is_draws_the_same_numbers_again_in_a_checkpoint() -> None:
     x, _ = _inputs()
     model = Side()

@@ -179,6 +179,7 @@ def test_a_step_is_planned_as_with_the_casts_that_cuda_makes() -> None:
     assert planned(Block()).baseline.dynamic_peak_bytes != inside.baseline.dynamic_peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("below", [False, True])
 def test_a_graph_may_break_inside_of_a_region(below: bool) -> None:
     def forward(block: Block, x: torch.Tensor) -> torch.Tensor:

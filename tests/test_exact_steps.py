@@ -124,6 +124,7 @@ PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("name", list(PRODUCTS))
 def test_a_product_without_zeros_takes_what_is_predicted(name: str) -> None:
     torch.manual_seed(0)

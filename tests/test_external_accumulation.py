@@ -201,6 +201,7 @@ def _branches() -> nn.Module:
     return _planned(Branches().train(), torch.randn(16, 32))
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("build", [_layers, _branches])
 def test_the_same_code_is_looked_at_each_time_it_runs(build: Callable[[], nn.Module]) -> None:
     model = build()
@@ -210,6 +211,7 @@ def test_the_same_code_is_looked_at_each_time_it_runs(build: Callable[[], nn.Mod
             model.zero_grad()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("differentiate", [_backward, _gradients])
 @pytest.mark.parametrize("layer", range(3))
 def test_one_of_several_layers_is_warned_of(

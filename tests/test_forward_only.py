@@ -32,6 +32,7 @@ def _train(model: nn.Module) -> None:
         model.zero_grad()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_they_run_as_they_are() -> None:
     torch.manual_seed(0)
@@ -99,6 +100,7 @@ class _FrozenBefore(nn.Module):
         return self.head(y).square().mean()
 
 
+@pytest.mark.graphs
 def test_what_they_allocate_inside_counts() -> None:
     torch.manual_seed(0)
     model, x = _FrozenBefore(), torch.ones(64, 32)

@@ -105,6 +105,7 @@ def test_a_scripted_module_keeps_its_gradients(gradients: bool) -> None:
         assert torch.equal(mine.grad, other.grad)
 
 
+@pytest.mark.graphs
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_so_it_does_where_planning_fails() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), torch.jit.script(nn.Linear(8, 8)))

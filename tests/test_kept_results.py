@@ -59,6 +59,7 @@ def _step() -> tuple[torch.Tensor]:
     return (torch.randn(1024, 256),)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("view", [*_HANDED_OUT])
 def test_results_that_are_changed_in_place_are_not_kept(view: str) -> None:
@@ -89,6 +90,7 @@ def test_a_loop_that_changes_a_kept_result_in_place_is_an_error() -> None:
     (hidden.sum() + total).backward()
 
 
+@pytest.mark.graphs
 def test_keeping_a_result_that_is_changed_in_place_is_refused() -> None:
     model, args = Handed().train(), _step()
     with pytest.raises(planner.PlannerError, match=r"addmm.* in widen .* changes it in place .* keep="):

@@ -145,6 +145,7 @@ class Chunked(nn.Module):
         return x.square().sum()
 
 
+@pytest.mark.graphs
 def test_a_loop_asks_for_the_identity_of_what_it_comes_to() -> None:
     model, x = Chunked(), torch.randn(8, SIZE)
     plan = planner.plan(model, x, budget="min", solver="sqrt_n")

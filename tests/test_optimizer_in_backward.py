@@ -147,6 +147,7 @@ CASES = [
 ]
 
 
+@pytest.mark.graphs
 @pytest.mark.filterwarnings("ignore:hooks let go of the gradients:planner.PlanWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_stepped_and_the_peak_is_the_measured_one(case: Any) -> None:
@@ -239,6 +240,7 @@ def test_verify_sees_weights_that_a_wrong_gradient_stepped(monkeypatch: pytest.M
     assert report.problems[0].startswith("parameter 0.weight differs: 4,096 of 4,096 elements")
 
 
+@pytest.mark.graphs
 def test_where_gradients_are_let_go_of_without_regions_it_is_said() -> None:
     model, x = _model(), torch.randn(8, 64)
     _by_dictionary(model, _sgd)

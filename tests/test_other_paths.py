@@ -61,6 +61,7 @@ def _planned(model: nn.Module, mask: torch.Tensor, budget: str) -> tuple[planner
     return plan, plan.target.budget_bytes - plan.resident.total
 
 
+@pytest.mark.graphs
 def test_a_path_that_takes_more_is_planned_within_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
     model = Masked(more=True)
     plan, room = _planned(model, ALL, "70%")
@@ -80,6 +81,7 @@ def test_a_path_that_takes_more_is_planned_within_the_budget(capsys: pytest.Capt
     assert "Masked takes " in capsys.readouterr().err
 
 
+@pytest.mark.graphs
 def test_it_is_planned_at_the_largest_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     model = Masked(more=True)
     room = _planned(model, ALL, "70%")[1]
@@ -94,6 +96,7 @@ def test_it_is_planned_at_the_largest_sizes(capsys: pytest.CaptureFixture[str]) 
         assert all(_peak(model, mask) <= room for mask in (SOME, SOME[:500], ALL))
 
 
+@pytest.mark.graphs
 def test_a_path_that_fits_runs_by_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     model = Masked(more=False)
     room = _planned(model, ALL, "70%")[1]
@@ -110,6 +113,7 @@ def test_a_path_that_fits_runs_by_the_same_plan(capsys: pytest.CaptureFixture[st
     assert "planned again" not in said
 
 
+@pytest.mark.graphs
 def test_a_path_that_no_plan_fits_is_told() -> None:
     model = Masked(more=True)
     least = planner.plan(model, (torch.randn(1024, 32), ALL), budget="min").predicted.peak_bytes

@@ -55,6 +55,7 @@ def test_the_peak_counts_no_gradient_of_what_is_written(build: type[Layers]) -> 
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("build", [Clipped, Normalised, Filled])
 def test_gradients_are_those_of_the_unplanned_model(build: type[Layers]) -> None:
     model, args, _ = layers(build)

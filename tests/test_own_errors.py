@@ -167,6 +167,7 @@ class OnlyOutside(nn.Module):
         return self.hidden(x.relu() + 1)
 
 
+@pytest.mark.graphs
 def test_gradients_only_outside_of_graphs_are_an_error_that_names_the_line() -> None:
     with pytest.raises(
         CaptureError, match=r"test_own_errors\.py:\d+ \(return self\.hidden.*plan the submodules"
@@ -203,6 +204,7 @@ class Centred(nn.Module):
         return (x - self.centre).square().mean()
 
 
+@pytest.mark.graphs
 def test_dynamo_captures_again_where_tracing_asks_for_it() -> None:
     torch.manual_seed(0)
     model, x = Centred(), torch.randn(8, 16)

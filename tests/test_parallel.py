@@ -159,6 +159,7 @@ def test_regions_and_ranks_are_options_of_all_that_plan() -> None:
     assert estimated.checkpointed.peak_bytes < estimated.whole_step.allocated_bytes
 
 
+@pytest.mark.graphs
 def test_the_whole_is_a_unit_where_no_parts_repeat() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))

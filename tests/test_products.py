@@ -18,6 +18,7 @@ class Product(nn.Module):
         return (product[:, None] * factors).square().mean()
 
 
+@pytest.mark.graphs
 def test_the_gradient_of_a_product_is_warned_of() -> None:
     with pytest.warns(planner.PlanWarning, match=r"torch\.prod"):
         plan = planner.plan(Product(detached=False), args=(torch.randn(16, 8),), budget="150%")

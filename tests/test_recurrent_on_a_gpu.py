@@ -31,6 +31,7 @@ class Layers(nn.Module):
         return self.last(x).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(nn.LSTM, {"dropout": 0.2}), (nn.GRU, {"bidirectional": True}), (nn.RNN, {})],

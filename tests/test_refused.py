@@ -110,6 +110,7 @@ class ChecksSomeParts(Layers):
         return super().forward(x)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["module", "function", "average"])
 def test_a_checkpoint_in_which_buffers_change_runs_as_written(kind: str) -> None:
@@ -233,6 +234,7 @@ class SparseBetween(Layers):
         return self.run(x).square().mean() * squared.values().sum()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_sparse_matrices_between_graphs_run_as_written() -> None:
     model, args, _ = layers(SparseBetween)
@@ -309,6 +311,7 @@ class PartlyTheSame(Layers):
         return self.run(self.inside(self.run(x))).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_part_that_cannot_be_traced_is_left_out_as_the_error_says() -> None:
     _CALLS.clear()
@@ -361,6 +364,7 @@ class ReplacesInPacked(nn.Module):
         return loss
 
 
+@pytest.mark.graphs
 def test_the_error_for_a_named_tuple_that_loses_its_fields_says_what_is_planned() -> None:
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 8), torch.tensor([5, 4, 2]))
     options: dict[str, Any] = {"budget": "200%", "costs": "roofline"}

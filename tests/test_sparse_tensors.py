@@ -34,6 +34,7 @@ class Network(nn.Module):
         return torch.log_softmax(self.second(hidden, adjacency), -1).square().sum()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo])
 @pytest.mark.parametrize("buffer", [False, True])
 def test_a_graph_network_trains_by_its_plan(layout: torch.layout, buffer: bool) -> None:
@@ -48,6 +49,7 @@ def test_a_graph_network_trains_by_its_plan(layout: torch.layout, buffer: bool) 
     assert len(plan.graphs) == 2
 
 
+@pytest.mark.graphs
 def test_gradients_that_are_sparse_are_a_clear_error() -> None:
     class Embedded(nn.Module):
         def __init__(self) -> None:

@@ -37,6 +37,7 @@ class Chooses(nn.Module):
         return h.tanh()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize(("mean", "products"), [(1.0, 2), (-1.0, 1)])
 def test_a_condition_is_what_it_was_with_data(mean: float, products: int) -> None:
     model, x = Chooses(), torch.randn(4, 8) * 0.1 + mean

@@ -54,6 +54,7 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
+@pytest.mark.graphs
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("kind", [Untraced, Inside])
 def test_what_an_untraced_function_calls_is_planned(kind: type[nn.Module]) -> None:
@@ -106,6 +107,7 @@ class SumsMany(nn.Module):
         return (self.block(x) * added * self.weight).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.skipif(torch.__version__ >= (2, 15), reason="the operator is a graph break there, and no error")
 def test_a_long_error_is_shortened() -> None:
     plan = planner.plan(SumsMany(), (torch.randn(4, 16),), budget="min")

@@ -67,6 +67,7 @@ class Branching(nn.Module):
         return loss
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("regions", [None, ["first", "second"]])
 def test_a_path_that_uses_what_the_planned_one_did_not(regions: list[str] | None) -> None:
     torch.manual_seed(0)
@@ -151,6 +152,7 @@ def test_what_graphs_hand_on_gets_its_gradient_or_none(build: type[nn.Module]) -
     assert_same(ours, left_by(twin, loop))
 
 
+@pytest.mark.graphs
 def test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -45,6 +45,7 @@ class _Repeated(Layers):
         return y.square().mean() + unused.detach().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("build", [_Unused, _Counted, _Repeated])
 def test_the_step_follows_its_plan(build: type[Layers]) -> None:
     torch.manual_seed(0)
@@ -94,6 +95,7 @@ class _ThreeAdapted(torch.nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.graphs
 def test_a_graph_that_computes_in_other_layers_hands_on_views_alone_in_the_first() -> None:
     model, x = _ThreeAdapted(), torch.randn(64, 32)
     with no_plan_warnings():

@@ -171,6 +171,7 @@ class UsedTwice(nn.Module):
         return rows.sin().view_as(x) + squared
 
 
+@pytest.mark.graphs
 def test_an_operation_that_uses_twice_what_it_is_handed_on_a_view_of_is_warned_of() -> None:
     model = nn.Sequential(nn.Linear(8, 8), UsedTwice())
     with pytest.warns(planner.PlanWarning, match="added up in another order"):
@@ -272,6 +273,7 @@ def test_the_gradient_of_a_part_lies_as_the_whole(apart: bool) -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.graphs
 def test_the_gradient_of_what_is_turned_may_lie_otherwise() -> None:
     model, weight = Pooled(lambda h: (h, h.transpose(1, 2))).train(), torch.randn(4, 8, 6)
 

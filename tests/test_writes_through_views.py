@@ -62,6 +62,7 @@ def test_the_scan_is_right() -> None:
     assert torch.allclose(_sums(x), x.cumsum(0))
 
 
+@pytest.mark.graphs
 def test_a_step_that_is_slower_as_traced_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model, x = Scans(), torch.randn(2048, 16)

@@ -32,6 +32,7 @@ class Queue(nn.Module):
         self.place[0] = (place + len(keys)) % self.queue.shape[1]
 
 
+@pytest.mark.graphs
 def test_a_buffer_that_is_written_behind_a_graph_break_is_read_from_a_copy() -> None:
     torch.manual_seed(0)
     model = Queue()
@@ -72,6 +73,7 @@ class HandedOn(nn.Module):
         return (handed.add_(1) * found).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_result_that_is_written_after_it_was_read_is_read_from_a_copy() -> None:
     torch.manual_seed(0)

@@ -179,7 +179,7 @@ class _WithSettings(Callback):
             no_other_thread_traces(),
             dynamo_settings(symbolic=self._symbolic(), parts=self._parts),
             dynamo.config.patch(allow_empty_graphs=empty),
-            error_on_graph_break(not self._parts),
+            error_on_graph_break(_is_one_graph(self._parts)),
         ):
             try:
                 result = self._traced(frame, *rest)
@@ -213,6 +213,11 @@ class _WithSettings(Callback):
                 raise
             with dynamo.config.patch(automatic_dynamic_shapes=False):
                 return self._torchdynamo_orig_backend(*frame)
+
+
+def _is_one_graph(parts: int) -> bool:
+    """Whether a forward has to be one graph: between regions graphs end anyway."""
+    return parts == 0
 
 
 class NotOneGraphError(CaptureError):
