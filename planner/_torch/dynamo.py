@@ -126,6 +126,12 @@ MANY_CAPTURES = 16
 """How many captures of one function are more than a training loop has, whose modes and shapes vary."""
 
 
+NOT_A_GRAPH = (
+    "Plan it with backend='replay', or leave backend= out: the plan then follows the step as it is written. "
+    "Or change that line, or name parts of the model that are graphs in regions="
+)
+"""What to do where a forward is not one graph."""
+
 _frames_looked_at = 0
 
 
@@ -141,7 +147,7 @@ class _WithSettings(Callback):
     of hooks on saved tensors that it sets runs as it is: these see what the step saves without a plan.
 
     Raises:
-        CaptureError: A forward without regions is not one graph.
+        CaptureError: It is to be one graph, and is not.
     """
 
     def __init__(
@@ -153,9 +159,10 @@ class _WithSettings(Callback):
         parts: int,
         whole: CodeType,
         untraced: Untraced,
+        one_graph: bool,
     ) -> None:
         super().__init__(callback)
-        self._untraced = untraced
+        self._untraced, self._one_graph = untraced, one_graph
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often = often
         self._captures: Any = ExactWeakKeyDictionary()  # of each module: regions share the code
@@ -179,12 +186,14 @@ class _WithSettings(Callback):
             no_other_thread_traces(),
             dynamo_settings(symbolic=self._symbolic(), parts=self._parts),
             dynamo.config.patch(allow_empty_graphs=empty),
-            error_on_graph_break(_is_one_graph(self._parts)),
+            error_on_graph_break(self._one_graph),
         ):
             try:
                 result = self._traced(frame, *rest)
             except (Unsupported, UserError) as error:
-                raise NotOneGraphError(reason_of(error)) from error
+                raise CaptureError(
+                    f"the forward is not one graph; one ends at {reason_of(error)}. {NOT_A_GRAPH}"
+                ) from error
             except _OF_TRACING as error:
                 if not self._untraced(frame.f_code.co_qualname, error):
                     raise
@@ -216,24 +225,8 @@ class _WithSettings(Callback):
 
 
 def _is_one_graph(parts: int) -> bool:
-    """Whether a forward has to be one graph: between regions graphs end anyway."""
+    """Whether a forward that is planned has to be one graph: between regions graphs end anyway."""
     return parts == 0
-
-
-class NotOneGraphError(CaptureError):
-    """PyTorch's compiler makes more than one graph of a forward without regions.
-
-    Args:
-        place: Where it ended one, and why.
-    """
-
-    def __init__(self, place: str) -> None:
-        self.why = f"the forward is not one graph; one ends at {place}"
-        super().__init__(
-            f"{self.why}. Plan it with backend='replay', or leave backend= out: the plan then follows the "
-            "step as it is written. Or change that line, or name parts of the model that are graphs in "
-            "regions="
-        )
 
 
 def dynamo_compile(
@@ -258,6 +251,7 @@ def dynamo_compile(
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
     options = {"untraced": untraced, "parts": parts, "decided": decided, **alone}
+    options["one_graph"] = _is_one_graph(parts)
     return _optimized(_fresh(function), backend, symbolic=_never, **options)
 
 
@@ -326,6 +320,7 @@ def _optimized(
     often: Callable[[int], None] | None = None,
     parts: int = 0,
     decided: bool = False,
+    one_graph: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
     trace_like_eager(backend, compiling=decided)
@@ -338,7 +333,7 @@ def _optimized(
         context: Any = dynamo.optimize(backend, **options)
     # There Dynamo would keep it, and with it the plan's optimizer, for as long as the process runs.
     eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
-    rest = symbolic, given_up, often, parts, function.__code__, untraced
+    rest = symbolic, given_up, often, parts, function.__code__, untraced, one_graph
     context.callback = _WithSettings(context.callback, *rest)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)

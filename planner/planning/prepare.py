@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from planner._torch.distributed import holds_dtensors, is_fully_sharded
-from planner._torch.dynamo import NotOneGraphError
+from planner._torch.dynamo import NOT_A_GRAPH
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import capture, record_eagerly
@@ -181,10 +181,8 @@ def prepare(
     try:
         with warnings_collected() as told:
             graphs = _prepare(model, step, replace(options, backend="eager"), progress=progress, like=like)
-    except NotOneGraphError as error:
-        why = error.why
     except CaptureError as error:
-        why = f"{error}"
+        why = f"{error}".removesuffix(f". {NOT_A_GRAPH}")
     if graphs is not None:
         captured = graphs.captured
         if captured.eager_operations or captured.untraced:
