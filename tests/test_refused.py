@@ -311,20 +311,13 @@ class PartlyTheSame(Layers):
         return self.run(self.inside(self.run(x))).square().mean()
 
 
-@pytest.mark.graphs
 @pytest.mark.heavy
-def test_a_part_that_cannot_be_traced_is_left_out_as_the_error_says() -> None:
+def test_what_cannot_be_traced_is_replayed_as_the_error_says() -> None:
     _CALLS.clear()
     model, args, _ = layers(PartlyTheSame)
-    with pytest.raises(
-        CaptureError, match=r"differently every time.*module\.forward = torch\.compiler\.disable"
-    ):
-        plan_of(model, args)
-    inside = model.inside
-    inside.forward = torch.compiler.disable(inside.forward)  # type: ignore[union-attr, method-assign, operator]
-    plan = plan_of(model, args)
-    assert plan.coverage == "partly-captured"
-    assert any("self.inside" in note for note in plan.notes)
+    with pytest.raises(CaptureError, match=r"differently every time.*leave backend= out"):
+        plan_of(model, args, backend="graph")
+    assert plan_of(model, args).coverage == "replayed"
 
 
 # ---- forwards that run bit by bit -----------------------------------------------------------------------
