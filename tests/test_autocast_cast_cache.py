@@ -108,6 +108,7 @@ def test_gradients_of_calls_in_one_region_meet_as_without_a_plan(kind: torch.dty
         assert all(map(torch.equal, expected, found)), (calls, backward)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.usefixtures("no_warning")
 def test_gradients_of_graphs_in_one_region_meet_as_without_a_plan() -> None:

@@ -370,6 +370,7 @@ def test_a_plan_does_as_it_is_told() -> None:
     assert peak == plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_plan_of_several_graphs_does_as_it_is_told() -> None:
     ours, theirs = _pair(Told, Told)

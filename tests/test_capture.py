@@ -42,6 +42,7 @@ def _measured_peak(model: nn.Module, step: Step) -> int:
     return measure_peak(lambda: step.run(model), "cpu").peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_the_eager_step_is_predicted(builder: Callable[[], Built]) -> None:
@@ -123,6 +124,7 @@ def test_no_memory_is_allocated_while_capturing() -> None:
     assert largest < 2**20, "a real tensor was made"
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_graph_breaks_give_several_graphs_that_are_one_problem() -> None:
     model, args, kwargs = graph_break_model()

@@ -42,6 +42,7 @@ def test_one_graph_says_nothing_about_breaks() -> None:
     assert not any("graphs" in note for note in plan.notes)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_graph_break_is_named_by_its_line() -> None:
     plan = planned(graph_break_model())
@@ -68,6 +69,7 @@ class LoopWithBreaks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_breaks_inside_a_loop_leave_graphs_that_are_planned() -> None:
     torch.manual_seed(0)
@@ -99,6 +101,7 @@ class Collects(LoopWithBreaks):
         return loss
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_methods_of_containers_wait_while_a_graph_ends_and_are_known_again() -> None:
     torch.manual_seed(0)
@@ -129,6 +132,7 @@ class Translates(nn.Module):
         return self.body(source, target, tgt_mask=mask).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_breaks_inside_pytorchs_modules_leave_graphs_that_are_planned() -> None:
     torch.manual_seed(0)
@@ -137,6 +141,7 @@ def test_breaks_inside_pytorchs_modules_leave_graphs_that_are_planned() -> None:
     assert sum(len(graph.ops) for graph in plan.graphs) > 100
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_what_no_graph_covers_runs_as_written_and_is_counted() -> None:
     plan = planned(build("nn_routed_experts"))
@@ -163,6 +168,7 @@ def test_what_cannot_be_planned_says_what_to_do_and_leaves_the_model_alone(name:
     assert random.getstate() == python
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_the_coverage_is_shown() -> None:
     from rich.console import Console
@@ -199,11 +205,11 @@ class LoopOverExperts(nn.Module):
 
 
 @pytest.mark.heavy
-def test_a_loop_over_experts_is_planned_around_their_indices() -> None:
+def test_a_loop_over_experts_is_replayed() -> None:
     torch.manual_seed(0)
     model, args = LoopOverExperts(), (torch.randn(48, 32),)
     plan = planner.plan(model, args, budget="min", solver="sqrt_n")
-    assert plan.coverage == "partly-captured"
+    assert plan.coverage == "replayed"
     report = planner.verify(model, args, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
@@ -270,6 +276,7 @@ class DrawsAndCounts(nn.Module):
         return x[x.mean(1) > 0].square().sum()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_run_with_data_changes_nothing_of_the_users() -> None:
     torch.manual_seed(0)
@@ -334,6 +341,7 @@ class Masked(nn.Module):
         return self.second(x).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.heavy
 def test_a_mask_decides_without_a_run(full: bool) -> None:

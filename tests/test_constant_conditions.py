@@ -150,7 +150,8 @@ def graphs_of(function: Callable[[torch.Tensor], torch.Tensor], *inputs: torch.T
 def test_a_value_of_sizes_is_known(function: Any) -> None:
     x = torch.rand(2, 6)
     assert graphs_of(function, x, decided=True) == 1
-    assert graphs_of(function, x, decided=False) > 1
+    with pytest.raises(planner.CaptureError, match="not one graph"):
+        graphs_of(function, x, decided=False)
 
 
 def test_an_assertion_on_sizes_is_no_operation() -> None:
@@ -175,16 +176,17 @@ def test_an_assertion_on_sizes_is_no_operation() -> None:
     ],
 )
 def test_what_may_be_otherwise_is_read(function: Any) -> None:
-    assert graphs_of(function, torch.rand(2, 6), decided=True) > 1
+    with pytest.raises(planner.CaptureError, match="not one graph"):
+        graphs_of(function, torch.rand(2, 6), decided=True)
 
 
-def test_a_check_that_fails_is_the_same_error() -> None:
+def test_a_check_that_fails_leaves_the_error_to_eager() -> None:
     def short(x: torch.Tensor) -> torch.Tensor:
         if not (positions(x) < 3).all():
             raise ValueError("too long")
         return x * 2
 
-    with dynamo_settings(), pytest.raises(ValueError, match="too long"):
+    with dynamo_settings(), pytest.raises(planner.CaptureError, match="not one graph"):
         dynamo_compile(short, lambda graph, _: graph.forward, decided=True)(torch.rand(2, 6))
 
 
@@ -226,13 +228,12 @@ class LooksUnlessCompiled(nn.Module):
         return hidden.square().mean()
 
 
-@pytest.mark.graphs
 def test_who_asks_whether_it_is_compiled_is_told_so_for_inductor() -> None:
     inputs = torch.randn(4, 8), torch.ones(4, 8)
     compiled = planner.prepare(LooksUnlessCompiled(), inputs, backend="inductor")._prepared.captured
     assert len(compiled.graphs) == 1
     assert "mul" in " ".join(op.name for op in compiled.graphs[0].joint.ops)
-    assert len(planner.prepare(LooksUnlessCompiled(), inputs)._prepared.captured.graphs) > 1
+    assert planner.prepare(LooksUnlessCompiled(), inputs)._prepared.options.backend == "replay"
 
 
 @pytest.mark.heavy
@@ -240,7 +241,7 @@ def test_a_decoder_is_one_graph_for_inductor_and_trained_right_at_other_lengths(
     torch.manual_seed(0)
     model, words = Decoder().train(), torch.randint(0, 64, (4, 32))
     unplanned = copy.deepcopy(model)
-    assert len(planner.plan(model, words, budget="min", solver="sqrt_n").graphs) > 1  # for eager
+    assert planner.plan(model, words, budget="min", solver="sqrt_n").coverage == "replayed"  # for eager
     plan = planner.plan(model, words, budget="100%", backend="inductor", solver="sqrt_n")
     assert len(plan.graphs) == 1
     plan.apply(model)

@@ -107,6 +107,7 @@ def measured_peak(model: nn.Module) -> int:
     return measure_peak(step, "cpu").peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("times", [1, 2])
 def test_executions_follow_programs_of_their_own(times: int) -> None:
@@ -167,6 +168,7 @@ def test_files_of_a_release_without_executions_are_read() -> None:
     assert Plan.loads(json.dumps(data)) == plan
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_fewer_executions_than_planned_are_silent_and_more_are_warned_of_and_exact() -> None:
     model = blocks(count=1, times=2)
@@ -208,6 +210,7 @@ def test_other_shapes_follow_the_programs_too() -> None:
     assert_same(left_by(model, other), left_by(twin, other))
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("where", ["here", "elsewhere", "in an older file"])
@@ -328,6 +331,7 @@ class PartedLayers(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_graphs_of_views_run_in_the_order_of_the_forward() -> None:
     """What takes views at sizes that are numbers of data runs without the plan where these vary."""

@@ -32,6 +32,7 @@ def _train(model: nn.Module) -> None:
         model.zero_grad()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_they_run_as_they_are() -> None:
     torch.manual_seed(0)

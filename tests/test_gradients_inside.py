@@ -141,6 +141,7 @@ def _loss(model: nn.Module) -> list[Tensor]:
 _PLANNED = [InnerLoop, FirstOrder, Equation, Forces, Penalty, Transforms, Reversible]
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("build", _PLANNED)
 def test_gradients_inside_of_a_forward_are_operations_of_it(build: Callable[[], nn.Module]) -> None:
@@ -157,6 +158,7 @@ def test_gradients_inside_of_a_forward_are_operations_of_it(build: Callable[[], 
     assert_same(ours, left_by(twin, _loss))
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("build", [Equation, Forces])
 def test_the_peak_with_gradients_inside_is_the_predicted_one(build: Callable[[], nn.Module]) -> None:

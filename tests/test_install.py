@@ -331,6 +331,7 @@ def test_a_path_that_was_not_planned_is_right_and_said() -> None:
     assert_equal(found, gradients_of(planner.remove(model), args))
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_two_graphs_run_by_their_plans() -> None:
     model, args, plan = apply_plan(graph_break_model)
@@ -340,6 +341,7 @@ def test_two_graphs_run_by_their_plans() -> None:
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
     model, args, kwargs = layers_with_graph_breaks()
@@ -352,6 +354,7 @@ def test_layers_of_the_same_code_with_a_graph_break_in_each() -> None:
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_graph_without_anything_to_differentiate_is_no_surprise() -> None:
     class Masked(nn.Module):

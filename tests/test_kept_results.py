@@ -59,6 +59,7 @@ def _step() -> tuple[torch.Tensor]:
     return (torch.randn(1024, 256),)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("view", [*_HANDED_OUT])
 def test_results_that_are_changed_in_place_are_not_kept(view: str) -> None:

@@ -124,6 +124,7 @@ def _planned(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     return {"graphs": plan.graphs, "notes": plan.notes, "coverage": plan.coverage, "step": plan.step}
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "kind",
@@ -146,6 +147,7 @@ def test_plans_are_those_of_finding_it_from_each_frame(
     assert known == _planned(model, x)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("known", [False, True])
 def test_the_way_down_is_traced_once(
     known: bool, traces_of_deepest: dict[Any, bool], monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ def test_layers_of_a_submodule_that_is_captured_by_itself() -> None:
     assert any("h.[0-2]" in name or name.startswith("transformer") for name in rows)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_what_a_layer_does_itself_between_graph_breaks_is_the_layers() -> None:
     model, args, _ = layers_with_graph_breaks()

@@ -57,14 +57,13 @@ def _trains(use: Use) -> Plan:
     return assert_trains_alike(model, args, steps(args), expected_runs=None)
 
 
-@pytest.mark.parametrize("use", [_number, _attribute])
-def test_numbers_that_numpy_computes_are_constants(use: Use) -> None:
-    assert _trains(use).coverage == "one-graph"
-
-
-@pytest.mark.graphs
 @pytest.mark.parametrize(
-    "use", [_normal, *(pytest.param(use, marks=pytest.mark.heavy) for use in (_array, _order, _rounded))]
+    "use",
+    [
+        _normal,
+        _number,
+        *(pytest.param(use, marks=pytest.mark.heavy) for use in (_attribute, _array, _order, _rounded)),
+    ],
 )
 def test_numpy_draws_and_computes_as_without_a_plan(use: Use) -> None:
     _trains(use)
@@ -99,7 +98,7 @@ def test_a_token_that_is_written_through_a_mask() -> None:
     torch.manual_seed(0)
     model, inputs = Masked().train(), (torch.randn(8, 16, 32), torch.rand(8, 16) < 0.3)
     plan = planner.plan(model, inputs, budget="min", solver="sqrt_n")
-    assert any("through a mask" in note for note in plan.notes)
+    assert plan.coverage == "replayed"
     report = planner.verify(model, inputs, plan=plan, repeats=0)
     assert report.ok, report.problems
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes

@@ -147,6 +147,7 @@ CASES = [
 ]
 
 
+@pytest.mark.graphs
 @pytest.mark.filterwarnings("ignore:hooks let go of the gradients:planner.PlanWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_stepped_and_the_peak_is_the_measured_one(case: Any) -> None:

@@ -168,6 +168,7 @@ def _exactly(built: Built, budget: str) -> tuple[Plan, Report]:
     return plan, report
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("build", "budget"),
@@ -187,6 +188,7 @@ def test_uses_before_and_after_a_break_add_up_as_without_a_plan(
     assert any(g.per_use_inputs for g in plan.graphs)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_uses_add_up_as_without_a_plan_where_sizes_are_symbols() -> None:
     torch.manual_seed(0)
@@ -218,6 +220,7 @@ def test_uses_in_the_loss_add_up_as_without_a_plan() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_gradients_lie_in_memory_as_without_a_plan() -> None:
     torch.manual_seed(0)
@@ -287,6 +290,7 @@ def test_gradients_of_parts_lie_in_memory_as_without_a_plan(build: type[nn.Modul
     assert [layout.dimensions for g in plan.graphs for layout in g.gradient_layouts] == laid_out
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_an_order_that_views_change_is_warned_of() -> None:
     torch.manual_seed(0)
@@ -350,6 +354,7 @@ class FrozenFirst(nn.Module):
         return total.square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward() -> None:
     torch.manual_seed(0)
@@ -359,6 +364,7 @@ def test_layers_of_the_same_code_have_their_own_plans_though_one_has_no_backward
     assert [g.occurrence for g in layers if g.structure == layers[0].structure] == [1, 2, 3]
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_layers_that_share_a_graph_have_their_own_programs() -> None:
     torch.manual_seed(0)

@@ -242,6 +242,7 @@ def test_backwards_change_what_they_made_in_place(operation: str) -> None:
     assert predicted == measure_peak(step, "cpu").peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("needed", "unused", "drawn", "refused"),

@@ -181,6 +181,7 @@ def test_executions_follow_their_plan_at_other_sizes(planned: int) -> None:
         assert len(texts) == 1
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_gradients_at_other_sizes_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.runtime.shapes.per_shape.MOST_SHAPES", 3)

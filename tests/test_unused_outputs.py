@@ -152,6 +152,7 @@ def test_what_graphs_hand_on_gets_its_gradient_or_none(build: type[nn.Module]) -
     assert_same(ours, left_by(twin, loop))
 
 
+@pytest.mark.graphs
 def test_a_gradient_that_the_probing_pass_overlooked_is_found_when_the_step_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

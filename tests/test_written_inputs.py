@@ -73,6 +73,7 @@ class HandedOn(nn.Module):
         return (handed.add_(1) * found).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_result_that_is_written_after_it_was_read_is_read_from_a_copy() -> None:
     torch.manual_seed(0)

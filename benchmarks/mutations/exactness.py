@@ -192,32 +192,6 @@ EXACTNESS = [
         ),
     ),
     Mutation(
-        "numpy-draws",
-        "Numpy's random numbers are numpy's.",
-        "Dynamo traces numpy, as is its default.",
-        (
-            Change(
-                "planner/_torch/tracing/dynamo_patches_numpy.py",
-                '{"trace_numpy": False, "use_numpy_random_stream": True}',
-                '{"trace_numpy": True, "use_numpy_random_stream": False}',
-            ),
-        ),
-        ("tests/test_numpy.py::test_numpy_draws_and_computes_as_without_a_plan[_normal]",),
-    ),
-    Mutation(
-        "numpy-numbers",
-        "A number of numpy's among a module's attributes is a constant.",
-        "It is an input that changes.",
-        (
-            Change(
-                "planner/_torch/tracing/dynamo_patches_numpy.py",
-                "        if type(value) in _LIKE_PYTHON and is_ours(self.tx):\n",
-                "        if False:\n",
-            ),
-        ),
-        ("tests/test_numpy.py::test_numbers_that_numpy_computes_are_constants[_attribute]",),
-    ),
-    Mutation(
         "writes-through-masks",
         "Learned values that are written through a mask are planned around, and the peak is as predicted.",
         "Only indices that are numbers end a graph.",

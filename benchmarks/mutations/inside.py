@@ -9,8 +9,8 @@ def _ends_graphs(variable: str, method: str) -> Change:
     """Dynamo ends a graph where it would follow a call of some kind."""
     return Change(
         "planner/_torch/tracing/dynamo_patches.py",
-        "    _break_inside_loops()\n    _break_at_indices_that_are_data()\n",
-        "    _break_inside_loops()\n    _break_at_indices_that_are_data()\n"
+        "    _break_inside_loops()\n",
+        "    _break_inside_loops()\n"
         f"    from torch._dynamo.variables.{variable}\n"
         "\n"
         "    def end(*_: Any, **__: Any) -> Any:\n"
@@ -296,8 +296,8 @@ INSIDE = [
         (
             Change(
                 "planner/_torch/tracing/dynamo_patches.py",
-                "    _break_inside_loops()\n    _break_at_indices",
-                "    _break_at_indices",
+                "    _break_inside_loops()\n    _break_at_masks",
+                "    _break_at_masks",
             ),
         ),
         ("tests/test_capture_coverage.py::test_breaks_inside_a_loop_leave_graphs_that_are_planned",),

@@ -373,17 +373,4 @@ LOOPS = [
         ),
         ("tests/test_long_loops.py::test_a_step_is_the_unplanned_one",),
     ),
-    Mutation(
-        "numbers-that-are-compared",
-        "A number that a forward reads from its data and compares is no reason to capture it anew.",
-        "Each value of it is captured by itself, until PyTorch gives up.",
-        (
-            Change(
-                "planner/_torch/tracing/dynamo_patches.py",
-                "    break_at_questions_about_data(_is_ours)\n",
-                "",
-            ),
-        ),
-        ("tests/test_numbers_from_data.py::test_what_is_only_compared_is_not_captured_anew[Halves]",),
-    ),
 ]

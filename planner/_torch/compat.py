@@ -49,18 +49,6 @@ TABLE = (
         argument="isolate_recompiles",
     ),
     Private(
-        "torch._dynamo.variables.builtin",
-        "SetAttrBuiltinVariable",
-        (2, 13),
-        "an assignment to an attribute is followed by BuiltinVariable, as all builtins are",
-    ),
-    Private(
-        "torch._dynamo.variables.base",
-        "GetSet",
-        (2, 14),
-        "what Dynamo does where an optimizer's settings are read stands in OptimizerVariable.var_getattr",
-    ),
-    Private(
         "torch.distributed.fsdp._fully_shard._fsdp_collectives",
         "_default_reduce_scatter_input_fn",
         (2, 15),

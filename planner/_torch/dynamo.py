@@ -9,7 +9,13 @@ from typing import Any
 import torch
 import torch._dynamo as dynamo
 from torch._dynamo import eval_frame
-from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+from torch._dynamo.decorators import error_on_graph_break
+from torch._dynamo.exc import (
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import of_graphs, takes_argument
@@ -17,6 +23,7 @@ from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_gro
 from planner._torch.tracing.breaks.break_patches import marks_allowed
 from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
 from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
+from planner._torch.tracing.breaks.graph_breaks import reason_of
 from planner._torch.tracing.breaks.known_breaks import forget_known_breaks
 from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
@@ -26,7 +33,6 @@ from planner._torch.tracing.dynamo_patches import (
     said_once,
     trace_like_eager,
 )
-from planner._torch.tracing.dynamo_patches_numpy import NUMPY_SETTINGS
 from planner._torch.tracing.generator_states import states_apart
 from planner._torch.tracing.hindrances import (
     RunsAsItIs,
@@ -41,6 +47,7 @@ from planner._torch.tracing.hindrances import (
 from planner._torch.tracing.let_go import Captured
 from planner._torch.tracing.rules import keep_rules
 from planner._torch.without_data.fake_values import lists_count
+from planner.errors import CaptureError
 from planner.heap import room_on_the_stack
 
 _FrameAction, reset_code = of_graphs("torch._C._dynamo.eval_frame", "_FrameAction", "reset_code")
@@ -69,7 +76,9 @@ _DYNAMO_CONFIG: dict[str, Any] = {
     "specialize_float": True,
     # addcdiv_ and the like are otherwise taken apart, and round differently.
     "enable_dynamo_decompositions": False,
-    **NUMPY_SETTINGS,
+    # Dynamo traces numpy's functions as PyTorch's, which round differently: numpy is left to numpy.
+    "trace_numpy": False,
+    "use_numpy_random_stream": True,
     # A tensor with weak references cannot be exchanged in place (torch.utils.swap_tensors).
     "invalidate_compile_context_weakrefs": True,
     # What other processes found to vary says nothing about this one.
@@ -118,6 +127,12 @@ MANY_CAPTURES = 16
 """How many captures of one function are more than a training loop has, whose modes and shapes vary."""
 
 
+NOT_A_GRAPH = (
+    "Plan it with backend='replay', or leave backend= out: the plan then follows the step as it is written. "
+    "Or change that line, or name parts of the model that are graphs in regions="
+)
+"""What to do where a forward is not one graph."""
+
 _frames_looked_at = 0
 
 
@@ -131,6 +146,9 @@ class _WithSettings(Callback):
 
     Calls that find their code do not come here, and pay nothing for the settings. What a forward does inside
     of hooks on saved tensors that it sets runs as it is: these see what the step saves without a plan.
+
+    Raises:
+        CaptureError: It is to be one graph, and is not.
     """
 
     def __init__(
@@ -142,9 +160,10 @@ class _WithSettings(Callback):
         parts: int,
         whole: CodeType,
         untraced: Untraced,
+        one_graph: bool,
     ) -> None:
         super().__init__(callback)
-        self._untraced = untraced
+        self._untraced, self._one_graph = untraced, one_graph
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often = often
         self._captures: Any = ExactWeakKeyDictionary()  # of each module: regions share the code
@@ -168,9 +187,14 @@ class _WithSettings(Callback):
             no_other_thread_traces(),
             dynamo_settings(symbolic=self._symbolic(), parts=self._parts),
             dynamo.config.patch(allow_empty_graphs=empty),
+            error_on_graph_break(self._one_graph),
         ):
             try:
                 result = self._traced(frame, *rest)
+            except (Unsupported, UserError) as error:
+                raise CaptureError(
+                    f"the forward is not one graph; one ends at {reason_of(error)}. {NOT_A_GRAPH}"
+                ) from error
             except _OF_TRACING as error:
                 if not self._untraced(frame.f_code.co_qualname, error):
                     raise
@@ -201,6 +225,11 @@ class _WithSettings(Callback):
                 return self._torchdynamo_orig_backend(*frame)
 
 
+def _is_one_graph(parts: int) -> bool:
+    """Whether a forward that is planned has to be one graph: between regions graphs end anyway."""
+    return parts == 0
+
+
 def dynamo_compile(
     function: FunctionType | Callable[..., Any],
     backend: Callable[..., Any],
@@ -223,6 +252,7 @@ def dynamo_compile(
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
     options = {"untraced": untraced, "parts": parts, "decided": decided, **alone}
+    options["one_graph"] = _is_one_graph(parts)
     return _optimized(_fresh(function), backend, symbolic=_never, **options)
 
 
@@ -291,6 +321,7 @@ def _optimized(
     often: Callable[[int], None] | None = None,
     parts: int = 0,
     decided: bool = False,
+    one_graph: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
     trace_like_eager(backend, compiling=decided)
@@ -303,7 +334,7 @@ def _optimized(
         context: Any = dynamo.optimize(backend, **options)
     # There Dynamo would keep it, and with it the plan's optimizer, for as long as the process runs.
     eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
-    rest = symbolic, given_up, often, parts, function.__code__, untraced
+    rest = symbolic, given_up, often, parts, function.__code__, untraced, one_graph
     context.callback = _WithSettings(context.callback, *rest)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)

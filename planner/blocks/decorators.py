@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import types
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -148,7 +147,7 @@ def _forward(
     module: torch.nn.Module, told: tuple[str, str], *args: Any, _recompute: bool = True, **kwargs: Any
 ) -> Any:
     kind, named = told
-    function = types.MethodType(type(module).forward, module)
+    function = functools.partial(type(module).forward, module)  # a method Dynamo could not make
     return _run(
         function, args, kwargs, kind if _recompute else NAMED, named, _OF_MODULES, type(module).__qualname__
     )

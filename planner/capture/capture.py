@@ -13,7 +13,6 @@ decide what runs (``nonzero``, ``item``), see :func:`planner.capture.on_a_copy.o
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -43,9 +42,6 @@ from planner.capture.module_calls import Bound, Marked, run_forward
 from planner.capture.on_a_copy import RunOfACopy, on_a_copy
 from planner.capture.on_its_device import as_on_its_device
 from planner.capture.recurrent_layers import recurrent_calls
-from planner.capture.repeated.left_out import LayersLeftOut
-from planner.capture.repeated.lengthened import IrregularError
-from planner.capture.repeated.ran import GraphsOfLayers
 from planner.errors import CaptureError, warn
 from planner.lowering.lowerings import chosen_lowering
 from planner.module_parts import buffers_of, parameters_of
@@ -58,8 +54,6 @@ from planner.training_step.python_state import PythonState
 from planner.training_step.recorder import Recording, StepRecorder
 from planner.training_step.regions import RunningRegions, refuse_in_checkpoint
 from planner.training_step.step import Step, differentiable_outputs, tensors_in, unique_storages
-
-logger = logging.getLogger(__name__)
 
 RecorderOf = Callable[[torch.nn.Module, ShardedUnits | None], Callable[..., StepRecorder]]
 
@@ -196,7 +190,6 @@ class _Capture:
         self._with_gradients: dict[bool, list[bool]] = {}  # by whether graphs ran: of each parameter
         self._runners: list[GraphRunner] = []
         self.arriving: list[torch.Tensor] = []  # gradients that the next stage of a pipeline sends
-        self._alone = rank is None
         self._units: ShardedUnits | None = None
         if rank is not None:
             added_to, self._units = rank.put_into(copied, added_to, elsewhere=cuda is not None)
@@ -278,28 +271,24 @@ class _Capture:
             # Hooks of the copy write where those of the original do.
             stack.callback(self._python.restore)
             report("running the eager step", 0.1)
-            layers = self._layers(regions)
             with recurrent_calls(module) as recurrent:
-                eager = self._recorded_eagerly(layers)
+                eager = self._recorded_eagerly()
             self._eager_runs = True
             report("capturing the forward", 0.2)
-            counted, graphs = graph_breaks.counted_breaks(), GraphsOfLayers()
-            around = (lambda forward: forward) if layers is None else layers.around
+            counted = graph_breaks.counted_breaks()
             cuda, data = self._cuda is not None, self.copied.data
-            backend = collector(runners, module, chosen_lowering(), graphs.note, cuda=cuda, data=data)
+            backend = collector(runners, module, chosen_lowering(), cuda=cuda, data=data)
             (running := RunningRegions(regions, refuse_in_checkpoint)).put_in(module)
             compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=len(regions))
             untraced = UntracedFunctions(runners)
             whole, region = (compile_(untraced=untraced, decided=decided) for _ in range(2))
-            target = Bound(running.during(whole, around(graphs.of(region))), module)
+            target = Bound(running.during(whole, region), module)
             try:
                 with self._pass("capturing the forward"):
                     self.copied.step.run(target)
                 if not runners:
                     raise uncaptured.nothing_captured(counted, [*untraced.errors.values()])
-                if layers is not None and not layers.are_alike(graphs.ran):
-                    layers, eager = None, self._recorded_eagerly()
-                recording, forward_events = self._compiled_pass(target, runners, layers)
+                recording, forward_events = self._compiled_pass(target, runners)
             finally:
                 for compiled in (whole, region):
                     dynamo.forget(compiled)
@@ -342,24 +331,20 @@ class _Capture:
             state_in_hooks=state_of(self.copied.hooks),
         )
 
-    def _compiled_pass(
-        self, target: torch.nn.Module, runners: list[GraphRunner], layers: LayersLeftOut | None
-    ) -> tuple[Recording, int]:
+    def _compiled_pass(self, target: torch.nn.Module, runners: list[GraphRunner]) -> tuple[Recording, int]:
         """Trace the graphs and record the step with them, until it takes the same path twice; then once more
         if some must return per-use (unsummed) gradients. Returns what :meth:`_record` does."""
         waiting, attempts, asked = list(runners), 1, False
         python: PythonState | None = None
         while True:
             waiting = split_up(waiting, runners)
-            if any(runner.places for runner in runners):
-                layers = None  # these count executions
             traced = len(runners)
             self._trace(waiting, traced)
             if python is not None and attempts == _MOST_PASSES:
                 python.restore()  # counters and histories change each time: as the last pass found them
             python = PythonState([self.copied.module], objects=True)
             self.report("recording the compiled step", 0.8)
-            recording, forward_events = self._recorded(target, "running the compiled step", runners, layers)
+            recording, forward_events = self._record(target, "running the compiled step", runners)
             waiting = [*(r for r in runners if r.outdated), *runners[traced:]]
             if waiting:  # some code first ran now: a forward may take another path the second time
                 attempts += 1
@@ -382,14 +367,9 @@ class _Capture:
         self.notes.append(text)
         warn(text)
 
-    def _layers(self, regions: Sequence[str]) -> LayersLeftOut | None:
-        """Layers that the step is recorded without, if there are many that are alike."""
-        all_run = self.copied.differs_by_layer or not self._alone or self.copied.step.in_flight is not None
-        return None if all_run else LayersLeftOut(self.copied.module, regions, self.gradients) or None
-
-    def _recorded_eagerly(self, layers: LayersLeftOut | None = None) -> Recording:
+    def _recorded_eagerly(self) -> Recording:
         """The step as it is, once what a first forward sets up is there."""
-        record = partial(self._recorded, self.copied.module, "running the step", layers=layers)
+        record = partial(self._record, self.copied.module, "running the step")
         recording, _ = record()
         if not self._leaves_tensors:
             return recording
@@ -401,28 +381,11 @@ class _Capture:
         self.notes.append(CARRIED_HISTORY)
         return record()[0]
 
-    def _recorded(
-        self,
-        call: torch.nn.Module,
-        doing: str,
-        runners: Sequence[GraphRunner] = (),
-        layers: LayersLeftOut | None = None,
-    ) -> tuple[Recording, int]:
-        """What :meth:`_record` returns, without these layers where that can be made up for."""
-        if layers:
-            try:
-                return self._record(call, doing, runners, layers)
-            except IrregularError as error:
-                logger.debug("the step is recorded with all of its layers", exc_info=error)
-                layers.keep_all()
-        return self._record(call, doing, runners)
-
     def _record(
         self,
         call: torch.nn.Module,
         doing: str,
         runners: Sequence[GraphRunner] = (),
-        without: LayersLeftOut | None = None,
         recorder_of: Callable[..., StepRecorder] = StepRecorder,
         around: Callable[[torch.nn.Module, Any], torch.nn.Module] = lambda call, recorder: call,
     ) -> tuple[Recording, int]:
@@ -438,9 +401,7 @@ class _Capture:
         for runner in runners:
             runner.record_to(recorder)
         dispatched = dispatched_in_python() if self._cuda and not runners else lengths_are_read(not runners)
-        whole, compiled = contextlib.nullcontext(), bool(runners)
-        leaving_out = whole if without is None else without.recorded_by(recorder, compiled=compiled)
-        with self._pass(doing), leaving_out, dispatched, recorder:
+        with self._pass(doing), dispatched, recorder:
             for parameter, gradient in self.gradients.items():
                 parameter.grad = gradient
             kept = self.copied.step.run(marked, recorder.pause, recorder.note_sent)
@@ -451,10 +412,7 @@ class _Capture:
             self.arriving = [torch.empty_like(t, device="meta") for t in differentiable_outputs(kept[0])]
         del kept  # after the recording: users hold outputs beyond the step
         self._leaves_tensors = recorder.left_tensors()
-        if without is None:
-            return recorder.recording, marked.events
-        longer, more = without.lengthened(recorder.recording)
-        return longer, marked.events + more
+        return recorder.recording, marked.events
 
     @contextlib.contextmanager
     def _pass(self, doing: str, *, restoring: bool = True) -> Iterator[None]:
@@ -472,7 +430,7 @@ class _Capture:
             with region_of_its_own(), self.copied.running(), as_written, parts_run_uncompiled() as called:
                 yield
                 self._uncompiled |= dict.fromkeys(n for n in map(name_of, called) if n is not None)
-        except (CaptureError, IrregularError):
+        except CaptureError:
             raise
         except Exception as error:
             graphs, data = [runner.graph for runner in self._runners], self.copied.data

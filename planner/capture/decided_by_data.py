@@ -15,8 +15,8 @@ aten = torch.ops.aten
 PRODUCTS = (
     "the gradient of torch.prod is rounded otherwise than without a plan where no factor is zero, and "
     "differs in the last bits: PyTorch looks for zeros among the data, and traces what is right for both. "
-    "Where bits matter, write the product of a few factors as multiplications, or put "
-    "@torch.compiler.disable on the function that computes it. planner.verify() tells"
+    "Where bits matter, write the product of a few factors as multiplications, or "
+    "plan with backend='replay'. planner.verify() tells"
 )
 
 PRODUCTS_INSIDE = (

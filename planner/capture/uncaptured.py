@@ -15,8 +15,8 @@ from planner.training_step.copies import described
 from planner.training_step.recorder import Recording
 
 _REMEDY = (
-    "TORCH_LOGS=graph_breaks shows the lines; move what cannot be captured out of the forward, or plan the "
-    "submodules that can"
+    "Plan it with backend='replay', or leave backend= out: the plan then follows the step as it is written. "
+    "TORCH_LOGS=graph_breaks shows the lines that cannot be captured"
 )
 
 _APART = (
@@ -26,8 +26,9 @@ _APART = (
 )
 
 AROUND = (
-    "Put @torch.compiler.disable on the function that does this, or set module.forward = "
-    "torch.compiler.disable(module.forward) for the part: it then runs as written, and the rest is planned"
+    "Plan with backend='replay', or leave backend= out: the plan then follows the step as it is written. "
+    "With regions=, put @torch.compiler.disable on the function that does this: it then runs as written, and "
+    "the rest is planned"
 )
 """What to do where eager runs and tracing does not."""
 

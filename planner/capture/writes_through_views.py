@@ -34,6 +34,6 @@ def slower_by_writes(joints: Iterable[JointGraph], seconds: float, without: floa
         return None
     return (
         f"{count} {WRITES}: by a plan the step takes {seconds / without - 1:.0%} longer than without one, "
-        "before anything is computed again, and extra times count from there. Put @torch.compiler.disable on "
-        "the function that writes: it then runs as written, and the rest is planned"
+        "before anything is computed again, and extra times count from there. Plan with backend='replay', or "
+        "leave backend= out: the plan then follows the step as it is written"
     )

@@ -11,6 +11,7 @@ import torch
 
 from planner._torch.compat import graphs_are_off
 from planner._torch.distributed import holds_dtensors, is_fully_sharded
+from planner._torch.dynamo import NOT_A_GRAPH
 from planner._torch.tracing.callbacks import compiled_modules
 from planner._torch.tracing.hindrances import no_other_thread_traces
 from planner.capture.capture import capture, record_eagerly
@@ -195,12 +196,11 @@ def prepare(
         with warnings_collected() as told:
             graphs = _prepare(model, step, replace(options, backend="eager"), progress=progress, like=like)
     except CaptureError as error:
-        why = f"{error}"
+        why = f"{error}".removesuffix(f". {NOT_A_GRAPH}")
     if graphs is not None:
         captured = graphs.captured
-        if captured.breaks or captured.eager_operations or captured.untraced:
-            where = f"; one ends at {captured.breaks[0]}" if captured.breaks else ""
-            why = f"the forward is not one graph{where}"
+        if captured.eager_operations or captured.untraced:
+            why = "the forward is not one graph"
         if not (why or told):
             return graphs
     with warnings_collected() as also:

@@ -53,11 +53,6 @@ class StepCopy:
     answers: Answers | None = None
     hooks: CopiedHooks | None = None
 
-    @property
-    def differs_by_layer(self) -> bool:
-        """Whether what a layer does depends on data, or hooks, so that none says what others like it do."""
-        return self.data or self.answers is not None or self.hooks is not None
-
 
 @collector_off()
 def fake_copy(module: torch.nn.Module, step: Step, answers: Answers | None = None) -> StepCopy:

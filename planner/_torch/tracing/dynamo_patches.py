@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_legacy_mod_inlinelist
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -32,8 +30,6 @@ from planner._torch.compat import of_graphs, private, replace
 from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
-    break_at_checks_of_data,
-    break_where_numbers_are_read,
     look_for_numbers_among_symbols,
     pass_over_marks,
 )
@@ -46,18 +42,11 @@ from planner._torch.tracing.breaks.long_loops import (
     look_at_what_is_left_later,
 )
 from planner._torch.tracing.breaks.many_layers import mark_parameters_once, take_parts_of_lists_at_once
-from planner._torch.tracing.breaks.memory_swaps import break_at_swaps
-from planner._torch.tracing.breaks.numbers_from_data import break_at_questions_about_data
-from planner._torch.tracing.breaks.parts_as_written import (
-    break_at_recurrent_layers,
-    break_at_scripted_parts,
-)
+from planner._torch.tracing.breaks.parts_as_written import break_at_recurrent_layers
 from planner._torch.tracing.breaks.process_settings import break_at_process_settings
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
-from planner._torch.tracing.dynamo_patches_numpy import numbers_of_numpy
 from planner._torch.tracing.error_logs import traces_are_written
 from planner._torch.tracing.inside_compile import call_planned_modules
-from planner._torch.tracing.optimizers import read_optimizers_alone
 from planner._torch.tracing.rules import ask_handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
 
@@ -99,20 +88,14 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
         _compiling.add(backend)
     _answer_questions()
     _break_inside_loops()
-    _break_at_indices_that_are_data()
     _break_at_masks_that_are_written_through()
     _round_like_eager()
-    numbers_of_numpy(_is_ours)
     end_graphs_at_plans()
     pass_over_marks(_is_ours)
     set_up_before_tracing(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     look_for_numbers_among_symbols(_is_ours)
-    break_where_numbers_are_read(_is_ours)
-    break_at_checks_of_data(_is_ours)
-    break_at_swaps(_is_ours)
     break_at_process_settings(_is_ours)
-    break_at_questions_about_data(_is_ours)
     break_where_errors_are_handled(_is_ours)
     know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
@@ -121,10 +104,8 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     go_on_behind_what_was_taken(_is_ours)
     break_where_it_broke(_is_ours)
     break_at_recurrent_layers(_is_ours)
-    break_at_scripted_parts(_is_ours)
     mark_parameters_once(_is_lowered_to_eager)
     take_parts_of_lists_at_once(_is_ours)
-    read_optimizers_alone(_is_ours)
 
 
 def end_graphs_at_plans() -> None:
@@ -269,29 +250,6 @@ def _rest_of_iterator(iterator: Any, codegen: Any) -> None:
 
 
 @functools.cache
-def _break_at_indices_that_are_data() -> None:
-    """End a graph where a tensor without dimensions is an index, as of an expert in a loop over experts.
-
-    Its value is read there, which Dynamo notices no sooner than AOTAutograd refuses the graph.
-    """
-    insert = BuiltinVariable._handle_insert_op_in_graph
-
-    def unless_read(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if self.fn is operator.getitem and _is_ours(tx):
-            keys = args[1].items if isinstance(args[1], TupleVariable) else args[1:]
-            if any(map(_is_number, keys)):
-                unimplemented(
-                    gb_type="an index that is data",
-                    context=str(args[1]),
-                    explanation="A tensor is indexed by the value of another one.",
-                    hints=[],
-                )
-        return insert(self, tx, args, kwargs)
-
-    replace(BuiltinVariable, "_handle_insert_op_in_graph", unless_read)
-
-
-@functools.cache
 def _break_at_masks_that_are_written_through() -> None:
     """End a graph at a write through a boolean mask that needs a gradient, as ``x[mask] = token`` does.
 
@@ -314,12 +272,6 @@ def _break_at_masks_that_are_written_through() -> None:
         return write(self, tx, key, value)
 
     replace(TensorVariable, "method___setitem__", unless_masked)
-
-
-def _is_number(variable: Any) -> bool:
-    tensor = _example(variable)
-    kinds = (torch.int8, torch.int16, torch.int32, torch.int64)
-    return tensor is not None and tensor.dim() == 0 and tensor.dtype in kinds
 
 
 def _example(variable: Any) -> torch.Tensor | None:
@@ -369,9 +321,9 @@ _FOLLOWED = (
 
 @contextlib.contextmanager
 def go_on_inside_modules() -> Iterator[None]:
-    """Where a graph breaks inside nn.Transformer or a container, go on inside: Dynamo follows calls into
+    """Where a region is called inside nn.Transformer or a container, go on inside: Dynamo follows calls into
     PyTorch's modules, but after a break it leaves them to run as written. It follows none into what
-    quantisation in training puts around every module, which would leave no graph at all."""
+    quantisation in training puts around every module."""
     folder = Path(torch.__file__).parent.as_posix()
     files = get_legacy_mod_inlinelist()
     added = {f"{folder}/{name}" for name in _FOLLOWED} - files

@@ -18,6 +18,8 @@ REASON = (
     "a planned module runs by its plan, not compiled; what is around it is. Leave fullgraph=True out, or "
     "planner.remove(model)"
 )
+A_REGION = "a region"
+"""How the reason begins for which a graph ends where a region is called."""
 REGION = "a region of the plan begins, which is graphs of its own"
 RUNS_A_PLAN = "_planner_runs_a_plan"
 """An attribute of what is installed in place of a planned module's call."""
@@ -44,7 +46,7 @@ def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
 
     def unless_planned(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self.value._compiled_call_impl, ENDS_A_GRAPH) and is_ours(tx):
-            unimplemented(gb_type="a region", context=type(self.value).__name__, explanation=REGION, hints=[])
+            unimplemented(gb_type=A_REGION, context=type(self.value).__name__, explanation=REGION, hints=[])
         plan = hasattr(self.value._compiled_call_impl, RUNS_A_PLAN)
         if plan and not (is_ours(tx) or compat.is_exporting()):
             unimplemented(

@@ -24,7 +24,6 @@ from planner._torch.joint.gradients_inside import MEET_OUTSIDE, differentiated_i
 from planner._torch.joint.graph_modules import graph_module
 from planner._torch.joint.memory_layout import is_cut_out, is_part
 from planner._torch.module_paths import described_input
-from planner._torch.tracing.breaks import graph_breaks
 from planner._torch.tracing.hindrances import saved_tensors_are_changed
 from planner._torch.without_data import fake_values
 from planner.capture.graphs.alike_executions import AlikeExecutions
@@ -52,7 +51,6 @@ from planner.lowering.partition import Partition, no_recomputation, partition
 from planner.training_step.recorder import StepRecorder
 from planner.training_step.unseen_writes import in_memory_of_others
 
-Ran = Callable[[int, Sequence[Any], Sequence[Any], str | None], None]
 _MOST_VARIANTS = 4
 """Each takes the time to trace a graph."""
 
@@ -80,7 +78,6 @@ class GraphRunner:
         graph: GraphModule,
         example_inputs: Sequence[Any],
         lower: Lowering,
-        ran: Ran = lambda graph, arguments, results, ended: None,
         *,
         cuda: bool = False,
         data: bool = False,
@@ -89,7 +86,7 @@ class GraphRunner:
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs]
         self._grad_enabled = torch.is_grad_enabled()  # off inside of functions of the user's
         self._default_dtype = torch.get_default_dtype()
-        self._lower, self._ran, self._cuda, self._data = lower, ran, cuda, data
+        self._lower, self._cuda, self._data = lower, cuda, data
         self.per_use_inputs: frozenset[int] = frozenset()
         self.spec = GraphSpec()
         self.gradients = TangentLayouts()
@@ -136,7 +133,6 @@ class GraphRunner:
             return compiled(*args)
         execution = len(self._known)
         outputs = list(self._probed(*args)) if self._data else self._alike(args)
-        self._ran(self.index, args, outputs, graph_breaks.break_reason(self.graph))
         self._known.append(fake_values.known_values(outputs))
         tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
         self._lent |= in_memory_of_others(tensors)
@@ -219,7 +215,6 @@ class GraphRunner:
                 self.graph,
                 self.example_inputs,
                 self._lower,
-                self._ran,
                 cuda=self._cuda,
                 data=self._data,
             )

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 from planner._torch.module_paths import ModuleNames, name_modules
 from planner._torch.tracing.named_functions import call_what_was_captured
 from planner.capture.captured_step import CapturedGraph
-from planner.capture.graphs.graph_runner import GraphRunner, Ran
+from planner.capture.graphs.graph_runner import GraphRunner
 from planner.compiled.views_outside import views_outside
 from planner.lowering.lowerings import Lowering
 from planner.training_step.copies import described
@@ -97,7 +97,6 @@ def collector(
     runners: list[GraphRunner],
     module: torch.nn.Module,
     lower: Lowering,
-    ran: Ran,
     *,
     cuda: bool = False,
     data: bool = False,
@@ -106,8 +105,6 @@ def collector(
 
     With ``cuda`` the graphs will run on CUDA, wherever their tensors without data are. With ``data``
     they compute their results, by functions that ``lower`` makes; else they return tensors without data.
-    ``ran`` is called with each execution of a graph in the probing pass: its index, the arguments, the
-    results, and why the graph ended before the function did, if so.
     """
 
     names = ModuleNames(module)
@@ -118,7 +115,7 @@ def collector(
         apart = views_outside(graph)
         if apart is not None:
             graph, example_inputs = apart.rest, apart.inputs(example_inputs)
-        runner = GraphRunner(len(runners), graph, example_inputs, lower, ran, cuda=cuda, data=data)
+        runner = GraphRunner(len(runners), graph, example_inputs, lower, cuda=cuda, data=data)
         runners.append(runner)
         return runner if apart is None else apart.around(runner)
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo import decorators, utils
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.source import FloatTensorSource
-from torch._dynamo.variables import builder, lists
+from torch._dynamo.variables import lists
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
@@ -23,7 +22,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch.compat import replace, version
+from planner._torch.compat import replace
 from planner._torch.fake import storage_key
 from planner._torch.operators import uses_generator, written_arguments
 from planner._torch.tracing.rules import ask_handler_of
@@ -69,39 +68,7 @@ def marks_allowed() -> Iterator[None]:
             setattr(mark, _FORBIDDEN, True)
 
 
-# ---- numbers that operators read from tensors ------------------------------------------------------------
-
-
-@functools.cache
-def break_where_numbers_are_read(is_ours: IsOurs) -> None:
-    """End a graph at an operator that reads a number from a tensor which the graph is given.
-
-    ``x.new_zeros(count, 8)`` reads ``count``, where that is a tensor of one integer. Dynamo takes the number
-    for a symbol, whose value nothing in a graph of ours has. A list of sizes that is compared with one that
-    holds such a tensor is asked for its truth; Dynamo fails where a size is a symbol.
-    """
-    comparison = "tp_richcompare_impl" if version() >= (2, 14) else "richcompare_impl"
-    wrap, compare = builder.wrap_to_fake_tensor_and_record, getattr(SymNodeVariable, comparison)
-
-    def without_number(e: Any, tx: Any, *args: Any, source: Any = None, **kwargs: Any) -> Any:
-        fake: Any = wrap(e, tx, *args, source=source, **kwargs)
-        # A number of Python's that Dynamo hands over as a tensor keeps what it is read back by.
-        if isinstance(fake, FakeTensor) and not isinstance(source, FloatTensorSource) and is_ours(tx):
-            fake.item_memo = None
-        return fake
-
-    def unless_read(self: Any, tx: Any, other: Any, op: str) -> Any:
-        if isinstance(other, TensorVariable) and is_ours(tx):
-            unimplemented(
-                gb_type="a size compared with data",
-                context=f"{self} {op} {other}",
-                explanation="The size of a tensor is compared with the value of another one.",
-                hints=[],
-            )
-        return compare(self, tx, other, op)
-
-    builder.wrap_to_fake_tensor_and_record = without_number
-    setattr(SymNodeVariable, comparison, unless_read)
+# ---- numbers that change ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -123,41 +90,6 @@ def look_for_numbers_among_symbols(is_ours: IsOurs) -> None:
 
     for owner in (utils, lists):
         replace(owner, "iter_contains", among_symbols)
-
-
-# ---- checks of data inside of operators ------------------------------------------------------------------
-
-
-@functools.cache
-def break_at_checks_of_data(is_ours: IsOurs) -> None:
-    """End a graph at ``torch.istft``, which asks its window whether its sum is zero anywhere.
-
-    Dynamo puts it into the graph, and AOTAutograd then refuses that: data decide.
-    """
-    ask_handler_of(torch.istft)
-
-    def unless_ours(_variable: Any, tx: Any, *_args: Any, **_kwargs: Any) -> Any:
-        if is_ours(tx):
-            _end_at_a_check()
-
-    TorchInGraphFunctionVariable._get_handlers()[torch.istft] = unless_ours
-    method = TensorVariable.call_method
-
-    def unless_istft(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "istft" and is_ours(tx):
-            _end_at_a_check()
-        return method(self, tx, name, *args, **kwargs)
-
-    replace(TensorVariable, "call_method", unless_istft)
-
-
-def _end_at_a_check() -> None:
-    unimplemented(
-        gb_type="an operator that checks data",
-        context="torch.istft",
-        explanation="torch.istft looks at the values of its window.",
-        hints=[],
-    )
 
 
 # ---- checkpoints of the user's that do more than run again ----------------------------------------------

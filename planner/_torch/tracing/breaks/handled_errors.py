@@ -25,7 +25,7 @@ _FAIL_BY_DATA = re.compile(
 
 @functools.cache
 def break_where_errors_are_handled(is_ours: Callable[[Any], bool]) -> None:
-    """Have what handles an error of a matrix run as written, as ``try: torch.linalg.cholesky(a)`` does.
+    """End a graph where an error of a matrix may be handled, as by ``try: torch.linalg.cholesky(a)``.
 
     In a graph the operation would raise it where the graph runs, past the code that handles it.
 
@@ -65,32 +65,9 @@ def break_where_errors_are_handled(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _is_handled(tx: Any) -> bool:
-    """Whether the code that is traced, or what calls it, has an ``except`` for what goes wrong here."""
+    """Whether the traced code, or what calls it, is in a ``try`` or ``with``, which may handle errors."""
     while tx is not None:
-        entry = tx.current_instruction.exn_tab_entry
-        seen = set()
-        while entry is not None and id(entry.target) not in seen:
-            seen.add(id(entry.target))
-            if _is_except(tx.instructions, entry.target):
-                return True
-            entry = entry.target.exn_tab_entry
+        if tx.current_instruction.exn_tab_entry is not None:
+            return True
         tx = tx.parent
     return False
-
-
-def _is_except(instructions: list[Any], target: Any) -> bool:
-    """Whether a handler is one of ``except``, which looks at the error: not of ``with``, not ``finally``."""
-    at = next(i for i, instruction in enumerate(instructions) if instruction is target)
-    names = [instruction.opname for instruction in instructions[at : at + _FAR]]
-    if names[:2] == ["PUSH_EXC_INFO", "POP_TOP"]:
-        return True
-    for name in names[1:]:
-        if name == "CHECK_EXC_MATCH":
-            return True
-        if not name.startswith(("LOAD_", "BUILD_TUPLE", "CACHE", "EXTENDED_ARG", "NOP")):
-            return False
-    return False
-
-
-_FAR = 24
-"""So many instructions may name the errors of an ``except``."""

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.misc import DelayGraphBreakVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
 from planner._torch.compat import replace
@@ -46,20 +44,3 @@ def break_at_recurrent_layers(is_ours: Callable[[Any], bool]) -> None:
 def runs_on_gpu(module: torch.nn.Module) -> bool:
     """Whether a module is a recurrent layer whose weights are on a GPU."""
     return isinstance(module, torch.nn.RNNBase) and any(w.is_cuda for w in module.parameters())
-
-
-@functools.cache
-def break_at_scripted_parts(is_ours: Callable[[Any], bool]) -> None:
-    """End a graph where a scripted module is called.
-
-    Args:
-        is_ours: Whether an instruction translator of Dynamo's traces for a planned module.
-    """
-    wrap = VariableBuilder.wrap_module
-
-    def unless_scripted(self: Any, value: torch.nn.Module) -> Any:
-        if isinstance(value, torch.jit.ScriptModule) and is_ours(self.tx):
-            return DelayGraphBreakVariable(source=self.source, msg=_OF_SCRIPTS)
-        return wrap(self, value)
-
-    replace(VariableBuilder, "wrap_module", unless_scripted)
