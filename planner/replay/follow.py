@@ -21,7 +21,7 @@ from torch.overrides import enable_reentrant_dispatch
 from planner._torch import operators
 from planner._torch.autograd import CountingMode, graph_is_kept
 from planner._torch.execution.settings import set_as, settings
-from planner._torch.tensors import is_wrapper, without_history
+from planner._torch.tensors import is_wrapper, storage_number, without_history
 from planner.errors import FreedError, InputsChanged, warn
 from planner.graph.replay.rng import generator_state, run_from_state
 from planner.graph.replay.rnn_reserve import with_reserve
@@ -102,9 +102,10 @@ class _Look:
 class _Held:
     """A tensor that a call reads and that is there throughout, at the version that it had."""
 
-    __slots__ = ("owner", "tensor", "version")
+    __slots__ = ("memory", "owner", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.memory = storage_number(tensor.untyped_storage())
         self.version = 0 if tensor.is_inference() else tensor._version
         # Inside of a dispatch mode an alias counts its writes by itself, but for one of a leaf.
         self.owner = self.tensor = tensor
@@ -116,7 +117,8 @@ class _Held:
                 self.owner = self.tensor = _alias(tensor)
 
     def there(self) -> torch.Tensor:
-        if not self.owner.is_inference() and self.owner._version != self.version:
+        written = not self.owner.is_inference() and self.owner._version != self.version
+        if written or storage_number(self.tensor.untyped_storage()) != self.memory:
             raise _changed(self.tensor)
         if self.tensor.numel() and not self.tensor.untyped_storage().nbytes():
             raise InputsChanged(

@@ -135,6 +135,7 @@ class SavesRecorder(StepRecorder):
         self._alive: list[Any] = []  # weak references, which call back while they are held
         self._in_forward = False
         self._versions: dict[int, int] = {}  # by storage that the forward made
+        self._read: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}  # what the forward read, and where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -162,6 +163,7 @@ class SavesRecorder(StepRecorder):
         finally:
             before.remove()
             after.remove()
+            self._look_for_other_memory()
             self._in_forward = self.under_a_mode = False
             self.saved.forward_events = len(self.recording.events)
 
@@ -192,7 +194,7 @@ class SavesRecorder(StepRecorder):
             tuple(map(self.index_of, operands)),
             tuple(map(self.index_of, results_of(out))),
             tuple(map(self.index_of, writes)),
-            self._there(reads),
+            self._there(self._noted(reads)),
             self._there(writes),
             self._there(statistics_of(func, args)),
             self._inside[-1] if self._in_forward else "",
@@ -216,6 +218,22 @@ class SavesRecorder(StepRecorder):
         number = self.index_of(tensor)
         if self._versions.get(number, tensor._version) != tensor._version:
             self.saved.unsure.add(number)
+
+    def _noted(self, reads: list[torch.Tensor]) -> list[torch.Tensor]:
+        for tensor in reads:
+            of = tensor if tensor._base is None else tensor._base
+            if self._in_forward and self.index_of(of) < 0:
+                self._read.setdefault((id(of), self.memory_of(of)), weakref.ref(of))
+        return reads
+
+    def _look_for_other_memory(self) -> None:
+        """Notice what got other memory after the forward read it, by ``tensor.data = other``: what read it
+        would read that if it ran again."""
+        for (_, memory), tensor_of in self._read.items():
+            tensor = tensor_of()
+            if tensor is not None and self.memory_of(tensor) != memory:
+                self.saved.there_unseen[memory] = len(self.recording.events)
+        self._read.clear()
 
     def _there(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         return tuple(self.memory_of(t) for t in tensors if self.index_of(t) < 0)
