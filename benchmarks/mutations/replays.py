@@ -17,7 +17,7 @@ REPLAYS = [
         "versions-of-what-is-read-again",
         "What is read again in the backward is as it was in the forward.",
         "Gradients are of weights that were changed meanwhile.",
-        (Change(_FOLLOW, "and self.owner._version != self.version:", "and False:"),),
+        (Change(_FOLLOW, "and self.owner._version != self.version\n", "and False\n"),),
         (f"{_TESTS}::test_what_is_changed_in_place_after_the_forward_is_an_error",),
     ),
     Mutation(
