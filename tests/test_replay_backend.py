@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from planner._torch.compat import graphs_are_off
 
 Train = Callable[[Callable[..., Any], nn.Module], None]
 
@@ -261,7 +262,13 @@ class Gates(nn.Module):
         return (self.out(torch.exp(mixed)).tanh() * new).square().mean()
 
 
-@pytest.mark.parametrize("model", [Gates(), nn.GRU(32, 32)])
+_OLDER = pytest.mark.xfail(
+    graphs_are_off() is not None,
+    reason="recurrent layers hold more than their operators make",
+)
+
+
+@pytest.mark.parametrize("model", [Gates(), pytest.param(nn.GRU(32, 32), marks=_OLDER)])
 def test_parts_that_count_their_writes_by_themselves(model: nn.Module) -> None:
     torch.manual_seed(0)
     verified(

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from planner._torch.autocast_state import region_of_its_own
+from planner._torch.compat import graphs_are_off
 from planner._torch.distributed import tensor_parallel_ranks
 from planner._torch.tracing.callbacks import parts_run_uncompiled
 from planner._torch.tracing.hindrances import no_other_thread_traces
@@ -96,7 +97,16 @@ def on_a_copy(
                 copied.let_go()
 
     told: _Copy | None = None
-    if holds_sparse(module, step):
+    if (off := graphs_are_off()) is not None:
+        # What a tensor without data is changes with every version of PyTorch; one with data does not.
+        if (wrong := _no_data(off, module, step)) is not None:
+            raise wrong
+        if not may_have_data:
+            raise CaptureError(
+                f"{off}: with others a step is recorded with its data, on the device that will run it. Plan "
+                "for a device that is not here with one of these"
+            )
+    elif holds_sparse(module, step):
         if (wrong := _no_data(_SPARSE, module, step)) is not None:
             raise wrong
         if not may_have_data:

@@ -132,11 +132,12 @@ class PlanOptions:
             keep them as they are or to draw them again, and of a result of ReLU one bit for each element,
             where only its backward needs it; "none" does not. On the CPU only; searches for the largest
             batch do without.
-        backend: What runs the plan. "graph" (or "eager"): the step's graphs, operators one by one, bit for
-            bit as without a plan. "replay": the module as it is, of which operators run again as the backward
-            asks for what the plan dropped; it takes forwards that end graphs, and
-            some ten microseconds more for each operator. "auto": graphs where the step is one graph and no
-            correction is warned of, or ``fully_shard`` shards, else "replay"; the plan says which, and why.
+        backend: What runs the plan. "auto": graphs where the step is one graph and nothing is warned of,
+            else "replay"; the plan says which, and why. With ``regions``, stages of pipelines and
+            ``fully_shard``: graphs. "graph" (or "eager"): the step's graphs, operators one by one, bit for
+            bit as without a plan; a forward that is not one graph is refused. "replay": the module as it is,
+            of which operators run again as the backward asks for what the plan dropped; some ten
+            microseconds more for each operator.
             "inductor": the programs that Inductor makes of the graphs, as under ``torch.compile``. The plan's
             peak is then that of these programs. On the CPU only, for one shape at a time.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.
