@@ -32,14 +32,14 @@ import planner
 from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.operator_cases import FORMS, KINDS, Sample, names, runs, samples, step_of
 from planner.errors import PlanWarning
-from planner.planfile.schema import BackendName
+from planner.planfile.schema import BackendChoice
 from planner.planning.options import PlanOptions
 
 VERDICTS = ("ok", "measured less", "OVER", "DIFFERENT", "told", "refused", "FAILED", "unable")
 
 
 def measure(
-    cases: Sequence[str], most: int, device: str, backend: BackendName = PlanOptions.backend
+    cases: Sequence[str], most: int, device: str, backend: BackendChoice = PlanOptions.backend
 ) -> list[dict[str, Any]]:
     """Some cases of a form in one step; where that is not well, each by itself, and each of its samples."""
     started = time.process_time()
@@ -73,7 +73,7 @@ def measure(
 
 
 def attempt(
-    chosen: Sequence[Sample], form: str, backend: BackendName = PlanOptions.backend
+    chosen: Sequence[Sample], form: str, backend: BackendChoice = PlanOptions.backend
 ) -> dict[str, Any]:
     """Plans the step of some samples, runs it and compares."""
     row: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=12, help="cases in one step, where that is well")
     parser.add_argument("--device", default="cpu", help="where they run: cpu, cuda")
     parser.add_argument(
-        "--backend", choices=get_args(BackendName), default=PlanOptions.backend, help="what follows plans"
+        "--backend", choices=get_args(BackendChoice), default=PlanOptions.backend, help="what follows plans"
     )
     parser.add_argument("--jobs", type=int, default=1, help="worker processes side by side")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "operators.jsonl")

@@ -26,7 +26,7 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import planner
-from planner.planfile.schema import BackendName
+from planner.planfile.schema import BackendChoice
 from planner.planning.options import PlanOptions
 from tests.random_modules import random_module
 from tests.random_operations import SHAPES, Kind
@@ -40,7 +40,7 @@ def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([output.square().mean() for output in outputs]).sum()
 
 
-def found_in(seed: int, kind: Kind, backend: BackendName = PlanOptions.backend) -> list[str] | None:
+def found_in(seed: int, kind: Kind, backend: BackendChoice = PlanOptions.backend) -> list[str] | None:
     """What is wrong with the plan of a random module, a line each; None where it has no gradients."""
     model, _ = random_module(seed, kind)
     x = torch.randn(SHAPES[kind])
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="how many modules")
     parser.add_argument("--device", default="cpu", help="where they run: cpu, cuda")
     parser.add_argument(
-        "--backend", choices=get_args(BackendName), default=PlanOptions.backend, help="what follows plans"
+        "--backend", choices=get_args(BackendChoice), default=PlanOptions.backend, help="what follows plans"
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     options = parser.parse_args()

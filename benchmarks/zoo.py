@@ -33,7 +33,7 @@ import planner
 from benchmarks.one_by_one import ROOT, load, run_each, work
 from benchmarks.zoo_variants import VARIANTS, Variant
 from planner.errors import PlanWarning
-from planner.planfile.schema import BackendName
+from planner.planfile.schema import BackendChoice
 from planner.planning.make_plan import make_plan
 from planner.planning.options import PlanOptions
 from planner.planning.prepare import prepare
@@ -52,7 +52,7 @@ def measure(
     seconds: float,
     variant: str | None,
     device: str = "cpu",
-    backend: BackendName = PlanOptions.backend,
+    backend: BackendChoice = PlanOptions.backend,
 ) -> dict[str, Any]:
     """One model: what came of capturing it, and of its plan for each budget."""
     row: dict[str, Any] = {"model": name, "family": zoo.family_of(name)}
@@ -81,7 +81,7 @@ def _measure(
     seconds: float,
     change: Variant | None,
     device: str,
-    backend: BackendName,
+    backend: BackendChoice,
     row: dict[str, Any],
 ) -> None:
     model, args, kwargs = _built(name, device)
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, help="models or inputs changed so")
     parser.add_argument("--device", default="cpu", help="where models run: cpu, cuda")
     parser.add_argument(
-        "--backend", choices=get_args(BackendName), default=PlanOptions.backend, help="what follows plans"
+        "--backend", choices=get_args(BackendChoice), default=PlanOptions.backend, help="what follows plans"
     )
     parser.add_argument("--jobs", type=int, default=1, help="models planned side by side")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "zoo.jsonl")

@@ -96,15 +96,12 @@ def _seconds_that_repeat(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _graphs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked `graphs` are of plans that are followed by graphs, whatever the step, and by several where
-    it breaks: what they promise is needed where regions are named, between which graphs end."""
-    from planner._torch import dynamo
+    """Tests marked `graphs` are of plans that are followed by graphs, whatever the step."""
     from planner.planning import prepare
 
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("graphs") is not None:
             patch.setattr(prepare, "_can_replay", lambda _model, _options: False)
-            patch.setattr(dynamo, "_is_one_graph", lambda _parts: False)
         yield
 
 

@@ -38,6 +38,7 @@ class FixedPoint(nn.Module):
         return self.head(self.step(z, x)).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("budget", ["100%", "min"])
 def test_a_step_that_is_least_as_written_runs_so(budget: str) -> None:
     torch.manual_seed(0)
@@ -54,6 +55,7 @@ def test_a_step_that_is_least_as_written_runs_so(budget: str) -> None:
     assert report.measured_dynamic_peak_bytes == report.predicted_dynamic_peak_bytes
 
 
+@pytest.mark.graphs
 def test_the_least_budget_is_never_above_the_step_without_a_plan() -> None:
     model, x = FixedPoint(), torch.randn(256, 32)
     step = planner.prepare(model, (x,), costs="roofline")

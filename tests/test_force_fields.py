@@ -95,6 +95,7 @@ def test_graphs_do_not_follow_forces_of_positions_that_a_helper_prepares() -> No
     _trains_unplanned(LikeMace)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("build", _PLANNED)
 def test_force_fields_train_by_a_plan(build: Build) -> None:
@@ -166,6 +167,7 @@ def test_the_product_that_a_replayed_forward_differentiates_is_told_of() -> None
         planner.plan(Products(), (torch.randn(4, 8),), backend="replay", costs="roofline", **_LEAST)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_number_that_data_decide_between_energy_and_forces_is_named() -> None:
     with pytest.raises(
@@ -189,6 +191,7 @@ def test_the_gradient_of_an_input_that_the_forward_makes_require_one_is_predicte
     assert step.plan.resident.input_bytes == sum(t.nbytes for t in data.values())
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_inputs_that_required_gradients_when_the_plan_was_made() -> None:
     def requiring(seed: int) -> Data:
@@ -368,6 +371,7 @@ _SHAPES = [
 ]
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("build", _SHAPES)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
@@ -387,6 +391,7 @@ class DataDecide(_Field):
         return _results(energy, _slope(energy, data["positions"]))
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_path_that_the_plan_has_not_seen_takes_no_gradient_for_none() -> None:
     def some(seed: int, prepared: bool = True) -> Data:

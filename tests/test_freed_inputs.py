@@ -69,6 +69,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("backend", ["graph", "replay"])
 def test_memory_that_a_forward_lets_go_of_is_not_counted(backend: Any) -> None:
     torch.manual_seed(0)

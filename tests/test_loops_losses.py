@@ -124,6 +124,7 @@ def test_a_gradient_that_is_not_there_is_not_a_zero_that_meets_infinity() -> Non
     assert_trains_alike(model, args, loop, expected_runs=1, loss=both_losses)
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_an_intermediate_loss_across_a_graph_break() -> None:
     class Early(nn.Module):

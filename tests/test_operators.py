@@ -57,6 +57,7 @@ class Breaking(torch.autograd.Function):
     backward = StraightThrough.backward
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_a_custom_autograd_function_that_breaks_the_graph() -> None:
     model, args, _ = layers(_with(Breaking.apply))
@@ -193,6 +194,7 @@ def test_an_operator_without_a_gradient() -> None:
     _trains(_with(lambda x: x * rank(x.detach())))
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_an_operator_without_a_shape_function_is_named_and_runs_as_written() -> None:
     model, args, _ = layers(_with(doubled))

@@ -164,6 +164,7 @@ def test_copies_are_predicted_to_the_byte(plans: dict[str, Plan]) -> None:
     assert report.measured_dynamic_peak_bytes == plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_views_random_numbers_statistics_and_parts() -> None:
     torch.manual_seed(0)

@@ -104,15 +104,14 @@ class TurnsForbidden(Small):
         return super().forward(x)
 
 
+@pytest.mark.graphs
 def test_a_step_outlives_an_error_of_dynamos(caplog: pytest.LogCaptureFixture) -> None:
     model, args, _ = layers(TurnsForbidden)
     twin = copy.deepcopy(model)
     plan_of(model, args).apply(model)
     for each in (model, twin):
         each.forbidden = True  # type: ignore[assignment]
-    told = (
-        r"forbidden callable.*test_own_errors\.py:\d+ \(_never_traced\(\)\)\. Put @torch\.compiler\.disable"
-    )
+    told = r"forbidden callable.*test_own_errors\.py:\d+ \(_never_traced\(\)\)\. Plan with backend='replay'"
     with pytest.warns(PlanWarning, match=told):
         ours = left_by(model, steps(args))
     shown = [record for record in caplog.records if record.levelno >= logging.INFO]
@@ -170,7 +169,7 @@ class OnlyOutside(nn.Module):
 @pytest.mark.graphs
 def test_gradients_only_outside_of_graphs_are_an_error_that_names_the_line() -> None:
     with pytest.raises(
-        CaptureError, match=r"test_own_errors\.py:\d+ \(return self\.hidden.*plan the submodules"
+        CaptureError, match=r"test_own_errors\.py:\d+ \(return self\.hidden.*Plan it with backend='replay'"
     ):
         planner.plan(OnlyOutside(), (torch.ones(4, 8),), budget="min")
 

@@ -229,6 +229,7 @@ class Parts(nn.Module):
         return self.second(torch.where(wide.sin() > 0.1, wide.cos(), wide * 2)[:, :32])
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_graphs_and_conditions() -> None:
     torch.manual_seed(0)

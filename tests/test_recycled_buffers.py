@@ -81,6 +81,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize(
     "how",
     ["data", *(pytest.param(how, marks=pytest.mark.heavy) for how in ("parts", "out", "counted", "numpy"))],
@@ -95,6 +96,7 @@ def test_a_buffer_that_each_layer_fills_again(how: str) -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.graphs
 def test_a_buffer_that_numpy_fills_again_is_read_as_it_was() -> None:
     torch.manual_seed(0)
     model, x = Stack("numpy", None), torch.randn(32, 16)

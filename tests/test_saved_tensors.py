@@ -40,6 +40,7 @@ class FirstNarrowed(Narrowed):
         return self.run(x).square().mean()
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 @pytest.mark.parametrize("build", [Narrowed, FirstNarrowed])
 def test_hooks_that_change_what_is_saved(build: type[Layers]) -> None:

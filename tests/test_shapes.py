@@ -154,6 +154,7 @@ class KeepsAHidden(nn.Module):
         return {"loss": (self.second(y) * y).square().sum() / count, "hidden": aside}
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_an_unused_output_stays_unused_at_other_batches(captures: list[int]) -> None:
     torch.manual_seed(0)

@@ -143,6 +143,7 @@ class Routes(nn.Module):
         return total
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("counted", [True, False])
 def test_numbers_that_are_only_checked_are_not_taken_for_others(counted: bool) -> None:
     plan = plan_for_gpu(Routes(counted), torch.ones(128, 8))

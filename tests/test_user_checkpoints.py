@@ -76,6 +76,7 @@ def test_checkpointed_sequences_that_cannot_be_seen_through_stay() -> None:
     assert peak_of(model, args) <= 1.05 * plan.predicted.dynamic_peak_bytes
 
 
+@pytest.mark.graphs
 @pytest.mark.heavy
 def test_gradient_checkpointing_of_hugging_face_is_seen_through() -> None:
     transformers = pytest.importorskip("transformers")

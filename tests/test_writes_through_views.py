@@ -68,7 +68,7 @@ def test_a_step_that_is_slower_as_traced_is_told_of(capsys: pytest.CaptureFixtur
     model, x = Scans(), torch.randn(2048, 16)
     twin = copy.deepcopy(model)
     planner.auto_checkpoint(model, budget="150%", costs="roofline")
-    with pytest.warns(PlanWarning, match=r"\d+ writes in place.*\d+% longer.*@torch\.compiler\.disable"):
+    with pytest.warns(PlanWarning, match=r"\d+ writes in place.*\d+% longer.*Plan with backend='replay'"):
         ours = left_by(model, steps((x,)))
     assert_same(ours, left_by(twin, steps((x,))))
     line = capsys.readouterr().err

@@ -225,11 +225,6 @@ class _WithSettings(Callback):
                 return self._torchdynamo_orig_backend(*frame)
 
 
-def _is_one_graph(parts: int) -> bool:
-    """Whether a forward that is planned has to be one graph: between regions graphs end anyway."""
-    return parts == 0
-
-
 def dynamo_compile(
     function: FunctionType | Callable[..., Any],
     backend: Callable[..., Any],
@@ -237,6 +232,7 @@ def dynamo_compile(
     untraced: Untraced = lambda function, error: error is None,
     parts: int = 0,
     decided: bool = False,
+    one_graph: bool = False,
 ) -> Callable[..., Any]:
     """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own.
 
@@ -246,13 +242,13 @@ def dynamo_compile(
         parts: As for :func:`dynamo_settings`.
         decided: Whether graphs go on at conditions that follow from constants and sizes alone, and libraries
             are told that they are compiled. Each number that such a size has is then captured by itself.
+        one_graph: Whether a function that is not one graph is an error.
     """
     # What goes on after a break is the user's code, whose cache all captures would share.
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
-    options = {"untraced": untraced, "parts": parts, "decided": decided, **alone}
-    options["one_graph"] = _is_one_graph(parts)
+    options = {"untraced": untraced, "parts": parts, "decided": decided, "one_graph": one_graph, **alone}
     return _optimized(_fresh(function), backend, symbolic=_never, **options)
 
 

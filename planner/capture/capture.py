@@ -71,6 +71,7 @@ def capture(
     regions: Sequence[str] = (),
     rank: Rank | None = None,
     decided: bool = False,
+    one_graph: bool = False,
 ) -> CapturedStep:
     """Capture one training step, on a copy of the module.
 
@@ -82,14 +83,14 @@ def capture(
             have one now.
         regions: Names of the submodules that are graphs of their own.
         rank: What the step is one of several ranks'; None for a single process.
-        decided: As for :func:`planner._torch.dynamo.dynamo_compile`.
+        decided, one_graph: As for :func:`planner._torch.dynamo.dynamo_compile`.
 
     Raises:
         CaptureError: If the step cannot be run, or no graph came of it.
     """
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
-    run = partial(_Capture.run, regions=regions, decided=decided)
+    run = partial(_Capture.run, regions=regions, decided=decided, one_graph=one_graph)
     return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
@@ -256,15 +257,19 @@ class _Capture:
             uncompiled=list(self._uncompiled),
         )
 
-    def run(self, regions: Sequence[str] = (), *, decided: bool = False) -> CapturedStep:
+    def run(
+        self, regions: Sequence[str] = (), *, decided: bool = False, one_graph: bool = False
+    ) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         runners = self._runners
         try:
-            return self._run(runners, regions, decided)
+            return self._run(runners, regions, decided, one_graph)
         finally:
             let_go(runners)
 
-    def _run(self, runners: list[GraphRunner], regions: Sequence[str], decided: bool) -> CapturedStep:
+    def _run(
+        self, runners: list[GraphRunner], regions: Sequence[str], decided: bool, one_graph: bool
+    ) -> CapturedStep:
         module, report = self.copied.module, self.report
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
             autocast = as_on_its_device(self._cuda, stack)
@@ -279,7 +284,9 @@ class _Capture:
             cuda, data = self._cuda is not None, self.copied.data
             backend = collector(runners, module, chosen_lowering(), cuda=cuda, data=data)
             (running := RunningRegions(regions, refuse_in_checkpoint)).put_in(module)
-            compile_ = partial(dynamo.dynamo_compile, run_forward, backend, parts=len(regions))
+            compile_ = partial(
+                dynamo.dynamo_compile, run_forward, backend, parts=len(regions), one_graph=one_graph
+            )
             untraced = UntracedFunctions(runners)
             whole, region = (compile_(untraced=untraced, decided=decided) for _ in range(2))
             target = Bound(running.during(whole, region), module)

@@ -89,7 +89,7 @@ def plan_command(
     keep: Keep = None,
     recompute: Again = None,
     checkpoint: Checkpoints = None,
-    backend: BackendName = Backend.eager,
+    backend: BackendName = Backend.auto,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds that the search may take.")] = 60.0,
     figure: FigurePath = None,
     as_json: AsJson = False,

@@ -90,7 +90,7 @@ class Effort(StrEnum):
 
 
 class Backend(StrEnum):
-    """What runs a plan's graphs."""
+    """What runs a plan."""
 
     eager = "eager"
     graph = "graph"

@@ -135,7 +135,7 @@ class PlanOptions:
         backend: What runs the plan. "auto": graphs where the step is one graph and nothing is warned of,
             else "replay"; the plan says which, and why. With ``regions``, stages of pipelines and
             ``fully_shard``: graphs. "graph" (or "eager"): the step's graphs, operators one by one, bit for
-            bit as without a plan; a forward that is not one graph is refused. "replay": the module as it is,
+            bit as without a plan. "replay": the module as it is,
             of which operators run again as the backward asks for what the plan dropped; some ten
             microseconds more for each operator.
             "inductor": the programs that Inductor makes of the graphs, as under ``torch.compile``. The plan's

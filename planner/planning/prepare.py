@@ -194,7 +194,8 @@ def prepare(
     graphs, told, why = None, list[str](), ""
     try:
         with warnings_collected() as told:
-            graphs = _prepare(model, step, replace(options, backend="eager"), progress=progress, like=like)
+            eager = replace(options, backend="eager")
+            graphs = _prepare(model, step, eager, progress=progress, like=like, one_graph=True)
     except CaptureError as error:
         why = f"{error}".removesuffix(f". {NOT_A_GRAPH}")
     if graphs is not None:
@@ -239,8 +240,9 @@ def _prepare(
     *,
     progress: Progress = no_report,
     like: Prepared | None = None,
+    one_graph: bool = False,
 ) -> Prepared:
-    """What :func:`prepare` does for one backend."""
+    """What :func:`prepare` does for one backend; ``one_graph``: several are an error."""
     progress = at_stages(progress)
     step = replace(step, in_flight=options.in_flight)
     check_backend(options)
@@ -294,6 +296,7 @@ def _prepare(
             regions=regions,
             rank=rank,
             decided=options.backend == "inductor",
+            one_graph=one_graph,
         )
     capturing = time.process_time() - capturing
     captured.notes.extend(notes)

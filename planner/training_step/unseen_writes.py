@@ -54,8 +54,8 @@ def in_memory_of_others(tensors: Mapping[int, torch.Tensor]) -> set[int]:
     spans = []
     for key, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        if storage.device.type == "cpu" and storage.nbytes():
-            spans.append((storage.data_ptr(), storage.nbytes(), storage_number(storage), key))
+        if storage.device.type == "cpu" and storage.nbytes() and (address := _address(storage)):
+            spans.append((address, storage.nbytes(), storage_number(storage), key))
     for start, size, number, key in sorted(spans):
         if start < end and number != last[0]:
             found |= {key, last[1]}
@@ -65,5 +65,13 @@ def in_memory_of_others(tensors: Mapping[int, torch.Tensor]) -> set[int]:
 
 
 def _digest(storage: torch.UntypedStorage) -> int:
-    size = storage.nbytes()
-    return zlib.crc32((ctypes.c_char * size).from_address(storage.data_ptr())) if size else 0
+    size, address = storage.nbytes(), _address(storage)
+    return zlib.crc32((ctypes.c_char * size).from_address(address)) if size and address else 0
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Where memory begins; 0 of a wrapper's, as a DTensor's, which has none of its own."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        return 0
