@@ -54,8 +54,12 @@ def test_a_model_of_the_zoo(name: str) -> None:
     _check(name, "min")
 
 
+# Its operators differ with data and without: replays of it take more than predicted, and say so.
+_BY_GRAPHS = {"hf_wav2vec2": pytest.mark.graphs}
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", HEAVY)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=_BY_GRAPHS.get(n, ())) for n in HEAVY])
 def test_a_larger_model_of_the_zoo(name: str) -> None:
     _check(name, "min")
 

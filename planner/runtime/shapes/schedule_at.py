@@ -59,7 +59,9 @@ def _replayed_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedu
     record, graph = plan.graphs[0], prepared.captured.graphs[0].joint
     assert graph is not None
     if [op.name for op in graph.ops] != [op.name for op in record.ops]:
-        raise PlanMismatch("its forward takes another path than the plan's")
+        raise PlanMismatch(
+            "its forward takes another path than the plan's, as on another device: plan it for this one"
+        )
     masks = {(0, 0, op) for op in record.packed}
     packing = replace(prepared, problem=packed_as(prepared.problem, prepared.packings, masks))
     problem = packing.problem
