@@ -136,7 +136,7 @@ def graphs_of(function: Callable[[torch.Tensor], torch.Tensor], *inputs: torch.T
         return graph.forward
 
     with dynamo_settings():
-        compiled = dynamo_compile(function, backend, decided=decided)
+        compiled = dynamo_compile(function, backend, decided=decided, one_graph=True)
         for x in inputs:
             for _ in range(2):
                 torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_a_check_that_fails_leaves_the_error_to_eager() -> None:
         return x * 2
 
     with dynamo_settings(), pytest.raises(planner.CaptureError, match="not one graph"):
-        dynamo_compile(short, lambda graph, _: graph.forward, decided=True)(torch.rand(2, 6))
+        dynamo_compile(short, lambda graph, _: graph.forward, decided=True, one_graph=True)(torch.rand(2, 6))
 
 
 def test_other_sizes_are_decided_by_themselves() -> None:
