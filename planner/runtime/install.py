@@ -28,7 +28,6 @@ from planner.planfile.fingerprint import class_name, same_class, state_digest
 from planner.planfile.plan import PlanRecord
 from planner.planning.backends import check_options_of_file
 from planner.runtime.backend import PlanBackend
-from planner.runtime.ddp import Ranks
 from planner.runtime.first_forward import CapturedAgain, OtherPaths, Path
 from planner.runtime.installed import Companion, InstalledCall, install, take_out
 from planner.runtime.own_errors import unplanned
@@ -149,11 +148,8 @@ def _install(
     on_new_shape: OnNewShape = "reapply",
     loss: Loss | None = None,
 ) -> PlanCall:
-    call: PlanCall
-    if plan.target.backend == "replay":
-        call = ReplayedCall(model, plan, previous, on_new_shape, loss, unpickled=unpickled)
-    else:
-        call = PlannedCall(model, plan, previous, on_new_shape, loss)
+    kind = ReplayedCall if plan.target.backend == "replay" else PlannedCall
+    call = kind(model, plan, previous, on_new_shape, loss, unpickled=unpickled)
     install(model, call)
     return call
 
@@ -182,26 +178,15 @@ def unpickled(model: torch.nn.Module | None, text: str, on_new_shape: OnNewShape
 class PlannedCall(PlanCall):
     """A call that runs by graphs; see :class:`PlanCall`."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        plan: PlanRecord,
-        previous: Callable[..., Any] | None,
-        on_new_shape: OnNewShape = "reapply",
-        loss: Loss | None = None,
-    ) -> None:
-        super().__init__(model, plan, previous, on_new_shape, loss)
+    def _set_up(self) -> None:
+        model, plan = self._model, self.plan
         self._calls = Calls(warn, plan.target.in_flight)
         self._regions = RunningRegions(plan.model.regions, self.unplanned.region_in_checkpoint)
         compile_ = partial(_compiled, weakref.ref(model), id(_own_forward(model)), self._calls, self._regions)
-        self._shapes = NewShapes(model, plan, on_new_shape, compile_, loss)
-        self._ranks = Ranks(plan, on_new_shape)
+        self._shapes = NewShapes(model, plan, self.on_new_shape, compile_, self.loss)
         self._warned_of_casts = False
         self._definitions: Definitions | None = None  # at the first planned step
         self._hooks: tuple[int, ...] | None = None  # on all modules, at the first planned step
-
-    def install_in(self, copied: torch.nn.Module) -> None:
-        _install(copied, self.plan, None, self.on_new_shape, self.loss)
 
     def retire(self) -> None:
         super().retire()
@@ -213,9 +198,6 @@ class PlannedCall(PlanCall):
         self._calls.return_to_all()
         modules.install_call(self._model, self)
         self._regions.put_in(self._model)
-
-    def pickled(self) -> tuple[Any, ...]:
-        return unpickled, self.plan.dumps(), self.on_new_shape
 
     def _in_other_mode(self, *args: Any, **kwargs: Any) -> Any:
         if not self._warned_of_casts:

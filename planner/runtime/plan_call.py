@@ -11,8 +11,9 @@ from planner._torch.tracing.hindrances import END_IT, hindering_mode
 from planner._torch.tracing.inside_compile import not_compiled
 from planner.compiled.calls import Calls
 from planner.planfile.plan import PlanRecord
+from planner.runtime.ddp import Ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
-from planner.runtime.installed import InstalledCall
+from planner.runtime.installed import InstalledCall, install
 from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
 from planner.runtime.shapes.policy import NewShapes, OnNewShape
 from planner.runtime.shapes.shape_key import shape_key
@@ -49,9 +50,16 @@ class PlanCall(InstalledCall):
         previous: Callable[..., Any] | None,
         on_new_shape: OnNewShape = "reapply",
         loss: Loss | None = None,
+        *,
+        unpickled: Callable[..., Any],
     ) -> None:
+        """
+        Args:
+            unpickled: Restores it where a pickled module is loaded.
+        """
         super().__init__(model, previous, plan.model.training)
-        self.plan, self.on_new_shape, self.loss = plan, on_new_shape, loss
+        self.plan, self.on_new_shape, self.loss, self._unpickled = plan, on_new_shape, loss, unpickled
+        self._ranks = Ranks(plan, on_new_shape)
         self.when_accumulating: Instead | None = None
         self.when_changed: Instead | None = None
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -59,6 +67,18 @@ class PlanCall(InstalledCall):
         self._earlier: EarlierGradients | None = None  # where the plan is for none, until there are some
         if plan.resident.gradient_bytes == 0:
             self._earlier = EarlierGradients(model.modules)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make what follows the plan."""
+        raise NotImplementedError
+
+    def install_in(self, copied: torch.nn.Module) -> None:
+        again = type(self)(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
+        install(copied, again)
+
+    def pickled(self) -> tuple[Any, ...]:
+        return self._unpickled, self.plan.dumps(), self.on_new_shape
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +94,7 @@ class PlanCall(InstalledCall):
 
     def put_back_in(self) -> None:
         """Install it again, where a snapshot has put back what was there before."""
-        raise NotImplementedError
+        modules.install_call(self._model, self)
 
     # ---- guards, in the order in which they are asked: what runs instead, or None --------------------------
 

@@ -15,12 +15,9 @@ from planner.parallel.sharded_as_planned import has_other_units
 from planner.planfile.plan import PlanRecord
 from planner.replay.follow import Steps, followed
 from planner.replay.program import program_of
-from planner.runtime.ddp import Ranks
 from planner.runtime.first_forward import OtherPaths
-from planner.runtime.installed import install
 from planner.runtime.plan_call import PlanCall
-from planner.runtime.shapes.policy import NewShapes, OnNewShape
-from planner.training_step.step import Loss
+from planner.runtime.shapes.policy import NewShapes
 
 OTHER_UNITS = (
     "fully_shard shards other parts of the module than planned, or the plan is for none: steps run as they "
@@ -32,37 +29,10 @@ OTHER_UNITS = (
 class ReplayedCall(PlanCall):
     """A call whose plan is followed by replaying; see :class:`PlanCall`."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        plan: PlanRecord,
-        previous: Callable[..., Any] | None,
-        on_new_shape: OnNewShape = "reapply",
-        loss: Loss | None = None,
-        *,
-        unpickled: Callable[..., Any],
-    ) -> None:
-        """
-        Args:
-            unpickled: Restores it where a pickled module is loaded.
-        """
-        super().__init__(model, plan, previous, on_new_shape, loss)
-        self._unpickled = unpickled
-        self._calls = Calls(warn)
-        self._shapes = NewShapes(model, plan, on_new_shape, partial(_followers, self._calls), loss)
-        self._ranks = Ranks(plan, on_new_shape)
-        self._told_of_units = False
-
-    def install_in(self, copied: torch.nn.Module) -> None:
-        again = ReplayedCall(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
-        install(copied, again)
-
-    def put_back_in(self) -> None:
-        """Install it again, where a snapshot has put back what was there before."""
-        modules.install_call(self._model, self)
-
-    def pickled(self) -> tuple[Any, ...]:
-        return self._unpickled, self.plan.dumps(), self.on_new_shape
+    def _set_up(self) -> None:
+        self._calls, self._told_of_units = Calls(warn), False
+        followers = partial(_followers, self._calls)
+        self._shapes = NewShapes(self._model, self.plan, self.on_new_shape, followers, self.loss)
 
     def run_planned(self, *args: Any, **kwargs: Any) -> Any:
         self.unplanned.planned_call()
