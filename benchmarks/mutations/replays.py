@@ -21,6 +21,46 @@ REPLAYS = [
         (f"{_TESTS}::test_what_is_changed_in_place_after_the_forward_is_an_error",),
     ),
     Mutation(
+        "settings-of-what-runs-again",
+        "What runs again runs as PyTorch was set when it ran first.",
+        "It runs as PyTorch is set in the backward.",
+        (Change(_FOLLOW, "            if recipe.settings == settings():\n", "            if True:\n"),),
+        (f"{_TESTS}::test_what_runs_again_runs_as_pytorch_was_set",),
+    ),
+    Mutation(
+        "running-statistics-read-again",
+        "What reads running statistics before they are updated does not run again behind that.",
+        "Only writes that schemas tell of are looked for.",
+        (
+            Change(
+                "planner/replay/problem.py",
+                "            for key in (*made.there_written, *made.statistics):\n",
+                "            for key in made.there_written:\n",
+            ),
+        ),
+        (f"{_TESTS}::test_running_statistics_are_read_as_they_were_before_they_were_updated",),
+    ),
+    Mutation(
+        "counted-by-the-tensor-that-is-written",
+        "A kept value that is written over is held by the tensor that counts the write.",
+        "It is held by the tensor that its call returned.",
+        (Change(_FOLLOW, "or (writes and slot in self.kept)", "or False"),),
+        (f"{_TESTS}::test_a_product_that_is_written_over_is_read_again_as_it_was_left",),
+    ),
+    Mutation(
+        "other-memory-since-it-was-read",
+        "What the forward gave other memory after it read it is not read again.",
+        "Nobody looks where tensors lie when the forward has ended.",
+        (
+            Change(
+                "planner/replay/recorder.py",
+                "            self._look_for_other_memory()\n",
+                "",
+            ),
+        ),
+        ("tests/test_swaps.py::test_steps_that_give_tensors_other_memory_are_planned",),
+    ),
+    Mutation(
         "kept-where-the-graph-is-kept",
         "A backward that is to run again lets go of nothing.",
         "The second one finds nothing to make its tensors of.",
