@@ -131,7 +131,7 @@ NOT_A_GRAPH = (
     "Plan it with backend='replay', or leave backend= out: the plan then follows the step as it is written. "
     "Or change that line, or name parts of the model that are graphs in regions="
 )
-"""What to do where a forward is not one graph."""
+"""What to do where a forward breaks too often."""
 
 _frames_looked_at = 0
 
@@ -148,7 +148,7 @@ class _WithSettings(Callback):
     of hooks on saved tensors that it sets runs as it is: these see what the step saves without a plan.
 
     Raises:
-        CaptureError: It is to be one graph, and is not.
+        CaptureError: It breaks where ``unbroken`` says that it must not.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class _WithSettings(Callback):
         parts: int,
         whole: CodeType,
         untraced: Untraced,
-        one_graph: bool,
+        unbroken: Callable[[], bool],
     ) -> None:
         super().__init__(callback)
-        self._untraced, self._one_graph = untraced, one_graph
+        self._untraced, self._unbroken = untraced, unbroken
         self._symbolic, self._given_up, self._parts, self._whole = symbolic, given_up, parts, whole
         self._often = often
         self._captures: Any = ExactWeakKeyDictionary()  # of each module: regions share the code
@@ -187,13 +187,13 @@ class _WithSettings(Callback):
             no_other_thread_traces(),
             dynamo_settings(symbolic=self._symbolic(), parts=self._parts),
             dynamo.config.patch(allow_empty_graphs=empty),
-            error_on_graph_break(self._one_graph),
+            error_on_graph_break(self._unbroken()),
         ):
             try:
                 result = self._traced(frame, *rest)
             except (Unsupported, UserError) as error:
                 raise CaptureError(
-                    f"the forward is not one graph; one ends at {reason_of(error)}. {NOT_A_GRAPH}"
+                    f"the forward breaks into too many graphs; one ends at {reason_of(error)}. {NOT_A_GRAPH}"
                 ) from error
             except _OF_TRACING as error:
                 if not self._untraced(frame.f_code.co_qualname, error):
@@ -225,6 +225,10 @@ class _WithSettings(Callback):
                 return self._torchdynamo_orig_backend(*frame)
 
 
+def _never() -> bool:
+    return False
+
+
 def dynamo_compile(
     function: FunctionType | Callable[..., Any],
     backend: Callable[..., Any],
@@ -232,7 +236,7 @@ def dynamo_compile(
     untraced: Untraced = lambda function, error: error is None,
     parts: int = 0,
     decided: bool = False,
-    one_graph: bool = False,
+    unbroken: Callable[[], bool] = _never,
 ) -> Callable[..., Any]:
     """``torch.compile`` with our settings and static sizes, of a function that has a cache of its own.
 
@@ -242,13 +246,13 @@ def dynamo_compile(
         parts: As for :func:`dynamo_settings`.
         decided: Whether graphs go on at conditions that follow from constants and sizes alone, and libraries
             are told that they are compiled. Each number that such a size has is then captured by itself.
-        one_graph: Whether a function that is not one graph is an error.
+        unbroken: Whether a break of what is captured now is an error.
     """
     # What goes on after a break is the user's code, whose cache all captures would share.
     alone: dict[str, Any] = (
         {"isolate_recompiles": True} if takes_argument("_optimize", "isolate_recompiles") else {}
     )
-    options = {"untraced": untraced, "parts": parts, "decided": decided, "one_graph": one_graph, **alone}
+    options = {"untraced": untraced, "parts": parts, "decided": decided, "unbroken": unbroken, **alone}
     return _optimized(_fresh(function), backend, symbolic=_never, **options)
 
 
@@ -302,10 +306,6 @@ def _always() -> bool:
     return True
 
 
-def _never() -> bool:
-    return False
-
-
 def _optimized(
     function: FunctionType,
     backend: Callable[..., Any],
@@ -317,7 +317,7 @@ def _optimized(
     often: Callable[[int], None] | None = None,
     parts: int = 0,
     decided: bool = False,
-    one_graph: bool = False,
+    unbroken: Callable[[], bool] = _never,
     **options: Any,
 ) -> Callable[..., Any]:
     trace_like_eager(backend, compiling=decided)
@@ -330,7 +330,7 @@ def _optimized(
         context: Any = dynamo.optimize(backend, **options)
     # There Dynamo would keep it, and with it the plan's optimizer, for as long as the process runs.
     eval_frame.cached_backends.pop(id(eval_frame.innermost_backend(context.callback)), None)
-    rest = symbolic, given_up, often, parts, function.__code__, untraced, one_graph
+    rest = symbolic, given_up, often, parts, function.__code__, untraced, unbroken
     context.callback = _WithSettings(context.callback, *rest)
     if failed is not None:
         context.callback = RunsAsItIs(context.callback, failed)

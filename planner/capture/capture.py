@@ -71,7 +71,7 @@ def capture(
     regions: Sequence[str] = (),
     rank: Rank | None = None,
     decided: bool = False,
-    one_graph: bool = False,
+    most_graphs: int | None = None,
 ) -> CapturedStep:
     """Capture one training step, on a copy of the module.
 
@@ -83,14 +83,15 @@ def capture(
             have one now.
         regions: Names of the submodules that are graphs of their own.
         rank: What the step is one of several ranks'; None for a single process.
-        decided, one_graph: As for :func:`planner._torch.dynamo.dynamo_compile`.
+        decided: As for :func:`planner._torch.dynamo.dynamo_compile`.
+        most_graphs: With as many graphs, the next break is an error; None for no bound.
 
     Raises:
         CaptureError: If the step cannot be run, or no graph came of it.
     """
     if (hindrance := hindering_mode()) is not None:
         raise CaptureError(f"{hindrance}: plan before it begins, or after it ended")
-    run = partial(_Capture.run, regions=regions, decided=decided, one_graph=one_graph)
+    run = partial(_Capture.run, regions=regions, decided=decided, most_graphs=most_graphs)
     return _on_a_copy(module, step, run, progress, cuda=cuda, accumulate=accumulate, rank=rank)
 
 
@@ -258,17 +259,17 @@ class _Capture:
         )
 
     def run(
-        self, regions: Sequence[str] = (), *, decided: bool = False, one_graph: bool = False
+        self, regions: Sequence[str] = (), *, decided: bool = False, most_graphs: int | None = None
     ) -> CapturedStep:
         """Capture the step; see :func:`capture`."""
         runners = self._runners
         try:
-            return self._run(runners, regions, decided, one_graph)
+            return self._run(runners, regions, decided, most_graphs)
         finally:
             let_go(runners)
 
     def _run(
-        self, runners: list[GraphRunner], regions: Sequence[str], decided: bool, one_graph: bool
+        self, runners: list[GraphRunner], regions: Sequence[str], decided: bool, most_graphs: int | None
     ) -> CapturedStep:
         module, report = self.copied.module, self.report
         with dynamo.dynamo_settings(), contextlib.ExitStack() as stack:
@@ -285,7 +286,11 @@ class _Capture:
             backend = collector(runners, module, chosen_lowering(), cuda=cuda, data=data)
             (running := RunningRegions(regions, refuse_in_checkpoint)).put_in(module)
             compile_ = partial(
-                dynamo.dynamo_compile, run_forward, backend, parts=len(regions), one_graph=one_graph
+                dynamo.dynamo_compile,
+                run_forward,
+                backend,
+                parts=len(regions),
+                unbroken=lambda: most_graphs is not None and len(runners) >= most_graphs,
             )
             untraced = UntracedFunctions(runners)
             whole, region = (compile_(untraced=untraced, decided=decided) for _ in range(2))

@@ -132,12 +132,11 @@ class PlanOptions:
             keep them as they are or to draw them again, and of a result of ReLU one bit for each element,
             where only its backward needs it; "none" does not. On the CPU only; searches for the largest
             batch do without.
-        backend: What runs the plan. "auto": graphs where the step is one graph and nothing is warned of,
-            else "replay"; the plan says which, and why. With ``regions``, stages of pipelines and
-            ``fully_shard``: graphs. "graph" (or "eager"): the step's graphs, operators one by one, bit for
-            bit as without a plan. "replay": the module as it is,
-            of which operators run again as the backward asks for what the plan dropped; some ten
-            microseconds more for each operator.
+        backend: What runs the plan. "auto": graphs where the step is few of them, all of it is in them and
+            nothing is warned of, else "replay"; the plan says which, and why. With ``regions``, stages of
+            pipelines and ``fully_shard``: graphs. "graph" (or "eager"): the step's graphs, operators one by
+            one, bit for bit as without a plan. "replay": the module as it is, of which operators run again
+            as the backward asks for what the plan dropped; some ten microseconds more for each operator.
             "inductor": the programs that Inductor makes of the graphs, as under ``torch.compile``. The plan's
             peak is then that of these programs. On the CPU only, for one shape at a time.
         backend_options: Options of Inductor, as ``torch.compile(options=)`` takes them.

@@ -78,6 +78,11 @@ IN_EVALUATION = (
 )
 
 
+MOST_GRAPHS = 12
+"""Of how many graphs a step may be that "auto" plans by graphs. The masks of Hugging Face's encoders and
+decoders ask data, and make 6 to 10; graphs then take less extra time than replays, and more are slow to
+plan."""
+
 _SHOWN = 5
 """Compiled parts that are named."""
 
@@ -195,13 +200,13 @@ def prepare(
     try:
         with warnings_collected() as told:
             eager = replace(options, backend="eager")
-            graphs = _prepare(model, step, eager, progress=progress, like=like, one_graph=True)
+            graphs = _prepare(model, step, eager, progress=progress, like=like, most_graphs=MOST_GRAPHS)
     except CaptureError as error:
         why = f"{error}".removesuffix(f". {NOT_A_GRAPH}")
     if graphs is not None:
         captured = graphs.captured
         if captured.eager_operations or captured.untraced:
-            why = "the forward is not one graph"
+            why = "parts of the forward are no graphs"
         if not (why or told):
             return graphs
     with warnings_collected() as also:
@@ -240,9 +245,9 @@ def _prepare(
     *,
     progress: Progress = no_report,
     like: Prepared | None = None,
-    one_graph: bool = False,
+    most_graphs: int | None = None,
 ) -> Prepared:
-    """What :func:`prepare` does for one backend; ``one_graph``: several are an error."""
+    """What :func:`prepare` does for one backend; ``most_graphs``: more are an error."""
     progress = at_stages(progress)
     step = replace(step, in_flight=options.in_flight)
     check_backend(options)
@@ -296,7 +301,7 @@ def _prepare(
             regions=regions,
             rank=rank,
             decided=options.backend == "inductor",
-            one_graph=one_graph,
+            most_graphs=most_graphs,
         )
     capturing = time.process_time() - capturing
     captured.notes.extend(notes)
