@@ -186,8 +186,8 @@ def test_a_check_that_fails_leaves_the_error_to_eager() -> None:
             raise ValueError("too long")
         return x * 2
 
+    whole = dynamo_compile(short, lambda graph, _: graph.forward, decided=True, unbroken=lambda: True)
     with dynamo_settings(), pytest.raises(planner.CaptureError, match="too many graphs"):
-        whole = dynamo_compile(short, lambda graph, _: graph.forward, decided=True, unbroken=lambda: True)
         whole(torch.rand(2, 6))
 
 
