@@ -147,14 +147,3 @@ def takes_argument(name: str, argument: str) -> bool:
     """Whether the function of a name in :data:`TABLE` takes an argument that older versions do not have."""
     function = private(name)
     return function is not None and argument in inspect.signature(function).parameters
-
-
-def replace(owner: Any, name: str, function: Any) -> None:
-    """Replace a function of one of PyTorch's files, or a method of one of Dynamo's classes.
-
-    From 2.14 on, Dynamo looks up in a table of the class what a method of a tensor does.
-    """
-    setattr(owner, name, function)
-    entry = vars(owner).get("tp_methods", {}).get(name.removeprefix("method_"))
-    if entry is not None:
-        entry.handler = function

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
+from planner._torch.patches import replace, replaced
 from planner._torch.tracing.recording import leave_out_of_scripts
 from planner.module_parts import parts_of
 
@@ -60,12 +61,8 @@ def no_cached_parametrizations() -> Iterator[None]:
 
     Values that are cached have been computed already, by another run.
     """
-    there = parametrize._cache
-    parametrize._cache = {}
-    try:
+    with replaced(parametrize, {"_cache": {}}):
         yield
-    finally:
-        parametrize._cache = there
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:
@@ -143,5 +140,5 @@ def after_shallow_copies(copied: Callable[[torch.nn.Module, torch.nn.Module], No
         copied(self, made)
         return made
 
-    torch.nn.Module.__copy__ = shallow  # type: ignore[attr-defined]
-    torch.fx.GraphModule.__copy__ = shallow_graph  # type: ignore[method-assign]
+    replace(torch.nn.Module, "__copy__", shallow)
+    replace(torch.fx.GraphModule, "__copy__", shallow_graph)

@@ -10,6 +10,7 @@ No dispatch mode sees the tensor of eight bytes that PyTorch makes of a Python n
 Where autograd saves it, it is found in the node of the result, and recorded right after the operation.
 """
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from planner._torch import autograd, fake, operators
 from planner._torch.execution.linear_layers import Product
 from planner._torch.execution.saved_numbers import SavedNumbers
 from planner._torch.own_code import meant, stand_in
+from planner._torch.patches import replaced
 from planner._torch.tensors import (
     SPARSE,
     call_tensors,
@@ -137,6 +139,7 @@ class StepRecorder(autograd.InfrastructureMode):
         self._product = Product()
         self._products = GradientsOfProducts(self._run_in_place_of_others, self.pause)
         self._born_under: list[tuple[str, int] | None] = []
+        self._patches = contextlib.ExitStack()
         self._generator_state: Callable[[], torch.Tensor] = meant(torch.get_rng_state)
         self._resize: Callable[..., Any] = meant(torch.UntypedStorage.resize_)
         self._read_by_collectives: dict[int, torch.Tensor] = {}  # by storage of the result
@@ -224,15 +227,16 @@ class StepRecorder(autograd.InfrastructureMode):
     def __enter__(self) -> "StepRecorder":
         # torch.utils.checkpoint saves states of the generator, which no dispatch mode sees, nor does one see
         # that invertible layers let go of their inputs' memory.
-        torch.get_rng_state = stand_in(not_compiled(self._save_generator_state), self._generator_state)
+        state = stand_in(not_compiled(self._save_generator_state), self._generator_state)
         resize = not_compiled(lambda storage, size: self._resize_storage(storage, size))
-        torch.UntypedStorage.resize_ = stand_in(resize, self._resize)  # type: ignore[method-assign]
+        self._patches.enter_context(replaced(torch, {"get_rng_state": state}))
+        resizes = {"resize_": stand_in(resize, self._resize)}
+        self._patches.enter_context(replaced(torch.UntypedStorage, resizes))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.get_rng_state = self._generator_state
-        del torch.UntypedStorage.resize_  # it is its base's
+        self._patches.close()
         self._record_saved_number()
         self._saved_numbers.runs(None)
         self._ended = True  # what lives now outlives the step

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from planner._torch.autocast_state import autocast_state, set_autocast_state, under_autocast
 from planner._torch.compat import version
+from planner._torch.patches import kernels_replaced
 from planner.errors import CaptureError, PlanWarning
 
 aten = torch.ops.aten
@@ -213,7 +214,8 @@ def _register(library: Library, stack: contextlib.ExitStack, owner: int) -> None
         if operator is None:
             continue  # not in this version
         if name in on_cpu:
-            stack.enter_context(_in_python(operator, functools.partial(policy, operator)))
+            uncast = {_KEY: functools.partial(policy, operator)}
+            stack.enter_context(kernels_replaced({operator: uncast}))
         else:
             kernel = functools.partial(_cast_here, owner, policy, operator)
             library.impl(name, kernel, "AutocastCPU", with_keyset=True)
@@ -228,20 +230,6 @@ def operators_cast_on(device: str) -> frozenset[str]:
         if name.startswith("aten::")
         and torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}")
     )
-
-
-@contextlib.contextmanager
-def _in_python(operator: Any, kernel: Kernel) -> Iterator[None]:
-    before = operator.py_kernels.get(_KEY)
-    try:
-        operator.py_kernels[_KEY] = kernel
-        operator._dispatch_cache.clear()
-        yield
-    finally:
-        del operator.py_kernels[_KEY]
-        if before is not None:
-            operator.py_kernels[_KEY] = before
-        operator._dispatch_cache.clear()
 
 
 def _cast_here(owner: int, policy: Kernel, operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:

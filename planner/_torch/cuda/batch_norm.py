@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from planner._torch.patches import kernels_replaced
+
 aten = torch.ops.aten
 
 _AUTOGRAD = torch._C.DispatchKey.Autograd
@@ -27,16 +29,8 @@ RESULTS: dict[object, int] = {NATIVE: 3, BY_BACKEND: 4}
 @contextlib.contextmanager
 def cudnn_as_eager() -> Iterator[None]:
     """Within this, what is dispatched in Python keeps cuDNN's batch normalisation."""
-    operator = aten.cudnn_batch_norm.default
-    taken = dict(operator.py_kernels)
-    try:
-        operator.py_kernels[_AUTOGRAD] = _cudnn_batch_norm
-        operator._dispatch_cache.clear()
+    with kernels_replaced({aten.cudnn_batch_norm.default: {_AUTOGRAD: _cudnn_batch_norm}}):
         yield
-    finally:
-        operator.py_kernels.clear()
-        operator.py_kernels.update(taken)
-        operator._dispatch_cache.clear()
 
 
 def _cudnn_batch_norm(

@@ -23,6 +23,7 @@ from planner._torch.cuda.attention import attend as attend_by
 from planner._torch.cuda.layouts import layouts_of_cuda
 from planner._torch.cuda.normalisations import fused_normalisations, normalisations_of_cuda
 from planner._torch.execution.decompositions import kernels_of_eager
+from planner._torch.patches import kernels_replaced
 from planner.errors import CaptureError
 
 aten = torch.ops.aten
@@ -70,18 +71,8 @@ def kernels_of_cuda(
     chosen[aten.scaled_dot_product_attention.default] = attend
     kernels = {operator: dict.fromkeys(_DECOMPOSED_AT, kernel) for operator, kernel in chosen.items()}
     kernels |= fused_normalisations()
-    taken = {operator: dict(operator.py_kernels) for operator in kernels}
-    try:
-        for operator, by_key in kernels.items():
-            operator.py_kernels.update(by_key)
-            operator._dispatch_cache.clear()
-        with layouts_of_cuda(cudnn=cudnn):
-            yield
-    finally:
-        for operator, before in taken.items():
-            operator.py_kernels.clear()
-            operator.py_kernels.update(before)
-            operator._dispatch_cache.clear()
+    with kernels_replaced(kernels), layouts_of_cuda(cudnn=cudnn):
+        yield
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from planner._torch.patches import kernels_replaced
+
 # Those of them that stand for what CUDA runs, see planner/_torch/cuda/kernels.py.
 _CUDA_KERNELS = {
     "dropout", "scaled_dot_product_attention", "_batch_norm_impl_index", "group_norm", "_fused_rms_norm"
@@ -37,23 +39,11 @@ def kernels_of_eager(keep: Collection[str] = frozenset()) -> Iterator[None]:
     Args:
         keep: Names of operators whose decompositions stay.
     """
-    dropout = torch.ops.aten.dropout.default
-    taken = [
-        (op, dict(op.py_kernels)) for op in _decomposed_operators() if op.overloadpacket.__name__ not in keep
-    ]
-    taken.append((dropout, dict(dropout.py_kernels)))
-    try:
-        for op, kernels in taken:
-            for key in _DECOMPOSED_AT:
-                if key in kernels:
-                    del op.py_kernels[key]
-            op._dispatch_cache.clear()
-        dropout.py_kernels.update(dict.fromkeys(_DECOMPOSED_AT, dropout_of_eager))
+    operators = [op for op in _decomposed_operators() if op.overloadpacket.__name__ not in keep]
+    kernels: dict[Any, dict[Any, Any]] = {op: dict.fromkeys(_DECOMPOSED_AT) for op in operators}
+    kernels[torch.ops.aten.dropout.default] = dict.fromkeys(_DECOMPOSED_AT, dropout_of_eager)
+    with kernels_replaced(kernels):
         yield
-    finally:
-        for op, kernels in taken:
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
 
 
 def dropout_of_eager(tensor: torch.Tensor, probability: float, train: bool) -> torch.Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
@@ -30,6 +29,7 @@ from planner._torch.inductor.fusion import CHOICES, kernels_of_plans
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.kernels import kernels_compiled_together
 from planner._torch.inductor.remembered import work_remembered
+from planner._torch.patches import replaced
 from planner.errors import CompilerError
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -211,7 +211,7 @@ def emitted(
         _settings(options, fusion),
         tracing(TracingContext(mode)),
         TracingContext.report_output_strides() as strides,
-        mock.patch.object(PyCodeCache, "load_by_key_path", keep_source),
+        replaced(PyCodeCache, {"load_by_key_path": keep_source}),
     ):
         compiled = compile_fx_inner(module, list(inputs), is_backward=backward)
     if not found:
@@ -221,7 +221,7 @@ def emitted(
 
 def _dry_program(source: str, constants: Mapping[str, Any]) -> BoxedFunction:
     scope: dict[str, Any] = {"__name__": "planner_emitted"}
-    with compile_lock, mock.patch.object(async_compile, "AsyncCompile", _NoKernels):
+    with compile_lock, replaced(async_compile, {"AsyncCompile": _NoKernels}):
         exec(compile(source, "<emitted>", "exec"), scope)
     scope.update(
         constants,

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import wrapper
@@ -21,6 +20,7 @@ from torch._inductor.virtualized import V
 
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.inductor.memory import HeldByLine, Moments, bytes_of
+from planner._torch.patches import replaced
 
 
 @contextlib.contextmanager
@@ -54,9 +54,9 @@ def kernels_of_plans() -> Iterator[None]:
         return HeldByLine() if isinstance(V.choices, ChoicesOfPlans) else estimated()
 
     with (
-        mock.patch.object(CppScheduling, "ready_to_flush", ready_to_flush),
-        mock.patch.object(Scheduler, "can_fuse", can_fuse),
-        mock.patch.object(wrapper, "EfficientPeakEstimate", estimate),
+        replaced(CppScheduling, {"ready_to_flush": ready_to_flush}),
+        replaced(Scheduler, {"can_fuse": can_fuse}),
+        replaced(wrapper, {"EfficientPeakEstimate": estimate}),
     ):
         yield
 

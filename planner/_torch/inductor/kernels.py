@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from torch._inductor import async_compile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+from planner._torch.patches import replaced
 
 MOST = 16
 """Kernels of one file: of more, little is left to gain, and several processors have nothing to share."""
@@ -90,7 +91,7 @@ class _Kernel:
 @contextlib.contextmanager
 def kernels_compiled_together() -> Iterator[None]:
     """While this is open, the programs that are loaded compile their kernels several at a time."""
-    with mock.patch.object(async_compile, "AsyncCompile", _Together):
+    with replaced(async_compile, {"AsyncCompile": _Together}):
         yield
 
 

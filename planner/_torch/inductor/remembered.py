@@ -10,11 +10,12 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 from torch._inductor import sizevars
 from torch._inductor.codegen import cpp
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+from planner._torch.patches import replaced
 
 _MOST = 1 << 15
 """Expressions that are remembered, by function; most programs have a few thousand."""
@@ -47,12 +48,12 @@ class _RulesOfTypes:
 def work_remembered() -> Iterator[None]:
     """While this is open, Inductor remembers more; what it remembers outlives that."""
     names = ("stride_at", "simplify_index_in_vec_range", "stride_at_vec_range")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            remembering = _remembering(getattr(sizevars, name))
-            stack.enter_context(mock.patch.object(sizevars, name, remembering))
-            if hasattr(cpp, name):
-                stack.enter_context(mock.patch.object(cpp, name, remembering))
-        once = _RulesOfTypes(DtypePropagationOpsHandler.__init__)
-        stack.enter_context(mock.patch.object(DtypePropagationOpsHandler, "__init__", once))
+    remembering = {name: _remembering(getattr(sizevars, name)) for name in names}
+    with (
+        replaced(sizevars, remembering),
+        replaced(cpp, {name: function for name, function in remembering.items() if hasattr(cpp, name)}),
+        replaced(
+            DtypePropagationOpsHandler, {"__init__": _RulesOfTypes(DtypePropagationOpsHandler.__init__)}
+        ),
+    ):
         yield

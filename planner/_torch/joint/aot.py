@@ -32,6 +32,7 @@ from planner._torch.joint.memory_layout import MemoryLayout
 from planner._torch.joint.strides_of_results import strides_of_results
 from planner._torch.joint.trace_key import trace_key
 from planner._torch.joint.traced_before import TRACED_BEFORE
+from planner._torch.patches import replaced
 from planner._torch.tensors import strided_copy
 from planner._torch.versions import set_version, version_of
 from planner._torch.without_data.apart import tell_results_apart
@@ -160,39 +161,30 @@ def _gradients_laid_out(layouts: Mapping[int, MemoryLayout]) -> Iterator[None]:
         return collected
 
     users: tuple[Any, ...] = (functorch_aot, runtime_wrappers, graph_capture_wrappers)
-    try:
+    with contextlib.ExitStack() as stack:
         for user in users:
-            user.run_functionalized_fw_and_collect_metadata = run
+            stack.enter_context(replaced(user, {"run_functionalized_fw_and_collect_metadata": run}))
         yield
-    finally:
-        for user in users:
-            user.run_functionalized_fw_and_collect_metadata = original
 
 
 @contextlib.contextmanager
 def _numbers_stay_numbers() -> Iterator[None]:
     """Floats that are computed from symbolic sizes, as ``1 / len(x)``, are not made tensors: these round
     differently, are other operations than at plain sizes, and do not say that they belong to the backward."""
-    module: Any = tensorify_pass
-    original = module._is_tensorify_enabled
-    module._is_tensorify_enabled = lambda: False
-    try:
+    with replaced(tensorify_pass, {"_is_tensorify_enabled": lambda: False}):
         yield
-    finally:
-        module._is_tensorify_enabled = original
 
 
 @contextlib.contextmanager
 def _first_calls_like_others() -> Iterator[None]:
     """The first call of what is compiled goes through no dispatch mode that looks at what user operators
     return: eager has none, and it refuses subclasses of tensors."""
-    context: Any = runtime_wrappers._FirstInvocationContext
-    original = context.__init__
-    context.__init__ = lambda self: setattr(self, "_is_first", False)
-    try:
+
+    def not_first(self: Any) -> None:
+        self._is_first = False
+
+    with replaced(runtime_wrappers._FirstInvocationContext, {"__init__": not_first}):
         yield
-    finally:
-        context.__init__ = original
 
 
 def _is_strided(value: Any) -> bool:

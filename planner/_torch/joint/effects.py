@@ -11,6 +11,7 @@ import torch
 import torch._higher_order_ops.effects as effects
 
 from planner._torch.compat import of_graphs
+from planner._torch.patches import replaced
 from planner.errors import CaptureError
 
 BackwardTokenAOTInput, ForwardTokenAOTInput = of_graphs(
@@ -39,11 +40,8 @@ def without_tokens() -> Iterator[None]:
     def only_others(operator: Any) -> bool:
         return truth(operator) and not isinstance(operator, torch._ops.OpOverload)
 
-    try:
-        effects.has_effects = only_others  # type: ignore[assignment]
+    with replaced(effects, {"has_effects": only_others}):
         yield
-    finally:
-        effects.has_effects = truth
 
 
 def refuse_tokens(joint: torch.fx.GraphModule) -> None:

@@ -22,6 +22,7 @@ from planner._torch.autograd import InfrastructureMode
 from planner._torch.execution.op_bindings import is_row_by_row, same_steps
 from planner._torch.joint.written_in_place import laid_out_like, mark
 from planner._torch.operators import OpOverload, uses_generator
+from planner._torch.patches import replaced
 
 _MOVES = frozenset({
     "aten::copy_", "aten::fill_", "aten::zero_", "aten::index_put_", "aten::_index_put_impl_", "aten::put_",
@@ -48,11 +49,8 @@ def results_in_place() -> Iterator[None]:
         with _Watch(func, written) if written else contextlib.nullcontext():
             return original(self, func, types, args, kwargs)
 
-    FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
-    try:
+    with replaced(FunctionalTensorMode, {"__torch_dispatch__": dispatch}):
         yield
-    finally:
-        FunctionalTensorMode.__torch_dispatch__ = original  # type: ignore[method-assign]
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:

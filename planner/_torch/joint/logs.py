@@ -7,9 +7,9 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 from planner._torch.compat import of_graphs
+from planner._torch.patches import replaced
 from planner._torch.tracing.error_logs import traces_are_written
 
 graph_compile = of_graphs("torch._functorch._aot_autograd", "graph_compile")
@@ -25,10 +25,8 @@ def logged_when_asked() -> Iterator[None]:
     if traces_are_written() or any(log.isEnabledFor(logging.INFO) for log in logs):
         yield
         return
-    with contextlib.ExitStack() as stack:
-        for name, result in _WRITERS.items():
-            if hasattr(graph_compile, name):
-                stack.enter_context(patch.object(graph_compile, name, _returns(result)))
+    writers = {name: _returns(result) for name, result in _WRITERS.items() if hasattr(graph_compile, name)}
+    with replaced(graph_compile, writers):
         yield
 
 

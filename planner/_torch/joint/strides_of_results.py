@@ -11,11 +11,11 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 
+from planner._torch.patches import replaced
 from planner._torch.versions import set_version
 
 
@@ -35,7 +35,7 @@ def strides_of_results() -> Iterator[None]:
         forward = _by_themselves(spec.compiled_fw_func, views)
         return compile_(replace(spec, compiled_fw_func=forward, fw_metadata=metadata))
 
-    with patch.object(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)):
+    with replaced(AOTDispatchAutograd, {"post_compile": staticmethod(post_compile)}):
         yield
 
 

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._functorch import aot_autograd
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from planner._torch.compat import of_graphs
 from planner._torch.fake import fake_mode
 from planner._torch.joint.graph_modules import graph_module
+from planner._torch.patches import replaced
 from planner._torch.without_data.fake_values import times_asked_for_data
 
 graph_capture, graph_compile = of_graphs("torch._functorch._aot_autograd", "graph_capture", "graph_compile")
@@ -96,8 +96,8 @@ class TracedBefore:
             return result
 
         with (
-            patch.object(module, "aot_dispatch_autograd_graph", dispatch_once),
-            patch.object(aot_autograd, _COLLECTS, self._collects(key, collected)),
+            replaced(module, {"aot_dispatch_autograd_graph": dispatch_once}),
+            replaced(aot_autograd, {_COLLECTS: self._collects(key, collected)}),
         ):
             yield
 
@@ -146,7 +146,7 @@ class TracedBefore:
                 traced.append((_copy(made.graph, fake_mode()), constants))
             return made
 
-        with patch.object(graph_capture, "_create_graph", create_once):
+        with replaced(graph_capture, {"_create_graph": create_once}):
             yield traced
 
     def _keep(self, key: Hashable, traced: Traced) -> None:

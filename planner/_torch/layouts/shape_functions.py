@@ -12,12 +12,12 @@ from torch._decomp import decomposition_table
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner._torch import compat
 from planner._torch.fake import strides_of_view
 from planner._torch.layouts.elementwise_strides import ELEMENTWISE, strides_of
 from planner._torch.layouts.forms import Layout
 from planner._torch.layouts.of_kernels import LAYOUTS, ON_CUDA, UNKNOWN_ON_CUDA
 from planner._torch.operators import SHAPE_VIEWS, not_asked_for
+from planner._torch.patches import replace, replaced, replaced_entries
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def widen_grouped_products() -> None:
             mat_a, mat_b, kwargs.get("offs"), kwargs.get("out_dtype")
         )
 
-    compat.replace(_meta_registrations, "_meta_grouped_mm_common", shape)
+    replace(_meta_registrations, "_meta_grouped_mm_common", shape)
 
 
 _REMEMBERED: dict[Any, Any] = {}
@@ -59,21 +59,15 @@ def layouts_of_kernels() -> Iterator[None]:
     }
     views = {op: op_implementations_dict[op] for op in SHAPE_VIEWS if op in op_implementations_dict}
     before = {operator: op_implementations_dict.get(operator) for operator in LAYOUTS}
-    decomposition_table.update({op: _decomposed(op, shapes, LAYOUTS[op]) for op, shapes in known.items()})
-    op_implementations_dict.update({op: _as_viewed(shapes) for op, shapes in views.items()})
-    op_implementations_dict.update({op: _implemented(own, LAYOUTS[op]) for op, own in before.items()})
-    FakeTensorMode.cache = _REMEMBERED
-    try:
+    decomposed = {op: _decomposed(op, shapes, LAYOUTS[op]) for op, shapes in known.items()}
+    implemented = {op: _as_viewed(shapes) for op, shapes in views.items()}
+    implemented |= {op: _implemented(own, LAYOUTS[op]) for op, own in before.items()}
+    with (
+        replaced_entries("decompositions", decomposition_table, decomposed),
+        replaced_entries("operators without data", op_implementations_dict, implemented),
+        replaced(FakeTensorMode, {"cache": _REMEMBERED}),
+    ):
         yield
-    finally:
-        decomposition_table.update(known)
-        op_implementations_dict.update(views)
-        for operator, own in before.items():
-            if own is None:
-                del op_implementations_dict[operator]
-            else:
-                op_implementations_dict[operator] = own
-        FakeTensorMode.cache = remembered
 
 
 Correction = Callable[[Any, tuple[Any, ...]], Any]
@@ -93,12 +87,12 @@ def cpu_stands_for_cuda(corrections: Mapping[Any, Correction], kind: object) -> 
         kind: What else the layouts depend on.
     """
     global _corrections_of_cuda
-    before = FakeTensorMode.cache, _corrections_of_cuda
-    FakeTensorMode.cache, _corrections_of_cuda = _REMEMBERED_OF_CUDA.setdefault(kind, {}), corrections
+    before, _corrections_of_cuda = _corrections_of_cuda, corrections
     try:
-        yield
+        with replaced(FakeTensorMode, {"cache": _REMEMBERED_OF_CUDA.setdefault(kind, {})}):
+            yield
     finally:
-        FakeTensorMode.cache, _corrections_of_cuda = before
+        _corrections_of_cuda = before
 
 
 def _as_viewed(shapes: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.eval_frame import OptimizedModule
 
 from planner._torch.compat import of_graphs
+from planner._torch.patches import replace
 from planner.module_parts import named_parts
 
 set_fullgraph_compiled_frame_count = of_graphs(
@@ -57,7 +58,7 @@ def call_ours_in_any_stance() -> None:
             return callback
         return None if _runs_uncompiled(callback) else by_stance(callback)
 
-    setattr(eval_frame, "_callback_from_stance", callback_of)  # noqa: B010
+    replace(eval_frame, "_callback_from_stance", callback_of)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._dynamo import guards, symbolic_convert
@@ -26,7 +25,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._logging._internal import log_state
 
-from planner._torch.compat import of_graphs, private, replace
+from planner._torch.compat import of_graphs, private
+from planner._torch.patches import replace, replaced
 from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
@@ -47,7 +47,7 @@ from planner._torch.tracing.breaks.process_settings import break_at_process_sett
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
 from planner._torch.tracing.error_logs import traces_are_written
 from planner._torch.tracing.inside_compile import call_planned_modules
-from planner._torch.tracing.rules import ask_handler_of
+from planner._torch.tracing.rules import handle, handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
 
 create_build_tuple, create_call_function = of_graphs(
@@ -136,12 +136,11 @@ def _is_among(backends: "weakref.WeakSet[Any]", tx: Any) -> bool:
 def _answer_questions() -> None:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for question in [q for q in handlers if getattr(q, "__name__", "") in _QUESTIONS]:
-        handlers[question] = _answer(handlers[question])
+        handle("questions", question, _answer(handlers[question]))
     # Libraries ask this together with the above. Dynamo would put the call into the graph, which fails
     # without CUDA, or break it.
     for captured in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
-        ask_handler_of(captured)
-        handlers[captured] = _not_captured
+        handle("questions", captured, _not_captured)
 
 
 def _answer(truth: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,14 +164,11 @@ def _round_like_eager() -> None:
 
     It has settings for those that it takes apart as methods, see ``enable_dynamo_decompositions``.
     """
-    handlers = TorchInGraphFunctionVariable._get_handlers()
     for whole in (torch.addcdiv, torch._foreach_lerp_):
-        if whole in handlers:
-            handlers[whole] = _whole(handlers[whole])
-    ask_handler_of(torch.bilinear)
-    handlers[torch.bilinear] = _not_under_autocast
-    ask_handler_of(torch.fused_moving_avg_obs_fake_quant)
-    handlers[torch.fused_moving_avg_obs_fake_quant] = _not_of_the_first_channels
+        if (taken_apart := handler_of(whole)) is not None:
+            handle("operators taken apart", whole, _whole(taken_apart))
+    handle("operators taken apart", torch.bilinear, _not_under_autocast)
+    handle("operators taken apart", torch.fused_moving_avg_obs_fake_quant, _not_of_the_first_channels)
 
 
 def _whole(taken_apart: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,7 +302,7 @@ def nothing_for_logs_alone() -> Iterator[None]:
         stack.enter_context(torch._dynamo.config.patch(side_effect_replay_policy="silent"))
         for module, name, result in _ONLY_LOGGED:
             if hasattr(module, name):
-                stack.enter_context(patch.object(module, name, result))
+                stack.enter_context(replaced(module, {name: result}))
         yield
 
 

@@ -9,11 +9,12 @@ import threading
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._dynamo import convert_frame
 from torch._functorch import aot_autograd
+
+from planner._torch.patches import replaced
 
 # What is drawn to compare states, one thread at a time.
 _LOCK = threading.Lock()
@@ -84,7 +85,7 @@ def states_apart() -> Iterator[None]:
     """While a function is captured, states of the generator take no memory that counts."""
     preserve_rng_state = _keeping(aot_autograd.preserve_rng_state.__wrapped__)  # type: ignore[attr-defined]
     with (
-        patch.object(convert_frame, "trace_frame", _keeping(convert_frame.trace_frame)),
-        patch.object(aot_autograd, "preserve_rng_state", contextlib.contextmanager(preserve_rng_state)),
+        replaced(convert_frame, {"trace_frame": _keeping(convert_frame.trace_frame)}),
+        replaced(aot_autograd, {"preserve_rng_state": contextlib.contextmanager(preserve_rng_state)}),
     ):
         yield

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._dynamo import eval_frame
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from planner._torch.autograd import hooks_on_saved_tensors
 from planner._torch.compat import of_graphs
+from planner._torch.patches import replaced
 from planner._torch.tracing.callbacks import Callback
 from planner._torch.tracing.error_logs import not_logged_as_well
 from planner.heap import garbage_let_go
@@ -87,12 +87,9 @@ def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
         stance = eval_frame._stance
         if not (stance.skip_guard_eval_unsafe or is_fx_symbolic_tracing()):
             return compiled(*args, **kwargs)
-        with compile_lock:
-            eval_frame._stance = replace(stance, skip_guard_eval_unsafe=False)
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                eval_frame._stance = stance
+        asking = {"_stance": replace(stance, skip_guard_eval_unsafe=False)}
+        with compile_lock, replaced(eval_frame, asking):
+            return compiled(*args, **kwargs)
 
     return call
 
@@ -128,7 +125,7 @@ def no_other_thread_traces() -> Iterator[None]:
     whole process. Usable as a decorator."""
     with (
         compile_lock,
-        patch.object(torch.compiler, "_compile_session_context", _compiling_here, create=True),
+        replaced(torch.compiler, {"_compile_session_context": _compiling_here}),
         not_logged_as_well(),
     ):
         yield
@@ -151,12 +148,8 @@ def _compiling_here() -> Iterator[None]:
     PyTorch says so in every thread. Optimizers that step meanwhile would keep their counts of steps in single
     precision, as they do in compiled code, and round differently.
     """
-    before = torch.compiler._is_compiling_flag
-    setattr(torch.compiler, "_is_compiling_flag", _InThisThread())  # noqa: B010
-    try:
+    with replaced(torch.compiler, {"_is_compiling_flag": _InThisThread()}):
         yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 END_IT = "Call the planned module outside of it, or use planner.remove(model) for as long as it is on"

@@ -13,6 +13,7 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
 from planner._torch import compat
 from planner._torch.compat import disable
+from planner._torch.patches import replace
 
 REASON = (
     "a planned module runs by its plan, not compiled; what is around it is. Leave fullgraph=True out, or "
@@ -54,7 +55,7 @@ def call_planned_modules(is_ours: Callable[[Any], bool]) -> None:
             )
         return call(self, tx, *args, **kwargs)
 
-    setattr(UnspecializedNNModuleVariable, "call_function", unless_planned)  # noqa: B010
+    replace(UnspecializedNNModuleVariable, "call_function", unless_planned)
 
 
 def is_compiled(module: object) -> bool:

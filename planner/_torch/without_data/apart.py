@@ -13,6 +13,8 @@ from torch._meta_registrations import mkldnn_rnn_layer_backward
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from planner._torch.patches import replace_entries
+
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _SECOND_BIAS = 4
 """Position among the results of the gradient of the second bias."""
@@ -20,7 +22,7 @@ _SECOND_BIAS = 4
 
 def tell_results_apart() -> None:
     """Let the kernels without data of this process return as many tensors as the real ones do."""
-    op_implementations_dict[_RNN_BACKWARD] = _rnn_backward
+    replace_entries("operators without data", op_implementations_dict, {_RNN_BACKWARD: _rnn_backward})
 
 
 def _rnn_backward(mode: FakeTensorMode, _func: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:

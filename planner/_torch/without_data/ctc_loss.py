@@ -7,11 +7,11 @@ dispatch modes, it goes on with the tensors. Tested with torch 2.13.
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from planner._torch.own_code import stand_in
+from planner._torch.patches import replaced
 from planner._torch.without_data.fake_values import known_integers
 
 _ctc_loss: Any = torch.ctc_loss
@@ -23,7 +23,7 @@ def lengths_are_read(read: bool) -> Iterator[None]:
     if not read:
         yield
         return
-    with patch.object(torch, "ctc_loss", _reading_lengths):
+    with replaced(torch, {"ctc_loss": _reading_lengths}):
         yield
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from planner._torch.patches import replaced
 from planner._torch.tensors import copy_elements, strided_copy
 from planner._torch.without_data.answers import NOT_KNOWN, Answers, asks_for_data
 from planner._torch.without_data.apart import tell_results_apart
@@ -267,19 +268,13 @@ def know_values(tensors: Sequence[object], known: Sequence[torch.Tensor | None])
 @contextlib.contextmanager
 def values_count() -> Iterator[None]:
     """Operations on tensors whose values are known are computed, so that they can decide what runs."""
-    replaced = []
-    for name, function in NOT_FAKE.items():
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, function):
-            replaced.append((module, function, getattr(module, function)))
-    try:
-        for module, function, _ in replaced:
-            setattr(module, function, _never)
-        with lists_count():
-            yield
-    finally:
-        for module, function, before in replaced:
-            setattr(module, function, before)
+    with contextlib.ExitStack() as stack:
+        for name, function in NOT_FAKE.items():
+            module = sys.modules.get(name)
+            if module is not None and hasattr(module, function):
+                stack.enter_context(replaced(module, {function: _never}))
+        stack.enter_context(lists_count())
+        yield
 
 
 @contextlib.contextmanager
@@ -288,12 +283,8 @@ def lists_count() -> Iterator[None]:
 
     PyTorch knows them of tensors of one element. A planned module is captured with this as it was planned.
     """
-    limit = fake_tensors.CONSTANT_NUMEL_LIMIT
-    fake_tensors.CONSTANT_NUMEL_LIMIT = _MOST_KNOWN_ELEMENTS
-    try:
+    with replaced(fake_tensors, {"CONSTANT_NUMEL_LIMIT": _MOST_KNOWN_ELEMENTS}):
         yield
-    finally:
-        fake_tensors.CONSTANT_NUMEL_LIMIT = limit
 
 
 def _never(_: object) -> bool:

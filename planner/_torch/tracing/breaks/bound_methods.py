@@ -13,6 +13,8 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.variables.builder import VariableBuilder
 
+from planner._torch.patches import replace
+
 _CONTAINERS = frozenset(
     {list, dict, set, frozenset, tuple, str, collections.deque, collections.OrderedDict}
     | {collections.defaultdict, collections.Counter}
@@ -52,7 +54,7 @@ def know_methods_by_name(ours: Callable[[Any], bool]) -> None:
         finally:
             del self.install_guards
 
-    VariableBuilder._wrap = by_name  # type: ignore[method-assign]
+    replace(VariableBuilder, "_wrap", by_name)
 
 
 def _is_bound(value: Any) -> bool:

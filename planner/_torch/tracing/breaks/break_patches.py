@@ -18,14 +18,13 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch.compat import replace
 from planner._torch.fake import storage_key
 from planner._torch.operators import uses_generator, written_arguments
-from planner._torch.tracing.rules import ask_handler_of
+from planner._torch.patches import replace, replaced_entries
+from planner._torch.tracing.rules import handle
 
 IsOurs = Callable[[Any], bool]
 """Whether an instruction translator of Dynamo's traces for a planned module."""
@@ -45,27 +44,22 @@ def pass_over_marks(is_ours: IsOurs) -> None:
 
     Nothing is computed by a mark. Dynamo refuses the whole forward.
     """
-    handlers = TorchInGraphFunctionVariable._get_handlers()
 
     def passed_over(_variable: Any, tx: Any, *_args: Any, **_kwargs: Any) -> Any:
         return VariableTracker.build(tx, None) if is_ours(tx) else None
 
     for mark in _MARKS:
-        ask_handler_of(mark)
-        handlers[mark] = passed_over
+        handle("marks for the compiler", mark, passed_over)
 
 
 @contextlib.contextmanager
 def marks_allowed() -> Iterator[None]:
     """While we capture; elsewhere marks inside of compiled code are the error that they were."""
-    forbidden = [mark for mark in _MARKS if _FORBIDDEN in vars(mark)]
-    for mark in forbidden:
-        delattr(mark, _FORBIDDEN)
-    try:
+    with contextlib.ExitStack() as stack:
+        for mark in _MARKS:
+            allowed = replaced_entries("marks for the compiler", vars(mark), {_FORBIDDEN: None})
+            stack.enter_context(allowed)
         yield
-    finally:
-        for mark in forbidden:
-            setattr(mark, _FORBIDDEN, True)
 
 
 # ---- numbers that change ---------------------------------------------------------------------------------
@@ -139,8 +133,8 @@ def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
         setattr(self, _DRAWS_OTHERS, _is_false(kwargs.get("preserve_rng_state")))
         return call(self, tx, args, kwargs)
 
-    CheckpointHigherOrderVariable.create_wrapped_node = unless_changed  # type: ignore[method-assign]
-    CheckpointHigherOrderVariable._call_function = unless_gradients_end  # type: ignore[method-assign]
+    replace(CheckpointHigherOrderVariable, "create_wrapped_node", unless_changed)
+    replace(CheckpointHigherOrderVariable, "_call_function", unless_gradients_end)
 
 
 _DRAWS_OTHERS = "_planner_draws_others"

@@ -24,9 +24,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner._torch.compat import replace
 from planner._torch.fake import is_size, storage_key, without_modes
 from planner._torch.operators import is_foreign
+from planner._torch.patches import replace, replace_entries
 
 _JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF")
 """Beginnings of the names of Python's conditional jumps."""
@@ -71,7 +71,7 @@ def _look_at_conditions(backend_of: Callable[[Any], Any]) -> None:
             handler = getattr(translator, name, None)
             if handler is not None and name.startswith(_JUMPS) and name.endswith(_ON_TRUTH):
                 table: Any = translator.dispatch_table  # type: ignore[attr-defined]
-                table[number] = _deciding(handler, known)
+                replace_entries("jumps by a condition", table, {number: _deciding(handler, known)})
     read: Any = TensorVariable.method_item
 
     def read_if_unknown(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

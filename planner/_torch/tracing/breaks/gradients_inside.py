@@ -7,7 +7,6 @@ consists: they are operations of the forward like others. Tested with torch 2.13
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._dynamo.exc import unimplemented
@@ -17,9 +16,9 @@ from torch.fx import GraphModule
 from torch.nn import Parameter
 
 from planner._torch.autograd import edge_of, edges_behind
-from planner._torch.compat import replace
 from planner._torch.execution.function_calls import BACKWARD_OF_A_FUNCTION
-from planner._torch.tracing.rules import ask_handler_of
+from planner._torch.patches import replace, replaced
+from planner._torch.tracing.rules import handle, handler_of
 
 IsOurs = Callable[[Any], bool]
 """Whether an instruction translator of Dynamo's traces for a planned module."""
@@ -41,11 +40,10 @@ def follow_gradients_inside(is_ours: IsOurs) -> None:
     (`planner/_torch/joint/gradients_inside.py`). It takes ``tensor.backward()`` apart, which in eager goes
     through the hooks of parameters and adds to gradients in place.
     """
-    handlers = functions.TorchInGraphFunctionVariable._get_handlers()
     for differentiate in (torch.autograd.grad, torch._functorch.eager_transforms._autograd_grad):
-        ask_handler_of(differentiate)
         by_default = differentiate is not torch.autograd.grad
-        handlers[differentiate] = _unless_functions(handlers[differentiate], by_default, is_ours)
+        followed = _unless_functions(handler_of(differentiate), by_default, is_ours)
+        handle("gradients", differentiate, followed)
     backward = TensorVariable.method_backward
 
     def as_written(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,9 +54,7 @@ def follow_gradients_inside(is_ours: IsOurs) -> None:
     replace(TensorVariable, "method_backward", as_written)
 
 
-def _unless_functions(
-    differentiate: Callable[..., Any], by_default: bool, is_ours: IsOurs
-) -> Callable[..., Any]:
+def _unless_functions(differentiate: Any, by_default: bool, is_ours: IsOurs) -> Callable[..., Any]:
     """Give up gradients of gradients (``create_graph``, or ``by_default``) of functions of the user's."""
 
     def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +67,7 @@ def _unless_functions(
                 "gradients of gradients through an autograd function",
                 "A torch.autograd.Function is differentiated inside of the forward, and then again.",
             )
-        with patch.object(functions, "_collect_all_grad_fns", lambda _: _NONE):
+        with replaced(functions, {"_collect_all_grad_fns": lambda _: _NONE}):
             found = differentiate(variable, tx, *args, **kwargs)
         if not by_default and _lacks_some(found) and _comes_from_outside(tx, args, kwargs):
             # Python code decides by the None, and no call of the graph can tell that it should be none.

@@ -11,10 +11,9 @@ from typing import Any
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from planner._torch.compat import replace
-from planner._torch.tracing.rules import ask_handler_of
+from planner._torch.patches import replace
+from planner._torch.tracing.rules import handle, handler_of
 
 _FAIL_BY_DATA = re.compile(
     r"(linalg_)?(cholesky|inv|inverse|solve|solve_ex|eigh|eigvalsh|eig|eigvals|svd|svdvals|lstsq|pinv|pinverse"
@@ -32,7 +31,7 @@ def break_where_errors_are_handled(is_ours: Callable[[Any], bool]) -> None:
     Args:
         is_ours: Whether an instruction translator of Dynamo's traces for a planned module.
     """
-    handlers, method = TorchInGraphFunctionVariable._get_handlers(), TensorVariable.call_method
+    method = TensorVariable.call_method
 
     def end_if_handled(name: str, tx: Any) -> None:
         if is_ours(tx) and _is_handled(tx):
@@ -53,8 +52,7 @@ def break_where_errors_are_handled(is_ours: Callable[[Any], bool]) -> None:
     for function in list(get_torch_obj_rule_map()):
         name, home = getattr(function, "__name__", ""), getattr(function, "__module__", None) or "torch"
         if _FAIL_BY_DATA.fullmatch(name) and home.partition(".")[0] == "torch":
-            ask_handler_of(function)
-            handlers[function] = asking(name, handlers.get(function))
+            handle("errors by data", function, asking(name, handler_of(function)))
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if _FAIL_BY_DATA.fullmatch(name):

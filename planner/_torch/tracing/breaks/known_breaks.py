@@ -17,6 +17,8 @@ from typing import Any
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
+from planner._torch.patches import replace
+
 _CALLS = "_planner_calls"
 """The attribute of a translator that counts what its frame called."""
 _INSIDE = "_planner_inside"
@@ -85,7 +87,8 @@ def break_where_it_broke(is_ours: Callable[[Any], bool]) -> None:
             ]
         log_break(self, code_options, reason=reason, exc=exc)
 
-    owner.run, owner.log_graph_break = run_unless_known, log_and_note
+    replace(owner, "run", run_unless_known)
+    replace(owner, "log_graph_break", log_and_note)
 
 
 def _calls_before(caller: Any, called: CodeType) -> int:

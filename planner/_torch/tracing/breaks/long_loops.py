@@ -17,7 +17,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListIteratorVariable, TupleIteratorVariable
 
-from planner._torch.compat import replace
+from planner._torch.patches import replace
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def look_at_what_is_left_later(is_ours: Callable[[Any], bool]) -> None:
         self.install_guards(functools.partial(_as_far_as_it_went, iterator=result, items=items))
         return self.tx.output.side_effects.track_mutable(value, result)
 
-    VariableBuilder.wrap_tuple_iterator = when_come_to  # type: ignore[method-assign]
+    replace(VariableBuilder, "wrap_tuple_iterator", when_come_to)
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def go_on_behind_what_was_taken(is_ours: Callable[[Any], bool]) -> None:
             self.index = len(self.items)
         return items
 
-    ListIteratorVariable.unpack_var_sequence = and_moved  # type: ignore[method-assign]
+    replace(ListIteratorVariable, "unpack_var_sequence", and_moved)
 
 
 class _Untouched(list[Any]):

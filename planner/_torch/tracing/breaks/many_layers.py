@@ -16,6 +16,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import SliceVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
+from planner._torch.patches import replace, replaced
 from planner.module_parts import parts_of
 
 _Reference = weakref.ref[torch.nn.Module]
@@ -48,14 +49,10 @@ def mark_parameters_once(is_ours: Callable[[Any], bool]) -> None:
             parts = known[key] = [module, *map(weakref.ref, inside)]
         if not _are_marked(parts):
             return wrap(self, value)
-        methods = {name: getattr(builder, name) for name in _METHODS}
-        vars(builder).update(dict.fromkeys(_METHODS))
-        try:
+        with replaced(builder, dict.fromkeys(_METHODS)):
             return wrap(self, value)
-        finally:
-            vars(builder).update(methods)
 
-    VariableBuilder.wrap_module = once  # type: ignore[method-assign]
+    replace(VariableBuilder, "wrap_module", once)
 
 
 def _are_marked(references: list[_Reference]) -> bool:
@@ -93,7 +90,7 @@ def take_parts_of_lists_at_once(is_ours: Callable[[Any], bool]) -> None:
         modules = held.call_method(tx, "values", [], {})
         return VariableTracker.build(tx, list).call_function(tx, [modules], {}).mp_subscript_impl(tx, key)
 
-    UnspecializedNNModuleVariable.mp_subscript_impl = at_once  # type: ignore[method-assign]
+    replace(UnspecializedNNModuleVariable, "mp_subscript_impl", at_once)
 
 
 def _is_looped_over(tx: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-from planner._torch.compat import replace
+from planner._torch.patches import replace
 
 REASON = "cuDNN's recurrent layers run as written; they are not run again, and keep what was recorded"
 KIND = "a recurrent layer on a GPU"

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from planner._torch.tracing.rules import ask_handler_of
+from planner._torch.tracing.rules import handle, handler_of
 
 _SETS = re.compile(
     r"_?set_(default_(dtype|tensor_type)|deterministic|float32|fp32|mkldnn|cudnn|cublas|nnpack|blas|linalg"
@@ -32,12 +31,10 @@ def break_at_process_settings(is_ours: Callable[[Any], bool]) -> None:
     Args:
         is_ours: Whether an instruction translator of Dynamo's traces for a planned module.
     """
-    handlers = TorchInGraphFunctionVariable._get_handlers()
     for function in list(get_torch_obj_rule_map()):
         name, home = getattr(function, "__name__", ""), getattr(function, "__module__", None) or ""
         if _SETS.fullmatch(name) and _HOMES.fullmatch(home):
-            ask_handler_of(function)
-            handlers[function] = _end_graph(name, handlers.get(function), is_ours)
+            handle("settings", function, _end_graph(name, handler_of(function), is_ours))
 
 
 def _end_graph(

@@ -12,9 +12,8 @@ import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from planner._torch.tracing.rules import ask_handler_of
+from planner._torch.tracing.rules import handle, handler_of
 
 IsOurs = Callable[[Any], bool]
 """Whether an instruction translator of Dynamo's traces for a planned module."""
@@ -36,12 +35,10 @@ def set_up_before_tracing(is_ours: IsOurs) -> None:
     later ones not, for which the plan is made. To be called before each trace: the libraries may have been
     imported since.
     """
-    handlers = TorchInGraphFunctionVariable._get_handlers()
     for library, (name, attribute) in _SETS_UP.items():
         function = getattr(sys.modules.get(library), name, None)
-        if function is not None and function not in handlers:
-            ask_handler_of(function)
-            handlers[function] = _run_for_real(function, attribute, is_ours)
+        if function is not None and handler_of(function) is None:
+            handle("set up once", function, _run_for_real(function, attribute, is_ours))
 
 
 def _run_for_real(function: FunctionType, attribute: str, is_ours: IsOurs) -> Callable[..., Any]:
