@@ -7,7 +7,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -82,19 +81,6 @@ def test_every_private_name_that_not_all_versions_have_is_there_as_the_table_say
         if row.argument is not None:
             there = compat.takes_argument(row.name, row.argument)
         assert there == (version >= row.since), row
-
-
-def test_methods_are_replaced_where_newer_versions_look_them_up() -> None:
-    class Entry:
-        handler: object = "as it was"
-
-    class Variable:
-        method_item: object = "as it was"
-        tp_methods: ClassVar = {"item": Entry(), "size": Entry()}
-
-    compat.replace(Variable, "method_item", "replaced")
-    assert Variable.method_item == "replaced"
-    assert [entry.handler for entry in Variable.tp_methods.values()] == ["replaced", "as it was"]
 
 
 @pytest.mark.parametrize("version", [(2, compat.NEWEST[1] + 1), (2, compat.OLDEST[1] - 1)])

@@ -5,12 +5,13 @@ import operator
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from planner._torch.compat import graphs_are_off, version
+from planner._torch import patches
+from planner._torch.compat import PRIVATE_MODULES, graphs_are_off, version
 from planner._torch.patches import PATCHES, Patch, replace, replaced
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +97,21 @@ def _around_the_table(path: Path) -> list[str]:
     return found
 
 
+def test_methods_are_replaced_where_newer_versions_look_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        handler: object = "as it was"
+
+    class Variable:
+        method_item: object = "as it was"
+        tp_methods: ClassVar = {"item": Entry(), "size": Entry()}
+
+    row = Patch(f"{Variable.__module__}.{Variable.__qualname__}.method_item", "", "", for_good=True)
+    monkeypatch.setitem(patches._ROWS, row.target, row)
+    replace(Variable, "method_item", "replaced")
+    assert Variable.method_item == "replaced"
+    assert [entry.handler for entry in Variable.tp_methods.values()] == ["replaced", "as it was"]
+
+
 def test_what_has_no_row_is_not_replaced() -> None:
     with pytest.raises(LookupError, match=r"torch.functional.split is replaced and has no row"):
         replace(torch.functional, "split", None)
@@ -104,3 +120,46 @@ def test_what_has_no_row_is_not_replaced() -> None:
     with pytest.raises(LookupError, match="says it is not"):
         replace(torch.nn.utils.parametrize, "_cache", {})
     assert callable(torch.functional.split)
+
+
+def _private_names(path: Path) -> set[str]:
+    """Full names of PyTorch's of which a part begins with an underscore."""
+    tree, alias, found = ast.parse(path.read_text()), dict[str, str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for name in node.names:
+                alias[name.asname or name.name] = f"{node.module}.{name.name}"
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.partition(".")[0] == "torch":
+                    found.add(name.name)
+                    alias[name.asname or "torch"] = name.name if name.asname else "torch"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "of_graphs":
+            module, *names = [a.value for a in node.args if isinstance(a, ast.Constant)] or [""]
+            found |= {f"{module}.{name}" for name in names} or {str(module)}
+    for node in ast.walk(tree):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and node.id in alias:
+            found.add(".".join([alias[node.id], *reversed(parts)]))
+    found |= set(alias.values())
+    return {name for name in found if any(p[:1] == "_" and p[:2] != "__" for p in name.split("."))}
+
+
+@pytest.mark.skipif(graphs_are_off() is not None, reason="names lie elsewhere in other versions")
+def test_every_module_with_private_names_is_in_the_table() -> None:
+    used = {_module_of(name) for path in SOURCES for name in _private_names(path)}
+    assert used == set(PRIVATE_MODULES)
+
+
+def _module_of(name: str) -> str:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        return ".".join(parts[:end])
+    raise LookupError(name)

@@ -2,7 +2,8 @@
 
 The product is developed with torch 2.13. A name that came later than the oldest version it runs on stands
 here, with the version it came in and what is done without it; :func:`private` gives it, or None. Everything
-else that is private is imported where it is used, in the other files of ``planner/_torch/``.
+else that is private is imported where it is used, in the other files of ``planner/_torch/``;
+:data:`PRIVATE_MODULES` names where it comes from.
 """
 
 import inspect
@@ -62,6 +63,106 @@ TABLE = (
     ),
 )
 
+
+PRIVATE_MODULES = {
+    "torch": "shapes of lists of updates, functional tensors, negative views",
+    "torch._C": "dispatch keys, modes, autocast and numerical settings, nodes of autograd",
+    "torch._C._autograd": "version counters, the running graph task, the profiler's state",
+    "torch._C._dynamo.eval_frame": "how a frame is run from now on",
+    "torch._C._dynamo.guards": "whether a dictionary changed",
+    "torch._C._functorch": "whether a transform of torch.func is running",
+    "torch._C._nn": "operators as Python functions",
+    "torch._C._profiler": "events of memory",
+    "torch._compile": "the file that Dynamo skips",
+    "torch._decomp": "the table of decompositions",
+    "torch._dispatch.python": "dispatching in Python, as AOTAutograd does",
+    "torch._dynamo": "compiling a function, and forgetting it",
+    "torch._dynamo.backends.common": "AOTAutograd as a backend",
+    "torch._dynamo.bytecode_transformation": "code that goes on behind a break",
+    "torch._dynamo.config": "settings",
+    "torch._dynamo.convert_frame": "the lock of all captures",
+    "torch._dynamo.decorators": "breaks that are errors",
+    "torch._dynamo.eval_frame": "callbacks, stances",
+    "torch._dynamo.exc": "what ends a capture",
+    "torch._dynamo.guards": "guards of inputs",
+    "torch._dynamo.output_graph": "the graph that is being made",
+    "torch._dynamo.source": "where a value comes from",
+    "torch._dynamo.symbolic_convert": "the translator of a frame",
+    "torch._dynamo.trace_rules": "how calls of a function are treated",
+    "torch._dynamo.types": "what a callback returns",
+    "torch._dynamo.utils": "counters, iterators of tuples",
+    "torch._dynamo.variables.base": "the class of all variables",
+    "torch._dynamo.variables.builder": "how a value becomes a variable",
+    "torch._dynamo.variables.constant": "constants",
+    "torch._dynamo.variables.functions": "functions of the user's",
+    "torch._dynamo.variables.higher_order_ops": "checkpoints",
+    "torch._dynamo.variables.lazy": "variables that are made when asked for",
+    "torch._dynamo.variables.lists": "lists and their iterators",
+    "torch._dynamo.variables.nn_module": "modules",
+    "torch._dynamo.variables.tensor": "tensors and numbers of theirs",
+    "torch._dynamo.variables.torch": "functions of PyTorch",
+    "torch._functorch": "torch.func's grad",
+    "torch._functorch._aot_autograd.collect_metadata_analysis": "what a graph does to its inputs",
+    "torch._functorch._aot_autograd.descriptors": "what inputs and outputs of a joint graph are",
+    "torch._functorch._aot_autograd.graph_capture": "tracing the joint graph",
+    "torch._functorch._aot_autograd.graph_capture_wrappers": "the same",
+    "torch._functorch._aot_autograd.graph_compile": "from the joint graph to two",
+    "torch._functorch._aot_autograd.runtime_wrappers": "what runs around the two",
+    "torch._functorch._aot_autograd.schemas": "layouts of tangents",
+    "torch._functorch.aot_autograd": "the whole of it",
+    "torch._functorch.config": "settings",
+    "torch._functorch.eager_transforms": "torch.func's grad",
+    "torch._guards": "the context of a trace",
+    "torch._higher_order_ops.effects": "operators with effects",
+    "torch._inductor.async_compile": "compiling kernels",
+    "torch._inductor.choices": "choices of fusion",
+    "torch._inductor.codecache": "programs and kernels as files",
+    "torch._inductor.codegen.cpp": "kernels for the CPU",
+    "torch._inductor.codegen.segmented_tree": "peaks over a stretch of lines",
+    "torch._inductor.codegen.wrapper": "lines of a program",
+    "torch._inductor.compile_fx": "lowering a graph",
+    "torch._inductor.config": "settings",
+    "torch._inductor.cpp_builder": "the compiler",
+    "torch._inductor.cpu_vec_isa": "vector instructions",
+    "torch._inductor.decomposition": "its table of decompositions",
+    "torch._inductor.dtype_propagation": "types of results",
+    "torch._inductor.exc": "a compiler that is not there",
+    "torch._inductor.lowering": "operators that are called as they are",
+    "torch._inductor.scheduler": "the order of kernels",
+    "torch._inductor.sizevars": "strides of indices",
+    "torch._inductor.virtualized": "what is being lowered",
+    "torch._library.fake_class_registry": "objects of TorchScript without data",
+    "torch._logging._internal": "whether logs are asked for",
+    "torch._meta_registrations": "shapes of results",
+    "torch._ops": "operators and their overloads",
+    "torch._prims_common": "strides of memory formats",
+    "torch._subclasses._fake_tensor_utils": "keys of remembered calls",
+    "torch._subclasses.fake_impls": "operators without data",
+    "torch._subclasses.fake_tensor": "tensors without data",
+    "torch._subclasses.functional_tensor": "tensors whose writes become results",
+    "torch.amp.autocast_mode": "autocast in traced code",
+    "torch.autograd": "the engine's callbacks, numbers of nodes",
+    "torch.autograd.forward_ad": "whether forward mode is on",
+    "torch.autograd.graph": "running the engine",
+    "torch.cuda": "a kernel that waits",
+    "torch.distributed.distributed_c10d": "the job's store",
+    "torch.fx._lazy_graph_module": "code of graphs that is written late",
+    "torch.fx._symbolic_trace": "whether a trace is running",
+    "torch.fx.node": "names of functions",
+    "torch.fx.passes._tensorify_python_scalars": "numbers as tensors",
+    "torch.library": "kernels of the user's",
+    "torch.nn": "what a module's call runs",
+    "torch.nn.modules.module": "hooks on all modules",
+    "torch.nn.parallel": "the reducer of gradients",
+    "torch.ops": "operators whose names begin with a line",
+    "torch.utils._mode_utils": "calls without modes",
+    "torch.utils._python_dispatch": "modes that are on",
+    "torch.utils._pytree": "trees of tensors",
+}
+"""The modules of PyTorch of which we use private names, or which are private, and for what.
+
+What is replaced in them is in :data:`planner._torch.patches.PATCHES`.
+"""
 
 OLDEST, NEWEST = (2, 13), (2, 15)
 """The versions between which graphs were tested; see ``docs/results/versions.md``."""

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs of training on many ranks.
-
-Tested with torch 2.13 and 2.15.
-"""
+"""Training on many ranks."""
 
 import sys
 from collections.abc import Iterator, Sequence

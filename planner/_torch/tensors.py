@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: what tensors, storages and operators say of themselves.
-
-Tested with torch 2.13.
-"""
+"""What tensors, storages and operators say of themselves."""
 
 import functools
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: the version of a tensor, which counts how often it was written to in place.
-
-Tested with torch 2.13.
-"""
+"""The version of a tensor, which counts how often it was written to in place."""
 
 import weakref
 from collections.abc import Callable, Mapping

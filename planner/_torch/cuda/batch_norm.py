@@ -1,4 +1,4 @@
-"""Private PyTorch APIs: batch normalisation by cuDNN, which eager runs on CUDA.
+"""Batch normalisation by cuDNN, which eager runs on CUDA.
 
 ``cudnn_batch_norm`` overwrites running statistics, and its schema does not say so. Where the Python
 dispatcher is on, PyTorch replaces it by the native operator, whose kernel is another one: other bits, another

@@ -1,4 +1,4 @@
-"""Private PyTorch APIs: how results lie in memory on CUDA, captured on tensors without data on the CPU.
+"""How results lie in memory on CUDA, captured on tensors without data on the CPU.
 
 PyTorch's shape functions ask for the device where kernels differ by it. Here they are told that it is CUDA's.
 Seen with torch 2.13.

@@ -1,4 +1,4 @@
-"""Private PyTorch APIs: which operators normalise on CUDA, captured on tensors without data on the CPU.
+"""Which operators normalise on CUDA, captured on tensors without data on the CPU.
 
 Batch normalisation is cuDNN's there, in single precision and some cases of half; the rules are those of
 ``_select_batch_norm_backend`` in ``Normalization.cpp``. Group normalisation makes its input contiguous, which

@@ -1,10 +1,10 @@
-"""Private PyTorch APIs: the state that cuDNN draws dropout between recurrent layers from, and their weights.
+"""The state that cuDNN draws dropout between recurrent layers from, and their weights.
 
 PyTorch has one state for each device and process, which every step that drops anything changes. It makes it
 with a number of the device's generator: in the first such step, and in the first one after a state or a seed
 of that generator was set. So what is drawn after a generator's state was set depends on that alone, but the
 first step makes a state of some megabytes before it lets go of the last. The weights of a layer lie in one
-piece of memory, so that cuDNN takes them without copying. Tested with torch 2.13.
+piece of memory, so that cuDNN takes them without copying.
 """
 
 import warnings

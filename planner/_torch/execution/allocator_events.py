@@ -1,7 +1,4 @@
-"""Private PyTorch APIs that measure memory, and run operators alone to do so.
-
-Tested with torch 2.13.
-"""
+"""Measure memory, and run operators alone to do so."""
 
 import bisect
 import contextlib

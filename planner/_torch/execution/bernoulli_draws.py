@@ -1,9 +1,9 @@
-"""Private PyTorch APIs: on the CPU, the numbers that ``bernoulli_`` draws, in less time.
+"""On the CPU, the numbers that ``bernoulli_`` draws, in less time.
 
 It draws 64 bits an element from the Mersenne Twister, makes of the lower 53 a double from 0 to 1, and
 compares that with the probability (ATen's ``DistributionsHelper.h``). Compared as an integer, these 53 bits
 give the same without a conversion. That this holds is tried once a process, with generators of its own; where
-it does not, ``bernoulli_`` is called. Tested with torch 2.13.
+it does not, ``bernoulli_`` is called.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""Private PyTorch APIs: calls of ``torch.utils.checkpoint`` in a graph that Dynamo made.
+"""Calls of ``torch.utils.checkpoint`` in a graph that Dynamo made.
 
 Dynamo makes of such a call an operator, with the part as a graph of its own, for AOTAutograd to trace.
 Run as it is, it draws other random numbers when the backward runs the part again, and raises where autocast
-casts a weight then that it had in its cache before. Tested with torch 2.13.
+casts a weight then that it had in its cache before.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""Private PyTorch APIs: calls of ``torch.autograd.Function`` in a graph that Dynamo made.
+"""Calls of ``torch.autograd.Function`` in a graph that Dynamo made.
 
 Dynamo makes of such a call an operator, with forward and backward as graphs of their own. The backward is
-traced without gradients: differentiated again, it is taken for a constant, silently. Tested with torch 2.13.
+traced without gradients: differentiated again, it is taken for a constant, silently.
 """
 
 from collections.abc import Sequence

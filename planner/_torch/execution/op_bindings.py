@@ -1,7 +1,4 @@
-"""The fastest callable behind an operator, by private PyTorch APIs.
-
-Tested with torch 2.13.
-"""
+"""The fastest callable behind an operator, by private PyTorch APIs."""
 
 from collections.abc import Sequence
 from types import BuiltinFunctionType, MethodDescriptorType

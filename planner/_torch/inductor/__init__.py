@@ -1,1 +1,1 @@
-"""Private PyTorch APIs of Inductor."""
+"""Inductor: programs of planned graphs."""

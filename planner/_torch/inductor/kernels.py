@@ -3,7 +3,7 @@
 Inductor compiles each kernel by itself. Most of that time goes into the headers and the bindings, not into
 the kernel: a program of fifty kernels, as one that computes much again has, is compiled in a seventh of the
 time when sixteen of them are one file. What is compiled is the text that Inductor wrote. Seen to work with
-torch 2.13 and 2.15.
+torch 2.13
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs of AOTAutograd: from Dynamo's graphs to joint ones, and what these say.
-
-Tested with torch 2.13.
-"""
+"""AOTAutograd: from Dynamo's graphs to joint ones, and what these say."""
 
 import contextlib
 import dataclasses

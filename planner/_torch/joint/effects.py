@@ -1,7 +1,4 @@
-"""Private PyTorch APIs of operators that are called for their effects.
-
-Tested with torch 2.13.
-"""
+"""Operators that are called for their effects."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Private PyTorch APIs: graph modules whose Python code is written when it is first asked for.
+"""Graph modules whose Python code is written when it is first asked for.
 
 Nobody runs most of the graphs that are made on the way from a Dynamo graph to functions, and the code of one
-of a thousand operations takes a tenth of a second. Tested with torch 2.13.
+of a thousand operations takes a tenth of a second.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs of functionalisation: finds writes in place whose traced results have other strides.
-
-Tested with torch 2.13.
-"""
+"""Functionalisation: find writes in place whose traced results have other strides."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: AOTAutograd writes its graphs out as text for logs, also where nobody reads these.
-
-Tested with torch 2.13.
-"""
+"""AOTAutograd writes its graphs out as text for logs, also where nobody reads these."""
 
 import contextlib
 import logging

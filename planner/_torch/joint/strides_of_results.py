@@ -1,9 +1,8 @@
-"""Private PyTorch APIs: results of a graph have the strides that its operations gave them.
+"""Results of a graph have the strides that its operations gave them.
 
 AOTAutograd hands out a result that is a view of one of the graph's own tensors as a tensor by itself, made by
 ``_unsafe_view`` to the same sizes. That computes strides anew: in dimensions of one element they are others
 than the view's. What follows the graph then differs from eager: guards, and what kernels choose by strides.
-Tested with torch 2.13.
 """
 
 import contextlib

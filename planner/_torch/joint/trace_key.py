@@ -1,8 +1,8 @@
-"""Private PyTorch APIs: what the joint graph of a Dynamo graph depends on, as a key to look it up by.
+"""What the joint graph of a Dynamo graph depends on, as a key to look it up by.
 
 Two graphs of the same key are traced by AOTAutograd into the same joint graph. Whatever might make a
 difference and cannot be compared has no key: constants with data, code and operators that are not PyTorch's
-own, symbolic sizes, subclasses of tensors, modes of the caller's. Tested with torch 2.13.
+own, symbolic sizes, subclasses of tensors, modes of the caller's.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

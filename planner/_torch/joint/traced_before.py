@@ -1,4 +1,4 @@
-"""Private PyTorch APIs of AOTAutograd: a joint graph that was traced before in this process is copied.
+"""A joint graph that was traced before in this process is copied.
 
 The same graphs are traced when a plan is made, when it first runs, and when the model is planned for another
 budget; tracing is a good part of what these take. What is left out is what AOTAutograd does to find out about

@@ -1,1 +1,1 @@
-"""Private PyTorch APIs: how the results of kernels lie in memory, also where PyTorch says otherwise."""
+"""How the results of kernels lie in memory, also where PyTorch says otherwise."""

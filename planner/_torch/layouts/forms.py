@@ -1,7 +1,4 @@
-"""Layouts: a result, given the arguments, with the strides that a kernel gives it.
-
-Tested with torch 2.13.
-"""
+"""Layouts: a result, given the arguments, with the strides that a kernel gives it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

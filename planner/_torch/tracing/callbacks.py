@@ -1,4 +1,4 @@
-"""Private PyTorch APIs: which callback Dynamo calls for a function that is compiled, by us or by the user.
+"""Which callback Dynamo calls for a function that is compiled, by us or by the user.
 
 While a plan is made, parts of the model that the user compiles run uncompiled: compiled programs cannot run
 on tensors without data (Inductor's end the process), and Dynamo traces what they were made of. Tested with

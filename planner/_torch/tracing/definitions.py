@@ -3,7 +3,6 @@
 A patch (``nn.LayerNorm.forward = ...``) after the first step would otherwise go unnoticed. Comparing
 whole classes at every step would cost too much; comparing the version number that Python keeps of a
 dictionary does not.
-Tested with torch 2.13.
 """
 
 import gc

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs that make tracing take the path that eager takes, and say why it stopped.
-
-Tested with torch 2.13.
-"""
+"""Tracing takes the path that eager takes, and says why it stopped."""
 
 import contextlib
 import copy

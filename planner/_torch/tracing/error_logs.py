@@ -1,8 +1,6 @@
-"""Private PyTorch APIs: what PyTorch logs of tracing, and whether anybody reads it.
+"""What PyTorch logs of tracing, and whether anybody reads it.
 
 Errors that are handled, or told by one of ours, are not printed as well.
-
-Tested with torch 2.13.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Private PyTorch APIs: states of the random generator that captures put back take none of a step's memory.
+"""States of the random generator that captures put back take none of a step's memory.
 
 Dynamo and AOTAutograd copy it into tensors, three of 5,056 bytes at once. A part of a forward that is
-captured while the step is at its peak would take these above it. Tested with torch 2.13.
+captured while the step is at its peak would take these above it.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""Private PyTorch APIs: what keeps Dynamo from tracing a frame, or from running what was made of it.
+"""What keeps Dynamo from tracing a frame, or from running what was made of it.
 
 Users switch their own ``torch.compile`` off, or tell it what to do with what is new
 (``torch.compiler.set_stance``, ``TORCH_COMPILE_DISABLE=1``, ``TORCHDYNAMO_DISABLE=1``). Plans use Dynamo to
 trace only, and are followed all the same. Frames that cannot be captured, dispatch modes and other threads
-that trace do keep it from tracing. Tested with torch 2.13.
+that trace do keep it from tracing.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs for planned modules among others that ``torch.compile`` compiles.
-
-Tested with torch 2.13.
-"""
+"""Planned modules among others that ``torch.compile`` compiles."""
 
 import functools
 from collections.abc import Callable

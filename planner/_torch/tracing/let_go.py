@@ -1,7 +1,7 @@
-"""Private PyTorch APIs that let go of what was captured of a user's code, which Dynamo keeps as long as that.
+"""Let go of what was captured of a user's code, which Dynamo keeps as long as that.
 
 What follows a break is code of the user's, or of a library's: what Dynamo compiles of it hangs on that code,
-with the graphs of the plan in it, and would stay until the process ends. Tested with torch 2.13.
+with the graphs of the plan in it, and would stay until the process ends.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""Private PyTorch APIs that look for PyTorch's functions by name, where users may have put wrappers.
+"""Look for PyTorch's functions by name, where users may have put wrappers.
 
 Dynamo takes what it finds under such a name (``F.relu``) for PyTorch's, and does not look inside. The code of
 its graphs calls functions and methods by name, and functions of PyTorch's that are called under a mode call
-themselves by name: a wrapper would run twice. Tested with torch 2.13.
+themselves by name: a wrapper would run twice.
 """
 
 import functools

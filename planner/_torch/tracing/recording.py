@@ -1,8 +1,4 @@
-"""Private PyTorch APIs of what records modules: a planned one is exported, traced and scripted as the module
-that it is.
-
-Tested with torch 2.13.
-"""
+"""A planned module is exported, traced and scripted as the module that it is."""
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode

@@ -1,4 +1,4 @@
-"""Private PyTorch APIs that say how Dynamo treats a function. Tested with torch 2.13.
+"""How Dynamo treats calls of a function.
 
 PyTorch forgets all that was changed of them whenever a process group is made.
 """

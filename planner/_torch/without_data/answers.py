@@ -1,4 +1,4 @@
-"""Private PyTorch APIs: what a step with data read from its tensors, told to one without data.
+"""What a step with data read from its tensors, told to one without data.
 
 Code asks tensors for numbers (``item``, ``if mask.all()``), and operators find sizes in data (``nonzero``).
 Without data nobody knows. Where there are data on the CPU, the step runs there once, and what it was told is
@@ -6,7 +6,7 @@ written down: numbers, and the forms of results. The same questions are then ans
 is known by its operator, the kind of its numbers and the line of the user's code, and those of one line by
 their order. Where code goes on after a graph that ended in a loop, its lines may be told wrong: then those of
 one file are known by their order. While a graph is traced nothing is answered: there a question ends the
-graph, as it does with data. Tested with torch 2.13.
+graph, as it does with data.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""Private PyTorch APIs: a kernel without data that returns one tensor where the real one returns two.
+"""A kernel without data that returns one tensor where the real one returns two.
 
 oneDNN's backward of a recurrent layer returns the gradients of its two biases as two tensors, each with
 memory of its own; ``mkldnn_rnn_layer_backward`` in ``torch/_meta_registrations.py`` returns one of them
 twice. What is traced with that hands out one gradient for both parameters, and counts half of the memory. No
-other of these functions returns a tensor twice. Tested with torch 2.13.
+other of these functions returns a tensor twice.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """A CTC loss as it is computed of tensors with data: with the lengths as numbers.
 
 PyTorch reads them and keeps no tensor of them for the backward, but for tensors without data, and under
-dispatch modes, it goes on with the tensors. Tested with torch 2.13.
+dispatch modes, it goes on with the tensors.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Private PyTorch APIs: what a step without data computes from nothing but numbers, computed again with data.
+"""What a step without data computes from nothing but numbers, computed again with data.
 
 Tables of positions and masks depend on neither parameters nor inputs nor random numbers. Where a step leaves
 such a tensor in a cache of the user's, it is needed with its values after planning. Seen to work with

@@ -1,8 +1,8 @@
-"""Private PyTorch APIs: tensors without data whose values are known all the same.
+"""Tensors without data whose values are known all the same.
 
 Masks and indices decide what runs, so those among the inputs, and sequences and constants that a step makes,
 keep their values. These are on the CPU, whatever device the tensor is said to be on: nothing is allocated
-on a GPU, and nothing is run there, to know them. Tested with torch 2.13.
+on a GPU, and nothing is run there, to know them.
 """
 
 import contextlib

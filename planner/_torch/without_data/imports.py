@@ -1,4 +1,4 @@
-"""Private PyTorch APIs: modules that are imported while a step is traced are run as at any other time.
+"""Modules that are imported while a step is traced are run as at any other time.
 
 A forward may import a library when it is first called. What that file computes at its top, tables for
 instance, would otherwise be tensors without data for the rest of the process. Seen to work with torch 2.13.

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: what a tensor without data is, asked without calling an operator.
-
-Tested with torch 2.13.
-"""
+"""What a tensor without data is, asked without calling an operator."""
 
 from collections.abc import Sequence
 from typing import Any

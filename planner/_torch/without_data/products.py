@@ -3,7 +3,6 @@
 PyTorch looks for zeros among the data, and where there are none it divides the product by each factor. For
 tensors without data, and under dispatch modes, it takes the form that is right for zeros too, which takes
 more memory. Here its operators run, since C++ code calls them, and those of the other form are recorded.
-Tested with torch 2.13 and 2.15.
 """
 
 from collections.abc import Callable, Mapping, Sequence

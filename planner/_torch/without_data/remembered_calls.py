@@ -1,8 +1,8 @@
-"""Private PyTorch APIs: what operators return that were called on alike tensors without data before.
+"""What operators return that were called on alike tensors without data before.
 
 PyTorch remembers that itself, in ``FakeTensorMode.cache``, under keys of some twenty fields for each tensor,
 which take longer to make than all else about a call that is remembered. Calls whose sizes are plain numbers
-are found here by shorter keys, in the same dictionary, and lead to the same entries. Tested with torch 2.13.
+are found here by shorter keys, in the same dictionary, and lead to the same entries.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

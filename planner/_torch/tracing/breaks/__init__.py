@@ -1,1 +1,1 @@
-"""Private PyTorch APIs: where Dynamo ends graphs, and why."""
+"""Where Dynamo ends graphs, and why."""

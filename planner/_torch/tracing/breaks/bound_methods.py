@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: methods of containers that wait on the stack while a graph ends.
-
-Tested with torch 2.13.
-"""
+"""Methods of containers that wait on the stack while a graph ends."""
 
 import collections
 import functools

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs that end graphs, or go on, where Dynamo would refuse a forward that eager runs.
-
-Tested with torch 2.13.
-"""
+"""End graphs, or go on, where Dynamo would refuse a forward that eager runs."""
 
 import contextlib
 import functools

@@ -1,9 +1,9 @@
-"""Private PyTorch APIs: what follows from sizes and constants alone is known while a graph is captured.
+"""What follows from sizes and constants alone is known while a graph is captured.
 
 Models compute positions from ``torch.arange`` and ask them whether sequences are packed: a condition on a
 tensor, at which Dynamo ends the graph though no datum decides it. Where all that a value is computed from are
 integers and truth values that the forward itself makes, it is computed at once, as eager computes it, and the
-graph goes on. Sizes that it depends on are guarded, symbolic ones by their number. Tested with torch 2.13.
+graph goes on. Sizes that it depends on are guarded, symbolic ones by their number.
 """
 
 import dis

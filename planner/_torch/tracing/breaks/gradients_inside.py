@@ -1,7 +1,7 @@
-"""Private PyTorch APIs: gradients that a forward takes of its own results, by ``torch.autograd.grad``.
+"""Gradients that a forward takes of its own results, by ``torch.autograd.grad``.
 
 Dynamo puts the call into the graph, and AOTAutograd makes of it the operations of which the inner backward
-consists: they are operations of the forward like others. Tested with torch 2.13.
+consists: they are operations of the forward like others.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: errors that depend on data, where the forward handles them.
-
-Tested with torch 2.13.
-"""
+"""Errors that depend on data, where the forward handles them."""
 
 import functools
 import re

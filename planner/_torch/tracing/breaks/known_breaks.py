@@ -1,9 +1,9 @@
-"""Private PyTorch APIs: a break inside a call is found once, and not again by each frame of the call.
+"""A break inside a call is found once, and not again by each frame of the call.
 
 Where a call cannot be traced, Dynamo ends the graph before it and runs it as it is; then it traces the frame
 that was called, up to the same place, ends the graph before the next call, and so on: the way down is traced
 once for each frame on it. Half of a capture of Hugging Face's models goes into this, whose masks ask data ten
-calls below. The first trace says where all of these frames will end. Tested with torch 2.13.
+calls below. The first trace says where all of these frames will end.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""Private PyTorch APIs of loops that graphs break in: what is left of a loop is looked at when it is come to.
+"""Loops that graphs break in: each item is looked at when its iteration begins.
 
 What comes after the break of one iteration is a frame of its own, given an iterator with what is left. Where
 iterations are alike, as over layers that are regions, one capture serves all of them but the last: it holds
-for iterators with as many items as it took, or more. Tested with torch 2.13.
+for iterators with as many items as it took, or more.
 """
 
 import functools

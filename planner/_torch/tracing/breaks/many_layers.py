@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: what Dynamo does for each layer of a model, in each of the functions that it traces.
-
-Tested with torch 2.13.
-"""
+"""What Dynamo does for each layer of a model, in each of the functions that it traces."""
 
 import functools
 import operator

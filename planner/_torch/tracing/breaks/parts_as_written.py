@@ -1,11 +1,11 @@
-"""Private PyTorch APIs: parts that run as written, between graphs: recurrent layers on a GPU, TorchScript.
+"""Parts that run as written, between graphs: recurrent layers on a GPU, TorchScript.
 
 Eager runs nn.LSTM, nn.GRU and nn.RNN by cuDNN on a GPU. Which operators that takes is decided by the memory
 that the weights share, by cuDNN's handle and by its one state of dropout, none of which tensors without data
 have. Nor could such a layer run again: dropout between its layers draws from that state.
 
 Where Dynamo comes to a part that is TorchScript it gives up the function, and all others that this one
-calls. A break at the call of the part leaves the rest to be captured. Tested with torch 2.13.
+calls. A break at the call of the part leaves the rest to be captured.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: calls inside a forward that set how PyTorch computes, for the whole process.
-
-Tested with torch 2.13.
-"""
+"""Calls inside a forward that set how PyTorch computes, for the whole process."""
 
 import functools
 import re

@@ -1,7 +1,4 @@
-"""Private PyTorch APIs: what a library does to a model in its first forward only, done before it is traced.
-
-Tested with torch 2.13.
-"""
+"""What a library does to a model in its first forward only, done before it is traced."""
 
 import sys
 from collections.abc import Callable
