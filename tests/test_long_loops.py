@@ -145,10 +145,10 @@ class Chunked(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.graphs
-def test_a_loop_asks_for_the_identity_of_what_it_comes_to() -> None:
+def test_a_loop_that_asks_for_signatures_is_replayed() -> None:
+    """Dynamo looks up what a loop still comes to without its own names, and ends in a NameError."""
     model, x = Chunked(), torch.randn(8, SIZE)
     plan = planner.plan(model, x, budget="min", solver="sqrt_n")
-    assert plan.coverage == "several-graphs"
+    assert plan.coverage == "replayed"
     report = planner.verify(model, x, plan=plan, repeats=0)
     assert report.ok, report.problems

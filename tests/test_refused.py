@@ -44,35 +44,13 @@ class MarksItsCache(Layers):
         return super().forward(x + kept)
 
 
-def test_marks_for_the_compiler_are_passed_over() -> None:
+def test_a_forward_that_marks_tensors_is_replayed() -> None:
     model, args, _ = layers(partial(MarksItsCache, 2))
     twin = copy.deepcopy(model)
-    plan = plan_of(model, args)
-    assert plan.coverage == "one-graph"
+    plan = plan_of(model, args, backend="auto")
+    assert plan.coverage == "replayed"
     plan.apply(model)
-    with counting_runs() as runs, no_plan_warnings():
-        ours = left_by(model, steps(args))
-    assert runs.backward == 2
-    assert_same(ours, left_by(twin, steps(args)))
-
-
-def test_marks_are_passed_over_after_a_process_group_was_made(request: pytest.FixtureRequest) -> None:
-    model, args, _ = layers(partial(MarksItsCache, 1))
-    plan_of(model, args)
-    request.getfixturevalue("process_group")  # with it PyTorch forgets what was changed of Dynamo's rules
-    assert plan_of(model, args).coverage == "one-graph"
-
-
-def _marks(x: torch.Tensor) -> torch.Tensor:
-    torch._dynamo.mark_static_address(x)
-    return x * 2
-
-
-def test_marks_in_what_others_compile_are_the_error_that_they_were() -> None:
-    model, args, _ = layers(partial(MarksItsCache, 1))
-    plan_of(model, args)
-    with pytest.raises(AssertionError, match="forbidden callable"):
-        torch.compile(_marks, backend="eager")(args[0])
+    assert_same(left_by(model, steps(args)), left_by(twin, steps(args)))
 
 
 # ---- checkpoints inside which buffers change ----------------------------------------------------------

@@ -20,7 +20,6 @@ from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from planner._torch.compat import of_graphs, takes_argument
 from planner._torch.layouts.shape_functions import layouts_of_kernels, widen_grouped_products
-from planner._torch.tracing.breaks.break_patches import marks_allowed
 from planner._torch.tracing.breaks.constant_conditions import decide_constant_conditions
 from planner._torch.tracing.breaks.gradients_inside import GRADIENTS_INSIDE
 from planner._torch.tracing.breaks.graph_breaks import reason_of
@@ -29,7 +28,7 @@ from planner._torch.tracing.callbacks import Callback, call_ours_in_any_stance
 from planner._torch.tracing.dynamo_patches import (
     backend_of,
     go_on_inside_modules,
-    nothing_for_logs_alone,
+    no_setting_recommended,
     said_once,
     trace_like_eager,
 )
@@ -109,7 +108,7 @@ def dynamo_settings(*, symbolic: bool = False, parts: int = 0) -> Iterator[None]
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(dynamo.config.patch(**settings))
-        contexts = (nothing_for_logs_alone, go_on_inside_modules, layouts_of_kernels, marks_allowed)
+        contexts = (no_setting_recommended, go_on_inside_modules, layouts_of_kernels)
         for context in (*contexts, lists_count, states_apart):
             stack.enter_context(context())
         yield

@@ -147,12 +147,6 @@ PATCHES = (
         for_good=True,
     ),
     Patch(
-        f"{_DYNAMO}.output_graph.OutputGraph.resolve_source_value",
-        "a NameError of Dynamo's where a loop's functions are asked for",
-        "test_long_loops",
-        for_good=True,
-    ),
-    Patch(
         f"{_VARIABLES}.iter.DictViewIterator.reconstruct",
         "a break in a loop over an nn.ModuleDict could not go on",
         "test_long_loops",
@@ -250,15 +244,6 @@ PATCHES = (
         for_good=True,
     ),
     Patch(f"{_VARIABLES}.lists.iter_contains", "the same", "test_changing_numbers", for_good=True),
-    # ---- what Dynamo does for its logs alone --------------------------------------------------------------
-    Patch(f"{_DYNAMO}.guards.profile_guard_manager", "20 ms for each graph", "test_aot_logs"),
-    Patch(f"{_DYNAMO}.symbolic_convert.get_stack_above_dynamo", "time", "test_aot_logs"),
-    Patch(f"{_DYNAMO}.symbolic_convert.get_funcname", "it reads whole files", "test_aot_logs"),
-    Patch(
-        f"{_DYNAMO}.output_graph.OutputGraph.add_fqn_info_for_inlined_modules",
-        "time: every weight once for each module around it",
-        "test_aot_logs",
-    ),
     Patch(
         f"{_VARIABLES}.tensor.TensorVariable._warn_capture_scalar_outputs",
         "it recommends a setting that no plan is made with",
@@ -296,8 +281,6 @@ PATCHES = (
         "the same",
         "test_tangent_layouts",
     ),
-    Patch(f"{_AOT}._aot_autograd.graph_compile._log_joint_graph", "time", "test_aot_logs"),
-    Patch(f"{_AOT}._aot_autograd.graph_compile._log_fw_bw_graphs", "time", "test_aot_logs"),
     Patch(
         "torch._higher_order_ops.effects.has_effects",
         "operators with effects would get tokens as inputs that no caller knows",
@@ -380,13 +363,6 @@ PATCHES = (
         "test_gradients_inside",
         for_good=True,
     ),
-    Patch(
-        "handler: marks for the compiler",
-        "a forward that marks tensors for the compiler would be refused",
-        "test_refused",
-        for_good=True,
-    ),
-    Patch("marks for the compiler", "the same: they are forbidden in a trace", "test_refused"),
     Patch(
         "handler: set up once",
         "the first forward of Hugging Face's models would be another than all that follow",

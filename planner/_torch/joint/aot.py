@@ -24,7 +24,6 @@ from planner._torch.fake import fake_mode, forget_real_tensors, storage_key, wit
 from planner._torch.joint.effects import refuse_tokens, without_tokens
 from planner._torch.joint.graph_modules import tell_sizes_alone, written_when_needed
 from planner._torch.joint.in_place import results_in_place
-from planner._torch.joint.logs import logged_when_asked
 from planner._torch.joint.memory_layout import MemoryLayout
 from planner._torch.joint.strides_of_results import strides_of_results
 from planner._torch.joint.trace_key import trace_key
@@ -104,7 +103,6 @@ def compile_joint(
         # A draw that nobody reads is otherwise dropped, and later ones draw its numbers.
         stack.enter_context(inductor_config.patch(fallback_random=True))
         stack.enter_context(written_when_needed())
-        stack.enter_context(logged_when_asked())
         stack.enter_context(without_tokens())
         stack.enter_context(kernels_of_eager(keep=_HARMLESS_DECOMPOSITIONS))
         stack.enter_context(cudnn_as_eager())

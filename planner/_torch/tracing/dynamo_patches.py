@@ -7,20 +7,16 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from traceback import StackSummary
 from typing import Any
 
 import torch
-from torch._dynamo import guards, symbolic_convert
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_legacy_mod_inlinelist
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._logging._internal import log_state
 
 from planner._torch.compat import of_graphs, private
 from planner._torch.patches import replace, replaced
@@ -28,21 +24,18 @@ from planner._torch.tracing.breaks.bound_methods import know_methods_by_name
 from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
     look_for_numbers_among_symbols,
-    pass_over_marks,
 )
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
 from planner._torch.tracing.breaks.handled_errors import break_where_errors_are_handled
 from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.long_loops import (
-    go_on_behind_what_was_taken,
-    know_what_is_left_by_value,
-    look_at_what_is_left_later,
+    look_at_items_one_by_one,
+    move_iterators_that_are_unpacked,
 )
 from planner._torch.tracing.breaks.many_layers import mark_parameters_once, take_parts_of_lists_at_once
 from planner._torch.tracing.breaks.parts_as_written import break_at_recurrent_layers
 from planner._torch.tracing.breaks.process_settings import break_at_process_settings
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
-from planner._torch.tracing.error_logs import traces_are_written
 from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.rules import handle, handler_of
 from planner._torch.without_data.fake_values import NOT_FAKE
@@ -56,17 +49,6 @@ _compiling: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _BOOKKEEPING = {"transformers.utils.output_capturing", "planner.blocks.decorators"}
 """Modules that ask for the sake of what Dynamo can follow, and compute the same either way: they get the true
 answer."""
-_ONLY_LOGGED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (guards, "profile_guard_manager", lambda *_: 0.0),
-    (symbolic_convert, "get_stack_above_dynamo", StackSummary),
-    # It reads each file that a call is in, from begin to end.
-    (symbolic_convert, "get_funcname", lambda *_: None),
-    # Every weight of a module is noted again for each module around it.
-    (OutputGraph, "add_fqn_info_for_inlined_modules", lambda *_: None),
-    # It tells of a setting, at the first number that code asks a tensor for. No plan is made with that.
-    (TensorVariable, "_warn_capture_scalar_outputs", lambda *_: None),
-)
-"""What is called for logs, and for exported modules, only; and what is put in its place."""
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "_is_in_optimized_module")
 
 
@@ -88,7 +70,6 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     _break_at_masks_that_are_written_through()
     _round_like_eager()
     end_graphs_at_plans()
-    pass_over_marks(_is_ours)
     set_up_before_tracing(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     look_for_numbers_among_symbols(_is_ours)
@@ -96,9 +77,8 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
     break_where_errors_are_handled(_is_ours)
     know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
-    look_at_what_is_left_later(_is_ours)
-    know_what_is_left_by_value()
-    go_on_behind_what_was_taken(_is_ours)
+    look_at_items_one_by_one(_is_ours)
+    move_iterators_that_are_unpacked(_is_ours)
     break_where_it_broke(_is_ours)
     break_at_recurrent_layers(_is_ours)
     mark_parameters_once(_is_lowered_to_eager)
@@ -285,21 +265,9 @@ def said_once() -> set[Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def nothing_for_logs_alone() -> Iterator[None]:
-    """Leave out what Dynamo does for its logs and figures only, where nobody reads these.
-
-    It times guards with empty caches of the processor, some 20 ms a graph, and looks up stacks of breaks and
-    of side effects.
-    """
-    names = ("guards", "graph_breaks", "side_effects", "trace_call", "trace_source")
-    if traces_are_written() or any(log_state.is_artifact_enabled(name) for name in names):
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(side_effect_replay_policy="silent"))
-        for module, name, result in _ONLY_LOGGED:
-            if hasattr(module, name):
-                stack.enter_context(replaced(module, {name: result}))
+def no_setting_recommended() -> Iterator[None]:
+    """Let Dynamo recommend no setting where code asks a tensor for a number: no plan is made with it."""
+    with replaced(TensorVariable, {"_warn_capture_scalar_outputs": lambda *_: None}):
         yield
 
 

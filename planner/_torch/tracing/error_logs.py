@@ -1,7 +1,4 @@
-"""What PyTorch logs of tracing, and whether anybody reads it.
-
-Errors that are handled, or told by one of ours, are not printed as well.
-"""
+"""Errors of tracing that are handled, or told by one of ours, are not printed as well."""
 
 import contextlib
 import logging
@@ -9,7 +6,6 @@ import threading
 from collections.abc import Iterator
 
 from torch import _guards
-from torch._logging._internal import LazyTraceHandler, trace_log
 from torch._subclasses import fake_tensor
 
 _LOGS = (_guards.log, fake_tensor.log)
@@ -32,14 +28,3 @@ def not_logged_as_well() -> Iterator[None]:
     finally:
         for log in quiet:
             log.removeFilter(of_others)
-
-
-def traces_are_written() -> bool:
-    """Whether ``TORCH_TRACE``, or a handler of somebody's, takes what PyTorch notes of its captures.
-
-    A handler that PyTorch adds itself waits for the first note, and goes away where it was given no folder.
-    """
-    return any(
-        not isinstance(handler, LazyTraceHandler) or handler.root_dir is not None
-        for handler in trace_log.handlers
-    )

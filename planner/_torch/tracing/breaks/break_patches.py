@@ -3,15 +3,14 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo import decorators, utils
+from torch._dynamo import utils
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import lists
-from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -20,44 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner._torch.fake import storage_key
 from planner._torch.operators import uses_generator, written_arguments
-from planner._torch.patches import replace, replaced_entries
-from planner._torch.tracing.rules import handle
+from planner._torch.patches import replace
 
 IsOurs = Callable[[Any], bool]
 """Whether an instruction translator of Dynamo's traces for a planned module."""
-
-# ---- marks on tensors, which are for the compiler -------------------------------------------------------
-
-_MARKS = tuple(
-    getattr(decorators, name)
-    for name in ("mark_static_address", "mark_dynamic", "maybe_mark_dynamic", "mark_unbacked")
-)
-_FORBIDDEN = "_dynamo_forbidden"
-
-
-@functools.cache
-def pass_over_marks(is_ours: IsOurs) -> None:
-    """Let code mark tensors for the compiler, as caches of transformers do unless it is being compiled.
-
-    Nothing is computed by a mark. Dynamo refuses the whole forward.
-    """
-
-    def passed_over(_variable: Any, tx: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return VariableTracker.build(tx, None) if is_ours(tx) else None
-
-    for mark in _MARKS:
-        handle("marks for the compiler", mark, passed_over)
-
-
-@contextlib.contextmanager
-def marks_allowed() -> Iterator[None]:
-    """While we capture; elsewhere marks inside of compiled code are the error that they were."""
-    with contextlib.ExitStack() as stack:
-        for mark in _MARKS:
-            allowed = replaced_entries("marks for the compiler", vars(mark), {_FORBIDDEN: None})
-            stack.enter_context(allowed)
-        yield
-
 
 # ---- numbers that change ---------------------------------------------------------------------------------
 

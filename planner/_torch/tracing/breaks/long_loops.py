@@ -9,8 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo.guards import GuardBuilder, _get_closure_vars, get_verbose_code_parts
-from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.source import TupleIteratorGetItemSource
 from torch._dynamo.utils import tuple_iterator, tuple_iterator_getitem, tuple_iterator_len
 from torch._dynamo.variables.builder import VariableBuilder
@@ -21,7 +20,7 @@ from planner._torch.patches import replace
 
 
 @functools.cache
-def look_at_what_is_left_later(is_ours: Callable[[Any], bool]) -> None:
+def look_at_items_one_by_one(is_ours: Callable[[Any], bool]) -> None:
     """Do not look at all layers that are still to come each time that a graph ends in a loop over layers.
 
     Dynamo makes variables of all that is left of an iterator when it goes on after a break, and captures
@@ -49,24 +48,7 @@ def look_at_what_is_left_later(is_ours: Callable[[Any], bool]) -> None:
 
 
 @functools.cache
-def know_what_is_left_by_value() -> None:
-    """Give Dynamo the functions by which it looks up what a loop still comes to, as it does for its guards.
-
-    It looks up a function there whose identity the forward asks for, as ``inspect.signature`` does, and
-    failed with a ``NameError`` of its own.
-    """
-
-    def value_of(self: Any, source: Any) -> Any:
-        frame = self.root_tx
-        named = {**_get_closure_vars(), "G": frame.f_globals, "L": frame.f_locals}
-        return source.get_value(named, {}, {})
-
-    if hasattr(OutputGraph, "resolve_source_value"):
-        replace(OutputGraph, "resolve_source_value", value_of)
-
-
-@functools.cache
-def go_on_behind_what_was_taken(is_ours: Callable[[Any], bool]) -> None:
+def move_iterators_that_are_unpacked(is_ours: Callable[[Any], bool]) -> None:
     """Leave an iterator where eager leaves it, also when a call takes all of it.
 
     ``tuple(iterator)``, ``[*iterator]`` and ``items.extend(iterator)`` were not told to the code behind a
