@@ -10,7 +10,7 @@ import planner
 from planner._torch.cuda import recurrent_state
 from planner._torch.cuda.recurrent_state import make_dropout_states
 from planner._torch.fake import fake_mode
-from planner._torch.tracing.breaks import parts_as_written
+from planner._torch.tracing.breaks import calls_left_out
 from planner.training_step.recorder import StepRecorder
 
 
@@ -39,7 +39,7 @@ class Layers(nn.Module):
 def test_they_run_as_written_and_the_rest_is_planned(
     kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts_as_written, "runs_on_gpu", lambda module: isinstance(module, nn.RNNBase))
+    monkeypatch.setattr(calls_left_out, "runs_on_gpu", lambda module: isinstance(module, nn.RNNBase))
     torch.manual_seed(0)
     module, x = Layers(kind, **options), torch.randn(4, 8, 16)
     plan = planner.plan(module, args=(x,), budget="min", costs="roofline")
@@ -51,13 +51,13 @@ def test_they_run_as_written_and_the_rest_is_planned(
 
 
 def test_only_those_whose_weights_are_on_a_gpu() -> None:
-    assert not parts_as_written.runs_on_gpu(nn.LSTM(4, 4))
+    assert not calls_left_out.runs_on_gpu(nn.LSTM(4, 4))
     with fake_mode():
         weights = nn.ParameterList([torch.empty(4, 4, device="cuda")])
     layer = nn.LSTM(4, 4)
     layer._parameters["weight_ih_l0"] = weights[0]
-    assert parts_as_written.runs_on_gpu(layer)
-    assert not parts_as_written.runs_on_gpu(nn.Linear(4, 4))
+    assert calls_left_out.runs_on_gpu(layer)
+    assert not calls_left_out.runs_on_gpu(nn.Linear(4, 4))
     layer.num_layers, layer.dropout = 2, 0.5
     make_dropout_states(layer)  # without data there is nothing to make
 

@@ -346,8 +346,8 @@ EXACTNESS = [
         "Dynamo follows it, and what is computed behind it is not as it sets.",
         (
             Change(
-                "planner/_torch/tracing/dynamo_patches.py",
-                "    break_at_process_settings(_is_ours)\n",
+                "planner/_torch/tracing/breaks/calls_left_out.py",
+                "    _leave_out_settings(is_ours)\n",
                 "",
             ),
         ),

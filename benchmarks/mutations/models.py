@@ -55,9 +55,9 @@ MODELS = [
         "Its operation is captured with no channels, and the first step ends in an error.",
         (
             Change(
-                "planner/_torch/tracing/dynamo_patches.py",
-                'if _is_ours(tx) and 0 in (getattr(lowest, "size", None) or ()):',
-                "if False:",
+                "planner/_torch/tracing/breaks/calls_left_out.py",
+                'if 0 not in (getattr(lowest, "size", None) or ()):',
+                "if True:",
             ),
         ),
         (

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_legacy_mod_inlinelist
 from torch._dynamo.variables.base import VariableTracker
@@ -25,16 +24,14 @@ from planner._torch.tracing.breaks.break_patches import (
     break_at_checkpoints_with_effects,
     look_for_numbers_among_symbols,
 )
+from planner._torch.tracing.breaks.calls_left_out import leave_out_calls
 from planner._torch.tracing.breaks.gradients_inside import follow_gradients_inside
-from planner._torch.tracing.breaks.handled_errors import break_where_errors_are_handled
 from planner._torch.tracing.breaks.known_breaks import break_where_it_broke
 from planner._torch.tracing.breaks.long_loops import (
     look_at_items_one_by_one,
     move_iterators_that_are_unpacked,
 )
 from planner._torch.tracing.breaks.many_layers import mark_parameters_once, take_parts_of_lists_at_once
-from planner._torch.tracing.breaks.parts_as_written import break_at_recurrent_layers
-from planner._torch.tracing.breaks.process_settings import break_at_process_settings
 from planner._torch.tracing.breaks.set_up_once import set_up_before_tracing
 from planner._torch.tracing.inside_compile import call_planned_modules
 from planner._torch.tracing.rules import handle, handler_of
@@ -67,20 +64,17 @@ def trace_like_eager(backend: Callable[..., Any], *, compiling: bool = False) ->
         _compiling.add(backend)
     _answer_questions()
     _break_inside_loops()
-    _break_at_masks_that_are_written_through()
     _round_like_eager()
+    leave_out_calls(_is_ours)
     end_graphs_at_plans()
     set_up_before_tracing(_is_ours)
     break_at_checkpoints_with_effects(_is_ours)
     look_for_numbers_among_symbols(_is_ours)
-    break_at_process_settings(_is_ours)
-    break_where_errors_are_handled(_is_ours)
     know_methods_by_name(_is_ours)
     follow_gradients_inside(_is_ours)
     look_at_items_one_by_one(_is_ours)
     move_iterators_that_are_unpacked(_is_ours)
     break_where_it_broke(_is_ours)
-    break_at_recurrent_layers(_is_ours)
     mark_parameters_once(_is_lowered_to_eager)
     take_parts_of_lists_at_once(_is_ours)
 
@@ -144,8 +138,6 @@ def _round_like_eager() -> None:
     for whole in (torch.addcdiv, torch._foreach_lerp_):
         if (taken_apart := handler_of(whole)) is not None:
             handle("operators taken apart", whole, _whole(taken_apart))
-    handle("operators taken apart", torch.bilinear, _not_under_autocast)
-    handle("operators taken apart", torch.fused_moving_avg_obs_fake_quant, _not_of_the_first_channels)
 
 
 def _whole(taken_apart: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,30 +145,6 @@ def _whole(taken_apart: Callable[..., Any]) -> Callable[..., Any]:
         return None if _is_ours(tx) else taken_apart(variable, tx, *args, **kwargs)
 
     return handler
-
-
-def _not_under_autocast(_variable: Any, tx: Any, *_: Any, **__: Any) -> Any:
-    """Autocast casts inside of its kernel, which multiplies through the dispatcher: no graph can do that."""
-    if _is_ours(tx) and torch._C._is_any_autocast_enabled():
-        unimplemented(
-            gb_type="a bilinear product under autocast",
-            context="",
-            explanation="Autocast casts inside of its kernel.",
-            hints=[],
-        )
-
-
-def _not_of_the_first_channels(_variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """What observes each channel begins with no numbers, and makes room for them when it first runs: an
-    operation of a graph cannot."""
-    lowest = args[3] if len(args) > 3 else kwargs.get("running_min")
-    if _is_ours(tx) and 0 in (getattr(lowest, "size", None) or ()):
-        unimplemented(
-            gb_type="the first run of what observes channels",
-            context="",
-            explanation="Its tensors get their sizes there.",
-            hints=[],
-        )
 
 
 def _not_captured(_variable: Any, tx: Any) -> Any:
@@ -220,39 +188,6 @@ def _rest_of_iterator(iterator: Any, codegen: Any) -> None:
     codegen.foreach(left)
     codegen.append_output(create_build_tuple(len(left)))
     codegen.extend_output(create_call_function(1, False))
-
-
-@functools.cache
-def _break_at_masks_that_are_written_through() -> None:
-    """End a graph at a write through a boolean mask that needs a gradient, as ``x[mask] = token`` does.
-
-    Data decide how many elements are written. AOTAutograd refuses such a graph when it traces the backward;
-    Dynamo does not notice before.
-    """
-    write = TensorVariable.method___setitem__
-
-    def unless_masked(self: Any, tx: Any, key: Any, value: Any) -> Any:
-        written = _example(value)
-        if written is not None and written.requires_grad and _is_ours(tx):
-            keys = key.items if isinstance(key, TupleVariable) else [key]
-            if any(tensor is not None and tensor.dtype is torch.bool for tensor in map(_example, keys)):
-                unimplemented(
-                    gb_type="a write through a mask",
-                    context=str(key),
-                    explanation="What is written through a mask needs a gradient, whose size is data.",
-                    hints=[],
-                )
-        return write(self, tx, key, value)
-
-    replace(TensorVariable, "method___setitem__", unless_masked)
-
-
-def _example(variable: Any) -> torch.Tensor | None:
-    """The tensor without data that a variable of Dynamo's stands for, if it is one."""
-    if not isinstance(variable, TensorVariable):
-        return None
-    tensor = variable.as_proxy().node.meta.get("example_value")
-    return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def said_once() -> set[Callable[..., Any]]:

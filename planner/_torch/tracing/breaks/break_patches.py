@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._dynamo import utils
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import lists
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner._torch.fake import storage_key
 from planner._torch.operators import uses_generator, written_arguments
 from planner._torch.patches import replace
+from planner._torch.tracing.breaks.calls_left_out import end_graph
 
 IsOurs = Callable[[Any], bool]
 """Whether an instruction translator of Dynamo's traces for a planned module."""
@@ -75,23 +75,14 @@ def break_at_checkpoints_with_effects(is_ours: IsOurs) -> None:
         if body is not None and is_ours(tx):
             effects = _effects(body)
             if effects.changes or (effects.draws and vars(self).get(_DRAWS_OTHERS)):
-                unimplemented(
-                    gb_type="a checkpoint with effects",
-                    context=str(args[0]),
-                    explanation="A part that torch.utils.checkpoint runs again changes buffers, or draws "
-                    "other numbers, each time.",
-                    hints=[],
-                )
+                why = "What torch.utils.checkpoint runs again changes buffers, or draws anew, each time."
+                end_graph("a checkpoint with effects", why)
         return result
 
     def unless_gradients_end(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if is_ours(tx) and torch.is_grad_enabled() and _is_reentrant(kwargs) and _gradients_end(args[1:]):
-            unimplemented(
-                gb_type="a checkpoint that gradients end at",
-                context=str(args[0]),
-                explanation="With use_reentrant=True gradients end here if no tensor given has one.",
-                hints=[],
-            )
+            why = "With use_reentrant=True gradients end here if no tensor given has one."
+            end_graph("a checkpoint that gradients end at", why)
         setattr(self, _DRAWS_OTHERS, _is_false(kwargs.get("preserve_rng_state")))
         return call(self, tx, args, kwargs)
 

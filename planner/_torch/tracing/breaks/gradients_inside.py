@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import torch as functions
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx import GraphModule
@@ -18,6 +17,7 @@ from torch.nn import Parameter
 from planner._torch.autograd import edge_of, edges_behind
 from planner._torch.execution.function_calls import BACKWARD_OF_A_FUNCTION
 from planner._torch.patches import replace, replaced
+from planner._torch.tracing.breaks.calls_left_out import end_graph
 from planner._torch.tracing.rules import handle, handler_of
 
 IsOurs = Callable[[Any], bool]
@@ -48,7 +48,7 @@ def follow_gradients_inside(is_ours: IsOurs) -> None:
 
     def as_written(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(tx):
-            _end("a backward inside of the forward", "tensor.backward() is called.")
+            end_graph("a backward inside of the forward", "tensor.backward() is called.")
         return backward(self, tx, *args, **kwargs)
 
     replace(TensorVariable, "method_backward", as_written)
@@ -63,7 +63,7 @@ def _unless_functions(differentiate: Any, by_default: bool, is_ours: IsOurs) -> 
         again = args[_CREATE_GRAPH] if len(args) > _CREATE_GRAPH else kwargs.get("create_graph")
         if (by_default if again is None else again.as_python_constant()) and _calls_functions(tx.output):
             # Dynamo traces their backwards without gradients: these would be missing, silently.
-            _end(
+            end_graph(
                 "gradients of gradients through an autograd function",
                 "A torch.autograd.Function is differentiated inside of the forward, and then again.",
             )
@@ -71,7 +71,7 @@ def _unless_functions(differentiate: Any, by_default: bool, is_ours: IsOurs) -> 
             found = differentiate(variable, tx, *args, **kwargs)
         if not by_default and _lacks_some(found) and _comes_from_outside(tx, args, kwargs):
             # Python code decides by the None, and no call of the graph can tell that it should be none.
-            _end(
+            end_graph(
                 "a gradient that may lead through another graph",
                 "torch.autograd.grad(..., allow_unused=True) gives None as far as this graph tells, and what "
                 "is differentiated is computed of inputs of the graph that may lead to that tensor.",
@@ -106,7 +106,3 @@ def _calls_functions(output: Any) -> bool:
         isinstance(part, GraphModule) and name.startswith(BACKWARD_OF_A_FUNCTION)
         for name, part in output.nn_modules.items()
     )
-
-
-def _end(what: str, why: str) -> None:
-    unimplemented(gb_type=what, context="", explanation=why, hints=[])

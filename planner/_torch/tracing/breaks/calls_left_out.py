@@ -1,0 +1,177 @@
+"""Calls that no graph holds: Dynamo ends a graph before them, and the line runs as written.
+
+What runs so is a reason for ``backend="auto"`` to follow the step by replaying.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from planner._torch.patches import replace
+from planner._torch.tracing.rules import handle, handler_of
+
+IsOurs = Callable[[Any], bool]
+"""Whether an instruction translator of Dynamo's traces for a planned module."""
+
+# Names of functions that choose the type of new tensors, kernels, or how these round, for the whole process.
+# Dynamo puts such a call into the graph, or behind it: all of the graph would run as things stand there.
+_SETS = re.compile(
+    r"_?set_(default_(dtype|tensor_type)|deterministic|float32|fp32|mkldnn|cudnn|cublas|nnpack|blas|linalg"
+    r"|math_sdp|sdp_use)\w*|set_flags|use_deterministic_algorithms|enable_\w+_sdp"
+)
+_HOMES_OF_SETTINGS = re.compile(r"torch(\._C|\.backends\.\w+)?")
+
+# Names of functions that raise an error for some data and none for others: a matrix has no inverse. A graph
+# would raise it where it runs, past the `try` around the call.
+_FAIL_BY_DATA = re.compile(
+    r"(linalg_)?(cholesky|inv|inverse|solve|solve_ex|eigh|eigvalsh|eig|eigvals|svd|svdvals|lstsq|pinv|pinverse"
+    r"|tensorinv|tensorsolve|ldl_factor|lu_factor|lu|qr|cond)|multinomial"
+)
+
+
+def end_graph(kind: str, why: str) -> NoReturn:
+    """End the graph that is being captured before the call that Dynamo has come to."""
+    unimplemented(gb_type=kind, context="", explanation=why, hints=[])
+
+
+@functools.cache
+def leave_out_calls(is_ours: IsOurs) -> None:
+    """End graphs of captures of ours before such calls."""
+    _leave_out_settings(is_ours)
+    _leave_out_handled_errors(is_ours)
+    _leave_out_writes_through_masks(is_ours)
+    _leave_out_recurrent_layers(is_ours)
+    _leave_out_where("operators taken apart", torch.bilinear, is_ours, _casts_inside)
+    observe = torch.fused_moving_avg_obs_fake_quant
+    _leave_out_where("operators taken apart", observe, is_ours, _makes_room_for_channels)
+
+
+Refusal = Callable[..., tuple[str, str] | None]
+"""Given the translator and the arguments: the kind of the call and why no graph holds it; None: one does."""
+
+
+def _leave_out_where(subject: str, function: Callable[..., Any], is_ours: IsOurs, refusal: Refusal) -> None:
+    before = handler_of(function)
+
+    def handler(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        refused = refusal(tx, *args, **kwargs) if is_ours(tx) else None
+        if refused is not None:
+            end_graph(*refused)
+        return None if before is None else before(variable, tx, *args, **kwargs)
+
+    handle(subject, function, handler)
+
+
+def _leave_out_settings(is_ours: IsOurs) -> None:
+    for function in list(get_torch_obj_rule_map()):
+        name, home = getattr(function, "__name__", ""), getattr(function, "__module__", None) or ""
+        if _SETS.fullmatch(name) and _HOMES_OF_SETTINGS.fullmatch(home):
+            why = "a setting of PyTorch's", f"{name}() sets how PyTorch computes, for the whole process."
+            _leave_out_where("settings", function, is_ours, lambda *_, why=why, **__: why)
+
+
+def _leave_out_handled_errors(is_ours: IsOurs) -> None:
+    """End a graph where an error of a matrix may be handled, as by ``try: torch.linalg.cholesky(a)``."""
+
+    def refused(name: str, tx: Any, *_args: Any, **_kwargs: Any) -> tuple[str, str] | None:
+        why = f"{name}() may raise an error, for some data, that is handled here."
+        return ("an error that depends on data", why) if _is_handled(tx) else None
+
+    for function in list(get_torch_obj_rule_map()):
+        name, home = getattr(function, "__name__", ""), getattr(function, "__module__", None) or "torch"
+        if _FAIL_BY_DATA.fullmatch(name) and home.partition(".")[0] == "torch":
+            _leave_out_where("errors by data", function, is_ours, functools.partial(refused, name))
+    method = TensorVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        why = refused(name, tx) if _FAIL_BY_DATA.fullmatch(name) and is_ours(tx) else None
+        if why is not None:
+            end_graph(*why)
+        return method(self, tx, name, args, kwargs)
+
+    replace(TensorVariable, "call_method", call_method)
+
+
+def _is_handled(tx: Any) -> bool:
+    """Whether the traced code, or what calls it, is in a ``try`` or ``with``, which may handle errors."""
+    while tx is not None:
+        if tx.current_instruction.exn_tab_entry is not None:
+            return True
+        tx = tx.parent
+    return False
+
+
+def _leave_out_writes_through_masks(is_ours: IsOurs) -> None:
+    """End a graph at a write through a boolean mask that needs a gradient, as ``x[mask] = token`` does.
+
+    Data decide how many elements are written. AOTAutograd refuses such a graph when it traces the backward;
+    Dynamo does not notice before.
+    """
+    write = TensorVariable.method___setitem__
+
+    def unless_masked(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        written = _example(value)
+        if written is not None and written.requires_grad and is_ours(tx):
+            keys = key.items if isinstance(key, TupleVariable) else [key]
+            if any(tensor is not None and tensor.dtype is torch.bool for tensor in map(_example, keys)):
+                why = "What is written through a mask needs a gradient, whose size is data."
+                end_graph("a write through a mask", why)
+        return write(self, tx, key, value)
+
+    replace(TensorVariable, "method___setitem__", unless_masked)
+
+
+def _example(variable: Any) -> torch.Tensor | None:
+    """The tensor without data that a variable of Dynamo's stands for, if it is one."""
+    if not isinstance(variable, TensorVariable):
+        return None
+    tensor = variable.as_proxy().node.meta.get("example_value")
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def _leave_out_recurrent_layers(is_ours: IsOurs) -> None:
+    """End a graph where a recurrent layer is called whose weights are on a GPU.
+
+    Eager runs nn.LSTM, nn.GRU and nn.RNN by cuDNN there. Which operators that takes is decided by the memory
+    that the weights share, by cuDNN's handle and by its one state of dropout, none of which tensors without
+    data have. Nor could such a layer run again: dropout between its layers draws from that state.
+    """
+    call = UnspecializedNNModuleVariable.call_function
+
+    def unless_recurrent(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if runs_on_gpu(self.value) and is_ours(tx):
+            why = (
+                "cuDNN's recurrent layers run as written: they keep what was recorded, and do not run again."
+            )
+            end_graph("a recurrent layer on a GPU", why)
+        return call(self, tx, *args, **kwargs)
+
+    replace(UnspecializedNNModuleVariable, "call_function", unless_recurrent)
+
+
+def runs_on_gpu(module: torch.nn.Module) -> bool:
+    """Whether a module is a recurrent layer whose weights are on a GPU."""
+    return isinstance(module, torch.nn.RNNBase) and any(w.is_cuda for w in module.parameters())
+
+
+def _casts_inside(_tx: Any, *_args: Any, **_kwargs: Any) -> tuple[str, str] | None:
+    # Its kernel multiplies through the dispatcher, where autocast casts: no graph can do that.
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return "a bilinear product under autocast", "Autocast casts inside of its kernel."
+
+
+def _makes_room_for_channels(_tx: Any, *args: Any, **kwargs: Any) -> tuple[str, str] | None:
+    # What observes each channel begins with no numbers, and makes room for them when it first runs.
+    lowest = args[3] if len(args) > 3 else kwargs.get("running_min")
+    if 0 not in (getattr(lowest, "size", None) or ()):
+        return None
+    return "the first run of what observes channels", "Its tensors get their sizes there."
