@@ -197,8 +197,8 @@ EXACTNESS = [
         "Only indices that are numbers end a graph.",
         (
             Change(
-                "planner/_torch/tracing/dynamo_patches.py",
-                "    _break_at_masks_that_are_written_through()\n",
+                "planner/_torch/tracing/breaks/calls_left_out.py",
+                "    _leave_out_writes_through_masks(is_ours)\n",
                 "",
             ),
         ),
