@@ -1,6 +1,6 @@
-"""Switches of PyTorch's kernels are to be in the backward as they were in the forward.
+"""A warning, or an error, where switches of PyTorch's kernels change between a forward and its backward.
 
-What is computed again there would take other kernels than the first time, and round differently.
+Re-runs in the backward would take other kernels than the first run, and round differently.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class SwitchedKernels(GraphHook):
 
     Args:
         recomputes: Whether the plan computes anything again.
-        warn: Called, once, if it does, by other kernels.
+        warn: Called, once, if it does so with other switches.
     """
 
     watches = True
@@ -51,5 +51,5 @@ class SwitchedKernels(GraphHook):
 
 
 def hook(context: HookContext) -> SwitchedKernels:
-    """One that warns the user."""
+    """For every graph; it warns the user."""
     return SwitchedKernels(context.plan.recomputed_operations > 0, context.warn)

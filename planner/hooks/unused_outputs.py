@@ -13,14 +13,14 @@ from planner.errors import PlanMismatch
 
 
 class UnusedOutputs(GraphHook):
-    """Outputs that the planned loss does not use must not get a gradient unnoticed.
+    """Cuts off the outputs that the planned loss does not use, and reports a gradient that arrives after all.
 
-    AOTAutograd would give them a full gradient of zeros, and parameters that only they depend on a gradient
-    of zeros where eager leaves None. They are cut off instead, and a gradient that arrives is reported.
+    AOTAutograd would give such an output a full gradient of zeros, and with it parameters that only this
+    output depends on, where eager leaves None.
 
     Args:
-        outputs: Their positions.
-        arrived: Called with the position of one that gets a gradient; raises if not given.
+        outputs: The positions of these outputs.
+        arrived: Called with the position of an output that gets a gradient. Left out: raise an error.
     """
 
     def __init__(self, outputs: Sequence[int], arrived: Callable[[int], None] | None = None) -> None:
@@ -61,11 +61,11 @@ class _Unused(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, output: torch.Tensor, arrived: Callable[[], None]
     ) -> torch.Tensor:
-        # The engine also calls this without a gradient: where a later graph uses the output for nothing that
-        # the loss uses.
+        # The engine calls ``backward`` with None, too, where a later graph uses the output and the loss does
+        # not use what comes of it. With zeros instead of None that would look like a gradient.
         ctx.set_materialize_grads(False)
         ctx.arrived = arrived
-        # Marked as written to in place: otherwise it would be a view, which the user could not write to.
+        # Marked as written in place. Otherwise the result would be a view, which the user could not write to.
         if not is_view(output):
             ctx.mark_dirty(output)
         return output

@@ -1,4 +1,4 @@
-"""Whether a plan file is for a step as it is now."""
+"""Whether the plan in a file is the one that would be made now."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ _NOT_RECORDED = (
 
 
 def made_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, str]:
-    """Entries of ``created_with``: what a plan was made with and no other field of it records."""
+    """Entries of ``created_with``: the options and sizes that no other field of a plan records."""
     trainable = [p.numel() for p in model.parameters() if p.requires_grad]
     given = [f"{name}={_shown(options[name])}" for name in _NOT_RECORDED if options.get(name)]
     return {
@@ -103,7 +103,7 @@ def _amount(budget: int | str) -> Any:
     """A budget to compare: "8GiB" is 8 * 2**30; shares as they are written."""
     try:
         read: Budget = parse_budget(budget, 2**60)
-    except BudgetError:  # of a file that was changed: what is asked for now was read before
+    except BudgetError:  # of a file that was changed: the budget that is asked for now was read before
         return budget
     return read.text if read.bytes is None or read.text.endswith("%") else read.bytes
 
@@ -115,7 +115,7 @@ def _shown(value: Any) -> str:
 
 
 def _backend(plan: PlanRecord, asked: str) -> str:
-    """The backend that was asked for, by the name that plans have; that of the plan where it may choose."""
+    """The name in plans of the backend that was asked for; for "auto" that of the plan."""
     if asked == "auto" and plan.target.backend in ("eager", "replay"):
         return plan.target.backend
     return "eager" if asked == "graph" else asked

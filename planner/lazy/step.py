@@ -1,4 +1,4 @@
-"""The public function ``step``: a plan for a function that trains, its models and what is outside of them."""
+"""The public function ``step``: a plan for a function that trains, its models and the code around them."""
 
 import functools
 import os
@@ -47,12 +47,12 @@ def step(
         loss = train_step(model, batch)   # the first call plans, see :func:`planner.auto_checkpoint`
         loss.backward()
 
-    Planned is all that the function does with the models among its arguments: several calls of one model,
-    several models, losses that need both, autocast regions. Models are arguments, or tuples, lists or
-    mappings of models that are; each set of models gets a plan. While no model trains, or without gradients,
-    the function runs as it is. Steps of optimizers are left to the loop, as ``backward()`` is. A model may be
-    wrapped in ``DistributedDataParallel``: the function then gets the module inside, and runs within the
-    wrapper's forward, which prepares the reduction.
+    The plan covers all that the function does with the models among its arguments: several calls of one
+    model, several models, losses that need both, autocast regions. An argument may be a model, or a tuple,
+    list or mapping of models; each set of models gets a plan. While no model trains, or without gradients,
+    the function runs as it is. The loop calls ``backward()`` and steps the optimizers. A model may be wrapped
+    in ``DistributedDataParallel``: the function then gets the module inside, and runs within the wrapper's
+    forward, which prepares the reduction.
 
     Args:
         train_step: The function, or a method of a module (``module.training_step``), which is a model then.

@@ -27,8 +27,7 @@ from planner.errors import CaptureError, PlannerError
 from planner.graph.in_place import OnCopy, operator_in_place
 from planner.graph.overwritten import alias
 from planner.graph.replay import rng, rnn_reserve
-from planner.lowering.partition import user_outputs
-from planner.lowering.roles import Role
+from planner.lowering.partition import Role, user_outputs
 
 Strides = tuple[int, ...]
 

@@ -8,8 +8,7 @@ from torch.fx import GraphModule
 from planner._torch.inductor.fusion_names import Fusion
 from planner._torch.joint.aot import BoxedFunction
 from planner.lowering.codegen import compile_graph
-from planner.lowering.partition import user_outputs
-from planner.lowering.roles import Role
+from planner.lowering.partition import Role, user_outputs
 from planner.planfile.schema import BackendName
 
 

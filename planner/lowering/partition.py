@@ -11,7 +11,7 @@ the numbers they are.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph as FxGraph
@@ -28,6 +28,9 @@ from planner.graph.overwritten import InputReads, alias
 from planner.graph.replay.packed import PACKED, read_sizes
 from planner.graph.replay_rule import ReplayRule
 from planner.graph.signs import emit_masked, gradient_of, relu_before, save_signs, signs_of
+
+Role = Literal["forward", "backward"]
+"""Which half of a step a graph is."""
 
 _USER_OUTPUTS = "user_outputs"
 _UNCHECKED = "saved_tensor_with_no_vc_check"

@@ -1,6 +1,6 @@
-"""Whether a module is sharded by ``fully_shard`` as its plan says.
+"""A warning where ``fully_shard`` shards a module otherwise than planned.
 
-Gradients are right in any case. What the step takes is not what was predicted, so it is said once.
+Gradients are right in any case; the step takes other memory than predicted.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 def warn_of_other_sharding(plan: PlanRecord, planned: ParallelRecord, model: torch.nn.Module) -> bool:
-    """Say so where the units, or the options, of ``fully_shard`` are not those that were planned.
+    """Warn where the units or the options of ``fully_shard`` are not the planned ones.
 
     Args:
         plan: A plan for FSDP2.
@@ -127,7 +127,7 @@ def _other_options(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterato
 def _dtypes(
     unit: ShardedUnit, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What is computed and reduced in, by a policy with these; None: in what the parameters are."""
+    """The types that a unit computes and reduces in by a policy; None: those of the parameters."""
     own = next(iter(unit.dtypes)) if len(unit.dtypes) == 1 else None
     computed = param_dtype or own
     reduced = reduce_dtype or computed if own is None else reduced_in(own, param_dtype, reduce_dtype)

@@ -1,4 +1,4 @@
-"""How a model is trained on many ranks, as ``parallel=`` says it."""
+"""The values of ``parallel=``: how a model is trained on many ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from planner.errors import PlannerError
 
 
 class ParallelError(PlannerError, ValueError):
-    """``parallel=`` says something that cannot be."""
+    """A value of ``parallel=`` cannot be read, or contradicts itself or the model."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ Parallel = FSDP2 | DDP | str | None
 
 
 def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
-    """What ``parallel=`` says.
+    """Read the value of ``parallel=``.
 
     Args:
         value: An instance; or text: "fsdp2:8", "ddp:8", with further arguments by name behind commas, as in
@@ -163,10 +163,10 @@ def read_parallel(value: Parallel) -> FSDP2 | DDP | None:
 
 
 def refuse_for_tensor_parallel(parallel: FSDP2 | DDP | None, backend: str) -> None:
-    """See that a model that ``parallelize_module`` distributed is planned for what can be done with it.
+    """Refuse options that a model cannot have which ``parallelize_module`` distributed.
 
     Raises:
-        ParallelError: It is not.
+        ParallelError: There is one.
     """
     if isinstance(parallel, DDP):
         raise ParallelError(

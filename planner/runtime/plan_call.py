@@ -15,8 +15,8 @@ from planner.runtime.ddp import Ranks
 from planner.runtime.earlier_gradients import EarlierBytes, EarlierGradients
 from planner.runtime.installed import InstalledCall, install
 from planner.runtime.own_errors import PLAN_WITH_THESE, unplanned
+from planner.runtime.shapes.arguments import shape_key
 from planner.runtime.shapes.policy import NewShapes, OnNewShape
-from planner.runtime.shapes.shape_key import shape_key
 from planner.training_step.step import Loss, differentiates, map_tensors
 
 Run = Callable[..., Any]

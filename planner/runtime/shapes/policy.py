@@ -29,7 +29,7 @@ from planner.planning.options import options_of
 from planner.planning.prepare import Prepared, prepare
 from planner.runtime.first_forward import OtherPaths
 from planner.runtime.own_errors import is_meant
-from planner.runtime.shapes.enlarged import repeated
+from planner.runtime.shapes.arguments import repeated
 from planner.runtime.shapes.program import Compiled, Others, Program, Shapes, covers, structures_of_plan
 from planner.runtime.shapes.schedule_at import schedule_at
 from planner.training_step.inputs import names_of_parameters
