@@ -43,8 +43,8 @@ def chosen_lowering(
 
     Args:
         backend: "eager" for operators called one by one, "inductor" for Inductor's programs.
-        options: Inductor's.
-        fusion: What Inductor fuses.
+        options: Options of Inductor.
+        fusion: Which fusions Inductor may make.
     """
     if backend == "inductor":
         from planner.lowering.inductor import InductorLowering  # Inductor is not imported without need

@@ -84,7 +84,8 @@ class ShardedUnits:
     def adds_to(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a step adds to a parameter's ``grad``, which is there and whole.
 
-        Unless autograd adds up, ``fully_shard`` keeps a gradient of another type than the parameter's elsewhere.
+        Unless autograd adds up, ``fully_shard`` keeps gradients of other types than the parameter's
+        elsewhere.
         """
         there = self.options.no_sync and parameter.requires_grad
         return there and (autograd_adds_up() or self.reduced_in[id(parameter)] == parameter.dtype)

@@ -1,4 +1,4 @@
-"""A module that trains by a plan which is followed by replaying."""
+"""The call of a module whose plan is followed by replaying (:mod:`planner.replay`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,22 +52,22 @@ class ReplayedCall(PlanCall):
 def _followers(
     calls: Calls,
     plan: PlanRecord,
-    others_came: Callable[[], bool],  # noqa: ARG001 - what is compiled asks it
+    others_came: Callable[[], bool],  # noqa: ARG001 - only compiled graphs ask
     paths: OtherPaths,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What runs a module by a plan, at the planned shape and at others alike."""
+    """Functions that run a module by a plan, at the planned shape and at others: here the same one twice."""
     steps = Steps(program_of(plan))
     if not steps.program.runs and plan.predicted.dynamic_peak_bytes >= plan.baseline.dynamic_peak_bytes:
         return _as_it_is, _as_it_is  # nothing is dropped
 
     warned = False
     planned = plan.target.parallel
-    # In which nothing of a module's hooks is counted: fully_shard gathers and frees by these.
+    # Calls by hooks on these modules are not counted: fully_shard gathers and frees by such hooks.
     units = ["", *plan.model.regions] if planned is not None and planned.kind == "fsdp2" else []
 
     def follow(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal warned
-        with blocks_run_as_written(), parts_run_uncompiled():  # as they were recorded
+        with blocks_run_as_written(), parts_run_uncompiled():  # as when the step was recorded
             output, step = followed(
                 steps, lambda: modules.module_call(model, *args, **kwargs), map(model.get_submodule, units)
             )

@@ -1,4 +1,4 @@
-"""A plan's schedule, for a step that was captured again."""
+"""A plan's schedule for a step that was captured again, at other shapes perhaps."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from solvers.model.indices import BaseOp, RowId, numbered
 
 
 def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedule]:
-    """A plan's schedule for a step that was captured again, at other shapes perhaps.
+    """A plan's schedule in the problem of another capture of the step.
 
     Returns:
         The step with the masks packed that the plan packs, and the schedule of its problem.
@@ -83,8 +83,13 @@ def _replayed_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedu
 def schedule_of(
     problem: Problem, captured: CapturedStep, sequences: Sequence[Sequence[Sequence[int]]]
 ) -> Schedule:
-    """The schedule in which the backward of every captured graph runs a sequence of its operations for each
-    execution; the last one's for those beyond."""
+    """The schedule that runs given sequences of operations in the backwards of graphs.
+
+    Args:
+        problem: The problem.
+        captured: The captured step.
+        sequences: For each graph, a sequence for each execution; further executions take the last one.
+    """
     sources = problem.sources
     rows = {(s.graph, s.instance, s.op): row for row, s in numbered(BaseOp, sources) if s.graph >= 0}
     begun: set[tuple[int, int]] = set()
