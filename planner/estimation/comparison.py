@@ -81,27 +81,27 @@ def compare(
         )
     report = progress or no_report
     prepared = prepared_step("compare", model, args, kwargs, lambda t, f: report(t, 0.5 * f), options)
-    found = _Rows(prepared, prepared.budget(budget), measure)
+    ways = _Rows(prepared, prepared.budget(budget), measure)
     unplanned = prepared.problem.eager
     peak, total = prepared.resident.total + unplanned.peak_bytes, prepared.baseline_whole_step.total_bytes
-    found.add("unplanned", peak, total, unplanned.seconds, _as_it_is)
+    ways.add("unplanned", peak, total, unplanned.seconds, _as_it_is)
     for i, name in enumerate(solvers):
         report(f"solving ({name})", 0.5 + 0.3 * i / len(solvers))
-        found.solver(name, budget, time_limit)
+        ways.solver(name, budget, time_limit)
     report("recording the step with checkpoints", 0.8)
     names = list(blocks) or block_names(model)
     if names:
         change, made = with_checkpoints(prepared, names)
-        found.checkpoints(f"torch.utils.checkpoint of {_shortened(made.modules)}", made, change)
+        ways.checkpoints(f"torch.utils.checkpoint of {_shortened(made.modules)}", made, change)
     enabled = enable_checkpointing(prepared)
     if enabled is not None:
-        found.checkpoints("gradient_checkpointing_enable()", enabled[1], enabled[0])
+        ways.checkpoints("gradient_checkpointing_enable()", enabled[1], enabled[0])
     if measure:
         for ratio in RATIOS:
             report(f"measuring activation_memory_budget={ratio}", 0.9)
-            found.compiled(ratio)
+            ways.compiled(ratio)
     report("compared", 1.0)
-    return Comparison(str(budget), found.budget.bytes, found.rows())
+    return Comparison(str(budget), ways.budget.bytes, ways.rows())
 
 
 def block_names(model: torch.nn.Module) -> list[str]:

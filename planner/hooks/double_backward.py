@@ -80,10 +80,10 @@ class DoubleBackward(GraphHook):
         self,
         kept: list[tuple[Any, ...]],
         versions: list[int],
-        through: "_Differentiated",
-        given: tuple[torch.Tensor | None, ...],
+        differentiated: "_Differentiated",
+        of_outputs: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...] | None:
-        if through.backward == autograd.current_backward() and not self._warned_of_sums:
+        if differentiated.backward == autograd.current_backward() and not self._warned_of_sums:
             self._warned_of_sums = True
             self._warn(
                 "a loss is made of what a planned module returned, and of a gradient of that too "
@@ -98,13 +98,13 @@ class DoubleBackward(GraphHook):
             node = autograd.running_node()
             handles: list[Any] = []
 
-            def after(found: Any, _given: Any) -> Any:
+            def after(of_inputs: Any, _of_outputs: Any) -> Any:
                 handles.pop().remove()
-                return self._after(node, kept, versions, through, found, given)
+                return self._after(node, kept, versions, differentiated, of_inputs, of_outputs)
 
             handles.append(node.register_hook(after))
             # AOTAutograd cannot change the strides of a tensor that requires a gradient.
-            return tuple(g if g is None else g.detach() for g in given)
+            return tuple(g if g is None else g.detach() for g in of_outputs)
         if not autograd.graph_is_kept():
             kept.clear()  # else whoever holds the loss would hold the inputs
         return None
@@ -125,8 +125,8 @@ class DoubleBackward(GraphHook):
         kept: list[tuple[Any, ...]],
         versions: list[int],
         through: "_Differentiated",
-        found: tuple[torch.Tensor | None, ...],
-        given: tuple[torch.Tensor | None, ...],
+        of_inputs: tuple[torch.Tensor | None, ...],
+        of_outputs: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor | None, ...]:
         if self._obstacle or versions != _versions(kept):
             obstacle = self._obstacle or "its inputs or parameters have been changed since, or freed"
@@ -135,11 +135,11 @@ class DoubleBackward(GraphHook):
                 for t in (
                     *autograd.leaves_behind(node),
                     *(a for args in kept for a in map(_there, args)),
-                    *given,
+                    *of_outputs,
                 )
                 if isinstance(t, torch.Tensor) and t.requires_grad
             ]
-            return tuple(g if g is None else _Once.apply(g.detach(), obstacle, *made_of) for g in found)  # type: ignore[no-untyped-call]
+            return tuple(g if g is None else _Once.apply(g.detach(), obstacle, *made_of) for g in of_inputs)  # type: ignore[no-untyped-call]
         self._calls.leave(through.call)
         if not self._warned:
             self._warned = True
@@ -157,7 +157,7 @@ class DoubleBackward(GraphHook):
         outputs = as_written(self._graph)(*(through_views.get(i, a) for i, a in enumerate(args)))
         pairs = [
             (outputs[self._outputs[i]], g)
-            for i, g in enumerate(given)
+            for i, g in enumerate(of_outputs)
             if g is not None and i in self._outputs
         ]
         gradients = torch.autograd.grad(
@@ -172,7 +172,7 @@ class DoubleBackward(GraphHook):
             if tensor is not None and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(differentiated)
         replaced = {self._places[i]: g for i, g in zip(wanted, gradients, strict=True)}
-        return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(found))
+        return tuple(replaced.get(i) if g is not None else None for i, g in enumerate(of_inputs))
 
 
 class _Differentiated:

@@ -116,13 +116,13 @@ class ExternalAccumulationCheck(GraphHook):
             see(gradients[output])
 
         def asked_for() -> None:
-            there = alive()
-            if there is None or (there.is_leaf and autograd.runs_leaf(edge.node)):
+            living = alive()
+            if living is None or (living.is_leaf and autograd.runs_leaf(edge.node)):
                 return
-            if there in self._asked:
-                self._asked[there].append(see)
-            elif not has_hooks(there):
-                self._ask(there, [see])
+            if living in self._asked:
+                self._asked[living].append(see)
+            elif not has_hooks(living):
+                self._ask(living, [see])
 
         handle = edge.node.register_prehook(look)
         if tensor.is_leaf:  # its node may outlive the step
@@ -138,8 +138,8 @@ class ExternalAccumulationCheck(GraphHook):
 
         def ended() -> None:
             handle.remove()
-            if (there := alive()) is not None:
-                self._asked.pop(there, None)
+            if (living := alive()) is not None:
+                self._asked.pop(living, None)
 
         alive = TensorWeakRef(tensor)  # ``ended`` must not hold the tensor until the backward ends
         self._asked[tensor] = seeing

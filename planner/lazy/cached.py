@@ -45,13 +45,13 @@ def mismatch(
 
     Inputs that are larger than the plan's in no dimension are no reason: the plan covers them.
     """
-    here = device_of(model, step)
-    device = find_device(options.get("device"), here)
+    device_here = device_of(model, step)
+    device = find_device(options.get("device"), device_here)
     ranks = read_parallel(options.get("parallel"))
-    there = plan.resident.gradient_bytes > 0
+    counts_gradients = plan.resident.gradient_bytes > 0
     accumulate = options.get("accumulate")
     if accumulate is None:  # a plan that counts existing gradients also covers steps without them
-        accumulate = there or any(p.grad is not None for p in model.parameters())
+        accumulate = counts_gradients or any(p.grad is not None for p in model.parameters())
     compared: list[tuple[str, Any, Any]] = [
         ("planner", plan.created_with.get("planner"), __version__),
         ("torch", plan.created_with.get("torch"), torch.__version__),
@@ -61,7 +61,7 @@ def mismatch(
         ("outputs", plan.model.outputs, step.outputs),
         ("inputs", plan.target.inputs, options.get("inputs", "unchanged")),
         ("autocast", plan.model.autocast, autocast_regions()),
-        ("accumulate", there, accumulate),
+        ("accumulate", counts_gradients, accumulate),
         ("backend", plan.target.backend, _backend(plan, options.get("backend", "eager"))),
         ("backend_options", plan.target.backend_options, dict(options.get("backend_options", {}))),
         ("parallel", parallel_of(plan.target.parallel), ranks),
@@ -73,9 +73,9 @@ def mismatch(
         return "of other parameters or buffers"
     if not set(plan.model.regions) <= named_parts(model).keys():
         return "with regions that the model has not"
-    for name, there, now in compared:
-        if there != now:
-            return f"{name} {_shown(there)}, now {_shown(now)}"
+    for name, then, now in compared:
+        if then != now:
+            return f"{name} {_shown(then)}, now {_shown(now)}"
     shape_of = None if ranks is None else Rank(ranks).shape_of
     kept = optimizer_step(options.get("optimizer"), model, device, shape_of=shape_of).state_bytes
     if kept != plan.resident.optimizer_bytes:

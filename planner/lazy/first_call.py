@@ -125,17 +125,17 @@ class PlannedAtFirstCall(InstalledCall):
             if (reason := why()) is None:
                 return None
             try:
-                made, again = self._plan(args, kwargs)
+                made, replanned = self._plan(args, kwargs)
             except SkippedStep:
                 return None
             except CaptureError as error:
                 planned.when_changed = None  # not at every step
                 _warn_of_old_plan(error)
                 return None
-            again.when_accumulating = self._plan_again
-            self._watch(again)
+            replanned.when_accumulating = self._plan_again
+            self._watch(replanned)
             _tell(made, f"; planned again, as {reason}")
-            return again
+            return replanned
 
         planned.when_changed = plan_again
 

@@ -115,8 +115,8 @@ def planned_or_cached(model: torch.nn.Module, step: Step, wanted: Wanted) -> Mad
         try:
             plan = PlanRecord.load(cache)
             why = mismatch(plan, model, step, wanted.budget, wanted.given)
-            there, now = plan.created_with.get("own_checkpoints", "off"), _on_or_off(wanted)
-            why = why or (f"the model's own checkpoints were {there}, now {now}" if there != now else "")
+            then, now = plan.created_with.get("own_checkpoints", "off"), _on_or_off(wanted)
+            why = why or (f"the model's own checkpoints were {then}, now {now}" if then != now else "")
         except PlanFileError as error:
             why = f"could not be read: {f'{error}'.removeprefix(f'{os.fspath(cache)}: ')}"
         else:

@@ -190,9 +190,9 @@ def _refuse(module: GraphModule) -> None:
         CaptureError: It has one.
     """
     for node in (n for n in module.graph.nodes if n.op == "call_function"):
-        again = node.target is rng.run_from_state
+        runs_again = node.target is rng.run_from_state
         reserves = node.target is rnn_reserve.with_reserve
-        target: Any = node.args[3] if again else node.args[0] if reserves else node.target
+        target: Any = node.args[3] if runs_again else node.args[0] if reserves else node.target
         written = operators.writes(target) or operator_in_place(node) is not None
         writes = isinstance(target, OnCopy) or (operators.may_draw(target) and written)
         if reserves or writes:

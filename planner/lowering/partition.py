@@ -79,8 +79,8 @@ def partition(
         body.run(joint.ops[index])
     body.finish()
     forward, saved = _forward(joint, body)
-    again = tuple(p for p in body.read_again if p not in body.read)
-    return Partition(forward, graph_module(joint.module, body.graph), saved, again)
+    read_again = tuple(p for p in body.read_again if p not in body.read)
+    return Partition(forward, graph_module(joint.module, body.graph), saved, read_again)
 
 
 def user_outputs(forward: GraphModule) -> int | None:

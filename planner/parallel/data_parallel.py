@@ -16,10 +16,10 @@ from planner.parallel.strategies import DDP
 
 def wrapped_here() -> DDP | None:
     """The options of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
-    found = active_wrapper()
-    if found is None:
+    wrapper = active_wrapper()
+    if wrapper is None:
         return None
-    return DDP(found.ranks, found.bucket_cap_mb, found.gradient_as_bucket_view)
+    return DDP(wrapper.ranks, wrapper.bucket_cap_mb, wrapper.gradient_as_bucket_view)
 
 
 def let_go_of_gradients(model: torch.nn.Module, options: DDP, added_to: Sequence[bool]) -> None:

@@ -87,8 +87,8 @@ class ShardedUnits:
         Unless autograd adds up, ``fully_shard`` keeps gradients of other types than the parameter's
         elsewhere.
         """
-        there = self.options.no_sync and parameter.requires_grad
-        return there and (autograd_adds_up() or self.reduced_in[id(parameter)] == parameter.dtype)
+        is_whole = self.options.no_sync and parameter.requires_grad
+        return is_whole and (autograd_adds_up() or self.reduced_in[id(parameter)] == parameter.dtype)
 
     def modules(self) -> Iterator[tuple[torch.nn.Module, int]]:
         """The modules of all units, each with the number of its unit; the root's is 0."""

@@ -63,11 +63,11 @@ def has_other_units(plan: PlanRecord, model: torch.nn.Module) -> bool:
 
 
 def _other_units(regions: list[str], model: torch.nn.Module) -> Iterator[str]:
-    there, planned = dict.fromkeys(names_of_units(model)), set(regions)
+    actual, planned = dict.fromkeys(names_of_units(model)), set(regions)
     for name in regions:
-        if name not in there and next(model.get_submodule(name).parameters(), None) is not None:
+        if name not in actual and next(model.get_submodule(name).parameters(), None) is not None:
             yield f"{name} was planned as a unit, and is none"
-    for name in there:
+    for name in actual:
         if name not in planned:
             yield f"{name} is a unit of its own, and was not planned as one"
 
@@ -80,10 +80,10 @@ def _whole(model: torch.nn.Module) -> Iterator[str]:
 
 def _other_groups(planned: ParallelRecord, units: list[ShardedUnit]) -> Iterator[str]:
     wanted = {frozenset(name.split("+")) for name in planned.kept_gathered if "+" in name}
-    there = {frozenset(unit.names) for unit in units if len(unit.names) > 1}
-    for names in sorted(map(sorted, wanted - there)):
+    actual = {frozenset(unit.names) for unit in units if len(unit.names) > 1}
+    for names in sorted(map(sorted, wanted - actual)):
         yield f"{' and '.join(names)} were planned as one unit, and are not"
-    for names in sorted(map(sorted, there - wanted)):
+    for names in sorted(map(sorted, actual - wanted)):
         yield f"{' and '.join(names)} are one unit, and were not planned as one"
 
 

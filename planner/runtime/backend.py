@@ -299,7 +299,7 @@ class PlanBackend:
                 raise _NotOfThePlan("traced into other operations than planned")
             for hook in hooks:
                 hook.on_traced(traced)
-            halves = again.emitted(
+            halves = read_again.emitted(
                 traced.reading, *self._sequence(graph, followed, traced.reading, warn_once)
             )
             return halves.forward, halves.backward
@@ -311,11 +311,11 @@ class PlanBackend:
             return function
 
         backward = UndefinedGradients(lambda module: lower(module, "backward"))
-        again = ReadAgain(self._plan, graph, example_inputs)
+        read_again = ReadAgain(self._plan, graph, example_inputs)
         unused = spec.unused_outputs
         context = HookContext(graph, self._plan, unused, self._autocast, self._calls, warn)
         # Outputs are replaced before other hooks look at them.
-        hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), again]
+        hooks: list[GraphHook] = [backward, UnusedOutputs(unused), *hooks_for(context), read_again]
         compiled = trace_joint(
             graph,
             example_inputs,

@@ -120,8 +120,8 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
 
 
 def _warn_of_buckets(plan: PlanRecord, model: torch.nn.Module, wrapped: DDP | None) -> None:
-    there = sum(distributed.local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)
-    if wrapped is None or not there:
+    bucket_bytes = sum(distributed.local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)
+    if wrapped is None or not bucket_bytes:
         return
     target, options = plan.target, f"world_size={wrapped.world_size}"
     if wrapped.gradient_as_bucket_view:
@@ -130,8 +130,8 @@ def _warn_of_buckets(plan: PlanRecord, model: torch.nn.Module, wrapped: DDP | No
     if target.backend == "inductor" or target.in_flight is not None or target.parallel is not None:
         remedy = "leave as much room in the budget"  # none of these plans counts them
     warn(
-        f"DistributedDataParallel has buckets of {format_bytes(there)}, as large as the gradients, which the "
-        f"plan does not count: the whole step takes as much more than predicted; {remedy}"
+        f"DistributedDataParallel has buckets of {format_bytes(bucket_bytes)}, as large as the gradients, "
+        f"which the plan does not count: the whole step takes as much more than predicted; {remedy}"
     )
 
 

@@ -117,9 +117,9 @@ def put_in(
     loss: Loss | None = None,
 ) -> PlanCall:
     """Install a plan that is known to be for this module, in place of one that is there."""
-    there = modules.installed_call(model)
+    installed = modules.installed_call(model)
     previous = take_out(model)
-    if previous is not None and previous is there:
+    if previous is not None and previous is installed:
         warn(COMPILED_BEFORE)
     for part in map(modules.installed_call, model.modules()):
         if isinstance(part, InstalledCall):

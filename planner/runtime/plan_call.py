@@ -75,8 +75,8 @@ class PlanCall(InstalledCall):
         raise NotImplementedError
 
     def install_in(self, copied: torch.nn.Module) -> None:
-        again = type(self)(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
-        install(copied, again)
+        call = type(self)(copied, self.plan, None, self.on_new_shape, self.loss, unpickled=self._unpickled)
+        install(copied, call)
 
     def pickled(self) -> tuple[Any, ...]:
         return self._unpickled, self.plan.dumps(), self.on_new_shape
@@ -130,8 +130,8 @@ class PlanCall(InstalledCall):
         if not earlier or not differentiates(self._model, args, kwargs):
             return None
         if self.when_accumulating is None:
-            there = EarlierBytes(self.plan, self._model, self._told_of_gradients)
-            return lambda *a, **k: there.watched(self.run_planned(*a, **k))
+            earlier_bytes = EarlierBytes(self.plan, self._model, self._told_of_gradients)
+            return lambda *a, **k: earlier_bytes.watched(self.run_planned(*a, **k))
         self._earlier = None
         return self.when_accumulating(args, kwargs)
 

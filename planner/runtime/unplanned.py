@@ -54,13 +54,13 @@ class Unplanned:
         me = weakref.ref(self)  # a parameter must not hold it
 
         def arrived(parameter: torch.Tensor) -> None:
-            found = me()
+            mine = me()
             if (
-                found is not None
-                and not found._is_of_earlier_forward(parameter)
-                and not found._is_of_another_plan(parameter)
+                mine is not None
+                and not mine._is_of_earlier_forward(parameter)
+                and not mine._is_of_another_plan(parameter)
             ):
-                found._never_called()
+                mine._never_called()
 
         trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
         waiting = [p for p in trained if not is_lazy(p)]  # without a shape a parameter takes no hooks

@@ -79,8 +79,8 @@ class Spread:
 
     def agrees(self, name: Name, other: Outcome) -> bool:
         """Whether a tensor of another step is no further from the first step's than unplanned steps' are."""
-        value, there = self._reference.tensors.get(name), other.tensors.get(name)
-        return name in self._settled or same(value, there, self.of(name))
+        expected, actual = self._reference.tensors.get(name), other.tensors.get(name)
+        return name in self._settled or same(expected, actual, self.of(name))
 
     def differing(self, other: Outcome) -> list[Name]:
         """The tensors of another step that are further from the first step's."""

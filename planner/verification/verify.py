@@ -285,8 +285,8 @@ def _report(
     for name, value in reference.tensors.items():
         exact = exact and spread.exact(name)
         kind, called = name
-        there = planned.tensors.get(name)
-        if not (spread.agrees(name, planned) if yardstick is None else yardstick.holds(name, there)):
+        planned_value = planned.tensors.get(name)
+        if not (spread.agrees(name, planned) if yardstick is None else yardstick.holds(name, planned_value)):
             equal[kind] = False
             alone = NOT_TWICE if spread.incomparable(name) else ""
             problems.append(f"{kind} {called} differs: {difference(value, planned.tensors.get(name))}{alone}")

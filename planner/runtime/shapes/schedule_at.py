@@ -32,12 +32,12 @@ def schedule_at(plan: PlanRecord, prepared: Prepared) -> tuple[Prepared, Schedul
         return _replayed_at(plan, prepared)
     captured, sources = prepared.captured, prepared.problem.sources
     executions = Counter(graph for graph, _ in {(s.graph, s.instance) for s in sources})
-    there = [i for i, g in enumerate(captured.graphs) if g.joint is not None and not g.places]
+    homes = [i for i, g in enumerate(captured.graphs) if g.joint is not None and not g.places]
     planned = [graph for graph in plan.graphs if not graph.places]
-    if len(there) != len(planned):
-        raise PlanMismatch(f"it is captured as {len(there)} graphs, the plan has {len(planned)}")
+    if len(homes) != len(planned):
+        raise PlanMismatch(f"it is captured as {len(homes)} graphs, the plan has {len(planned)}")
     decided: list[list[tuple[Sequence[int], Sequence[int]]]] = [[] for _ in captured.graphs]
-    for home, graph in zip(there, planned, strict=True):
+    for home, graph in zip(homes, planned, strict=True):
         programs = [plan.graphs[i].by_execution[n] for i, n in runs_of(plan, graph)]
         for i, places in captured.places_of(home, executions).items():
             joint = captured.graphs[i].joint
