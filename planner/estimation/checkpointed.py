@@ -15,7 +15,7 @@ from planner.planning.prepare import Prepared
 from planner.problem.selection import SelectionError
 
 Change = Callable[[torch.nn.Module], None]
-"""Changes a copy of the model."""
+"""A function that changes a copy of the model, as by putting checkpoints into it."""
 
 
 def with_checkpoints(prepared: Prepared, patterns: Sequence[str]) -> tuple[Change, Checkpointed]:

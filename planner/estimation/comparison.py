@@ -59,9 +59,9 @@ def compare(
         solvers: Names of solvers, each a row.
         blocks: Modules that ``torch.utils.checkpoint`` is put around; if none are named, each element of the
             outermost lists of modules (``nn.ModuleList``, ``nn.Sequential``).
-        measure: Run each way on a copy of the model and measure its peak and time;
-            ``torch.compile``'s ``activation_memory_budget``, of which nothing is predicted, is then a row as
-            well, with its partition run without generated kernels.
+        measure: Run each way on a copy of the model and measure its peak and time. Then there is also a row
+            for ``torch.compile``'s ``activation_memory_budget``, without a prediction; its partition runs
+            without generated kernels.
         time_limit: Wall seconds for each solver.
         progress: Called with a text and a fraction from 0 to 1.
         **options: See :class:`planner.planning.options.PlanOptions`.

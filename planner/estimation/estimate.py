@@ -1,7 +1,7 @@
 """The public function estimate: the memory of a step as it is, and with checkpoints placed by hand.
 
-Nothing is solved. Elsewhere: the checkpoints' estimate that Paddle's guide to recomputation asks for;
-torchinfo's table.
+Nothing is solved. Similar elsewhere: torchinfo's table of modules; Paddle's guide to recomputation, which
+asks for such an estimate.
 """
 
 from collections.abc import Mapping, Sequence

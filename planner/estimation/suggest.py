@@ -118,7 +118,7 @@ def _suggested(prepared: Prepared, k: int, report: Progress) -> list[Checkpointe
 
 
 def _whole(graph: Graph, names: Sequence[str]) -> Schedule:
-    """The schedule that recomputes each of some modules whole; modules that run again are further blocks."""
+    """The schedule that recomputes each of some modules whole. Each call is a block of its own."""
     block = np.full(graph.forward_length, OUTSIDE, dtype=np.int64)
     count, before = -1, None
     for row, op in enumerate(graph.ops[: graph.forward_length]):

@@ -86,7 +86,7 @@ class DoubleBackward(GraphHook):
         if differentiated.backward == autograd.current_backward() and not self._warned_of_sums:
             self._warned_of_sums = True
             self._warn(
-                "a loss is made of what a planned module returned, and of a gradient of that too "
+                "a loss uses an output of a planned module and a gradient of that output too "
                 "(create_graph=True): both are added up in another order than without a plan, and gradients "
                 "may differ in the last bits. Call backward for each, the output's first with "
                 "retain_graph=True, compute the gradient from a forward of its own, or use planner.step "
@@ -113,8 +113,8 @@ class DoubleBackward(GraphHook):
         if not self._warned_of_runs:
             self._warned_of_runs = True
             self._warn(
-                "a loss is made of gradients that were taken of one call of a planned module one after the "
-                "other (create_graph=True): they are added up in another order than without a plan, and "
+                "a loss uses gradients that were taken one after the other of one call of a planned module "
+                "(create_graph=True): they are added up in another order than without a plan, and "
                 "gradients may differ in the last bits. Take them in one torch.autograd.grad, or use "
                 "planner.step around the function that computes the loss"
             )

@@ -26,7 +26,7 @@ class DroppedOutputs(GraphHook):
     """
 
     def __init__(self, outputs: Sequence[int], plan: PlanRecord, warn: Callable[[str], None]) -> None:
-        # The stage of a pipeline holds them until its backward has run, as planned.
+        # A stage of a pipeline holds its outputs until its backward has run, and its plan counts them.
         alone = plan.coverage == "one-graph" and plan.target.in_flight is None
         dropped = plan.model.outputs == "dropped" and alone
         self._outputs = outputs if dropped else ()

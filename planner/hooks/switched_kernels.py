@@ -45,7 +45,7 @@ class SwitchedKernels(GraphHook):
             self._warned = True
             self._warn(
                 f"{', '.join(changed)} was changed between the forward and the backward of a planned module: "
-                "what is computed again may differ in the last bits, and gradients with it. Change it before "
+                "recomputed values may differ in the last bits, and gradients with them. Change it before "
                 "the forward or after the backward"
             )
 

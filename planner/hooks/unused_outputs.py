@@ -38,13 +38,13 @@ class UnusedOutputs(GraphHook):
 
 def _refuse(_output: int) -> None:
     raise PlanMismatch(
-        "a gradient arrives at an output of the model, or at what its forward left in an attribute, that the "
-        "planned loss did not use. Plan again with loss= a callable that uses what the loss you train with "
-        "uses, as in loss=lambda output: output.logits.sum() + model.balance, or plan the function that "
-        "computes it, with planner.step; or planner.remove(model). It can also be a result inside of "
-        "a forward whose path random numbers or data decide, where the planned path had no use for it: plan "
-        "the parts that are the same on each path, with regions=, and where chance leaves parts out, as "
-        "layerdrop does, with its probability at 0"
+        "a gradient arrives at an output of the model, or at an attribute that its forward set, which the "
+        "planned loss did not use. Plan again with loss= a callable that uses the same outputs as the loss "
+        "you train with, as in loss=lambda output: output.logits.sum() + model.balance, or plan the function "
+        "that computes it, with planner.step; or planner.remove(model). If random numbers or data decide the "
+        "path of the forward, it can also be a result inside it that the planned path did not use: plan the "
+        "parts that are the same on each path, with regions=, and where chance leaves parts out, as "
+        "layerdrop does, plan with its probability at 0"
     )
 
 

@@ -72,7 +72,7 @@ class PlannedAtFirstCall(InstalledCall):
         if (made_up := next((n for n, p in model.named_parameters() if not p.is_leaf), None)) is not None:
             raise CaptureError(
                 f"{made_up} is not the module's own parameter at its first training call but computed from "
-                "others, as with torch.func.functional_call: plan what computes it as well, with "
+                "others, as with torch.func.functional_call: plan the code that computes it as well, with "
                 "planner.step around a function train_step(model, batch) that returns the loss"
             )
         try:
@@ -179,8 +179,8 @@ class PlannedAtFirstCall(InstalledCall):
 def _warn_of_old_plan(error: CaptureError) -> None:
     """Warn that a step runs by the old plan, since it cannot be planned again."""
     warn(
-        f"the module cannot be planned again ({error}): it trains by its plan, and may exceed the budget. Do "
-        "what that says, or plan before with what it is trained with now"
+        f"the module cannot be planned again ({error}): it trains by its old plan, and may exceed the "
+        "budget. Follow that error's advice, or plan before training, with the inputs and parameters of now"
     )
 
 

@@ -261,8 +261,9 @@ class PlanBackend:
             self._path.follow(record)
         if strayed:
             warn(
-                "what was captured for one layer runs for others of the same code too, and in this step some "
-                "followed each other's part of the plan: it may exceed the budget. Later steps follow theirs"
+                "a graph that was captured for one layer runs for others of the same code too, and in this "
+                "step some layers followed each other's part of the plan: it may exceed the budget. Later "
+                "steps follow their own"
             )
 
     def _beyond_executions(self, planned: int) -> None:
@@ -382,7 +383,10 @@ class PlanBackend:
             if same_operations(record, joint) and not all(
                 joint.ops[i].recomputable for i in record.recomputed
             ):
-                warn("the plan re-runs what may not be re-run; it runs without recomputation. Plan it again")
+                warn(
+                    "the plan re-runs operations that must not run again; it runs without recomputation. "
+                    "Plan it again"
+                )
                 return no_recomputation(joint), ()
             remapped = remap_schedule(record, joint)
             fits = fits_whole(self._plan, record, joint, other_shapes=self._warned_of_shapes())

@@ -89,7 +89,7 @@ class EarlierBytes:
         if _bytes_of_gradients(model):
             self._told()
             warn(
-                f"{text}, as with several micro-batches a step, and the plan is for none: the step may take "
+                f"{text}, as with several micro-batches a step, and the plan counts none: the step may take "
                 "as much more than predicted. Plan with accumulate=True, or call optimizer.zero_grad() "
                 "before each step"
             )
@@ -99,7 +99,7 @@ class EarlierBytes:
         if over > 0:
             self._told()
             warn(
-                f"{text}, and were let go of between forward and backward, as Lightning does: the step takes "
+                f"{text}, and were freed between forward and backward, as Lightning does: the step takes "
                 f"{format_bytes(over)} more than predicted. Call optimizer.zero_grad() before the forward; "
                 "in Lightning planner.integrations.lightning.PlannerCallback does so"
             )

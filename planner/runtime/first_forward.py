@@ -111,9 +111,9 @@ class Path:
         self._others.met = True
         return (
             "the forward took a path that the plan has not seen; of the operations that the plan re-runs it "
-            f"re-runs the {followed} that are there, and it may exceed the budget. Where data decide it, as "
-            "a mask of which all is set or not, plan with inputs that take the path that needs most, or "
-            "apply with on_new_shape='replan'"
+            f"re-runs the {followed} that are there, and it may exceed the budget. Where data decide the "
+            "path, as a mask does that is set everywhere or not, plan with inputs that take the path that "
+            "needs most, or apply with on_new_shape='replan'"
         )
 
     @property
@@ -195,9 +195,9 @@ class CapturedAgain:
         if self._path.is_empty and differentiable_outputs(result):
             self._warn(
                 "nothing of the planned forward could be captured: the step runs without the plan. Dynamo "
-                "tells why (TORCH_LOGS=graph_breaks). It leaves alone what FullyShardedDataParallel wraps, "
-                "unless it has use_orig_params=True, and modules whose parts fully_shard shards: plan and "
-                "apply to those parts"
+                "tells why (TORCH_LOGS=graph_breaks). It leaves alone modules that FullyShardedDataParallel "
+                "wraps, unless it has use_orig_params=True, and modules whose parts fully_shard shards: plan "
+                "and apply to those parts"
             )
         if self._path.is_the_plans:
             self._path.captured_again, self._run = False, self._compiled

@@ -28,8 +28,9 @@ def warns_if_differentiated(
         if not warned:
             warned = True
             warn(
-                "the loss uses outputs that the planned step leaves unused; what makes them runs without the "
-                "plan, and the step may take more than predicted. Plan with the loss that is trained (loss=)"
+                "the loss uses outputs that the planned step leaves unused; the graphs that make them run "
+                "without the plan, and the step may take more than predicted. Plan with the loss that you "
+                "train with (loss=)"
             )
 
     def watched(*args: Any) -> Sequence[Any]:

@@ -315,8 +315,8 @@ def _captured_often(times: int) -> None:
 
 def _not_captured_any_more() -> None:
     warn(
-        "the forward was captured so often that PyTorch gives up: what it does changes with every call "
-        "(Python state, not shapes: these become symbols). It runs as it is, without the plan, where it "
-        "does something new. Put @torch.compiler.disable on the function that does this, or keep what "
-        "changes in a buffer"
+        "the forward was captured so often that PyTorch gives up: it does something else at every call "
+        "(by Python state, not by shapes: these become symbols). Where it does something new it runs as it "
+        "is, without the plan. Put @torch.compiler.disable on the function that does this, or keep the state "
+        "in a buffer"
     )

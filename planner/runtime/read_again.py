@@ -82,7 +82,7 @@ class ReadAgain(GraphHook):
             raise InputsChanged(
                 f"a result of a part of the forward ({sizes}) was changed in place before the backward, "
                 f"and the plan for {plan.model.class_name} (budget {plan.target.budget_text}) keeps it "
-                "for that, since the step that was planned left it as it was. Plan the step that changes it "
+                "for the backward, since the planned step did not change it. Plan the step that changes it "
                 "(loss= is a part of it), or change a copy (y = y + 1, not y += 1)"
             )
 

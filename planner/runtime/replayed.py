@@ -21,8 +21,8 @@ from planner.runtime.shapes.policy import NewShapes
 
 OTHER_UNITS = (
     "fully_shard shards other parts of the module than planned, or the plan is for none: steps run as they "
-    "are, without the plan, as re-runs would read parameters that are not gathered by then. Shard what the "
-    "plan has as regions, or plan with parallel=planner.FSDP2(...) and with these parts as regions="
+    "are, without the plan, as re-runs would read parameters that are not gathered by then. Shard the plan's "
+    "regions, or plan with parallel=planner.FSDP2(...) and with these parts as regions="
 )
 
 
@@ -77,9 +77,9 @@ def _followers(
             if not warned:
                 warned = True
                 warn(
-                    f"{step.strayed_from}. What is not as planned is kept, and the step may take more than "
-                    "predicted: plan the step as it is trained, with inputs that lead along this path, or "
-                    "apply with on_new_shape='replan'"
+                    f"{step.strayed_from}. Values that are not as planned are kept, and the step may take "
+                    "more than predicted: plan the step as it is trained, with inputs that lead along this "
+                    "path, or apply with on_new_shape='replan'"
                 )
         return output
 

@@ -19,8 +19,8 @@ from planner.training_step.step import differentiable_outputs, find_loss
 logger = logging.getLogger(__name__)
 
 COMPILED_BEFORE = (
-    "model.compile() was called before: while it trains, the plan runs in place of what was compiled; in "
-    "evaluation that goes on to run"
+    "model.compile() was called before: the plan runs in place of the compiled module in training; the "
+    "compiled module still runs in evaluation. Call planner.remove(model) to train the compiled module"
 )
 MODES = {True: "training", False: "evaluation"}
 

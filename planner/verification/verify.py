@@ -266,8 +266,8 @@ def _added_to(plan: PlanRecord, model: torch.nn.Module) -> list[torch.nn.Paramet
 _AS_PREDICTED = 0.01
 """How far a peak may be over its prediction, relative, where no budget bounds it."""
 NOT_TWICE = (
-    "; so does that of a second step without the plan: the module draws on what cannot be put back, "
-    "and its steps cannot be compared"
+    "; so does that of a second step without the plan: the module depends on a state that cannot be put "
+    "back, and its steps cannot be compared"
 )
 
 

@@ -277,9 +277,9 @@ class NewShapes:
         if other and not self._warned_of_gradients:
             self._warned_of_gradients = True
             warn(
-                f"{min(other)} requires a gradient, and did not when the plan was made: neither that nor "
-                "what leads to it is predicted, and the step may take more. Plan with inputs that require "
-                "gradients where those of training do"
+                f"{min(other)} requires a gradient, and did not when the plan was made: neither that "
+                "gradient nor the backward that leads to it is predicted, and the step may take more. Plan "
+                "with inputs that require gradients where those of training do"
             )
 
     def _look_at_gradients_inside(
