@@ -150,7 +150,7 @@ class _Held:
     """A tensor that a block may write to.
 
     Args:
-        name: What it is, for messages.
+        name: Its name in messages.
         tensor: The tensor. Another object, or a tensor that counts no writes, is left alone.
         copied: Whether to copy it now.
 

@@ -86,7 +86,7 @@ class Calls:
         self._left.clear()
 
     def is_left(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether calls with such arguments run without the plan."""
+        """Whether calls with such arguments are left to the module: they run without the plan."""
         return bool(self._left) and _of_leaves(args, kwargs) in self._left
 
     def begin(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NONE) -> None:

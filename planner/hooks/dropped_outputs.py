@@ -22,7 +22,7 @@ class DroppedOutputs(GraphHook):
     Args:
         outputs: Positions of the outputs that the loss does not use.
         plan: The plan.
-        warn: Called with what is held.
+        warn: Called, once, with a text that says how much is held.
     """
 
     def __init__(self, outputs: Sequence[int], plan: PlanRecord, warn: Callable[[str], None]) -> None:

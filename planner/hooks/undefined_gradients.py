@@ -110,7 +110,7 @@ def without_gradients(module: GraphModule, absent: frozenset[int], count: int) -
     result = graph_module(module, graph)
     gradients = [n for n in graph.nodes if n.op == "placeholder"][-count:]
     for node in leave_out(graph, gradients, {gradients[i] for i in absent}):
-        forget(node)  # what it writes its result into may be read again
+        forget(node)  # the operand that it writes its result into may be read again
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     result.recompile()
     return result

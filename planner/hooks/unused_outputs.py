@@ -61,8 +61,8 @@ class _Unused(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, output: torch.Tensor, arrived: Callable[[], None]
     ) -> torch.Tensor:
-        # The engine calls ``backward`` with None, too, where a later graph uses the output and the loss does
-        # not use what comes of it. With zeros instead of None that would look like a gradient.
+        # The engine calls ``backward`` with None, too: where a later graph uses the output for results that
+        # the loss does not use. With zeros instead of None that would look like a gradient.
         ctx.set_materialize_grads(False)
         ctx.arrived = arrived
         # Marked as written in place. Otherwise the result would be a view, which the user could not write to.

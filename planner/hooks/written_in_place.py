@@ -78,7 +78,7 @@ class WrittenInPlace(GraphHook):
         """A hook on the backward that adds the keys of changed tensors to ``found``.
 
         Args:
-            values: What may have been changed, by key.
+            values: The inputs or results that may have been changed, by key.
             found: Keys of changed tensors.
             uncounted: Keys of those whose change PyTorch does not count.
             counts: Whether PyTorch counts the changes of a key's tensor in a step without a plan.

@@ -37,8 +37,8 @@ class PlannedAtFirstCall(InstalledCall):
 
     Args:
         model: The module.
-        previous: What was installed before.
-        wanted: What to plan with.
+        previous: The call that was installed before.
+        wanted: The options of the plan.
     """
 
     def __init__(self, model: torch.nn.Module, previous: Callable[..., Any] | None, wanted: Wanted) -> None:

@@ -49,7 +49,7 @@ def planned_by_rank_zero(model: torch.nn.Module, make: Callable[[], Made], optio
     Args:
         model: The module.
         make: Makes a plan of it.
-        options: What the plan is made with, for ranks that only read it.
+        options: The options of the plan, for ranks that only read it.
 
     Raises:
         PlannerError: Rank 0 could not plan, or did not answer within :data:`PATIENCE`.

@@ -56,7 +56,7 @@ def step(
 
     Args:
         train_step: The function, or a method of a module (``module.training_step``), which is a model then.
-            It returns a scalar loss, or what has one as ``.loss`` or ``["loss"]``.
+            It returns a scalar loss, or an object that has one as ``.loss`` or ``["loss"]``.
         budget, on_new_shape, cache, progress: See :func:`planner.auto_checkpoint`.
         **options: See :class:`planner.planning.options.PlanOptions`; ``keep=`` and the like name modules as
             ``models.0.layers.3``. ``loss=`` is not among them: the function returns it.
@@ -64,7 +64,7 @@ def step(
     Raises:
         StepError: It is no function; it calls ``backward()``; it takes a model, or a tensor that requires a
             gradient, from an enclosing scope instead of an argument; or, when it is called, no argument is a
-            model, a model is deeper inside an argument, or what it returns is no loss.
+            model, a model is deeper inside an argument, or its result is no loss.
 
     All other errors are those of :func:`planner.auto_checkpoint`.
 

@@ -35,7 +35,7 @@ def call_inside(
 
     Args:
         models: Models of which some may be a ``DistributedDataParallel``.
-        call: What runs there.
+        call: The function that runs there.
         args, kwargs: Its arguments; the wrappers move them to their device.
     """
     wrapper = next((model for model in models if isinstance(model, DistributedDataParallel)), None)

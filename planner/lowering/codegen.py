@@ -54,7 +54,7 @@ def compile_graph(
 
     Args:
         module: The graph and its constants. Superfluous views are taken out of it.
-        name: What tracebacks and profiles call the function.
+        name: The name of the function in tracebacks and profiles.
         fixed_outputs: How many outputs, from the first, go to the user, see :func:`simplify`.
         gradients: Whether outputs are gradients that the autograd engine may add others to.
 

@@ -10,7 +10,7 @@ def parallel_record(options: FSDP2 | DDP | None, tensor_ranks: int) -> ParallelR
     """How ranks train, as plain data; None of a single process.
 
     Args:
-        options: What `parallel=` says.
+        options: The value of `parallel=`.
         tensor_ranks: Among how many ranks `parallelize_module` distributed the model; 1: it is whole.
     """
     if options is None:

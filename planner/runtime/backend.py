@@ -375,7 +375,7 @@ class PlanBackend:
         """
         if record is None:
             remapped = max((remap_schedule(g, joint) for g in self._plan.graphs), key=lambda a: a.followed)
-            if message := self._path.left(remapped.followed, structure_of(graph)):
+            if message := self._path.note_other(remapped.followed, structure_of(graph)):
                 warn(message)
             return remapped.backward, remapped.packed
         self._path.follow(record)

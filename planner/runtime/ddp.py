@@ -85,11 +85,11 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
     """
     planned = plan.target.parallel
     sharded, among = is_fully_sharded(model), distributed.tensor_parallel_ranks(model)
-    ranks = 1 if planned is None else planned.distributed_among
-    if among != ranks:
+    planned_among = 1 if planned is None else planned.distributed_among
+    if among != planned_among:
         raise PlanMismatch(
-            f"the plan is of the model distributed among {ranks} ranks by parallelize_module, and this "
-            f"one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
+            f"the plan is of the model distributed among {planned_among} ranks by parallelize_module, and "
+            f"this one is among {among} (1: whole): distribute it in the same way, then apply the plan, or "
             "plan it as it is"
         )
     group = distributed.active_data_parallel_group()
@@ -100,18 +100,22 @@ def warn_of_other_ranks(plan: PlanRecord, model: torch.nn.Module) -> distributed
             _warn_of_buckets(plan, model, wrapped_here())
         return None
     if planned.kind == "fsdp2":
-        there, how = distributed.number_of_shards(model), "FSDP2"
-        found = f"its parameters are sharded among {there}" if sharded else "its parameters are whole"
+        world_size, kind = distributed.number_of_shards(model), "FSDP2"
+        situation = (
+            f"its parameters are sharded among {world_size}" if sharded else "its parameters are whole"
+        )
     else:
-        there, how = 0 if group is None else len(dist.get_process_group_ranks(group)), "DDP"
-        found = f"there are {there}" if group is not None else "it runs outside of DistributedDataParallel"
+        world_size, kind = 0 if group is None else len(dist.get_process_group_ranks(group)), "DDP"
+        situation = (
+            f"there are {world_size}" if group is not None else "it runs outside of DistributedDataParallel"
+        )
         if sharded:
-            found = "its parameters are sharded by fully_shard"
-    if there != planned.world_size or (sharded and planned.kind == "ddp"):
+            situation = "its parameters are sharded by fully_shard"
+    if world_size != planned.world_size or (sharded and planned.kind == "ddp"):
         warn(
-            f"the plan is for {planned.world_size} ranks, parallel=planner.{how}(world_size="
-            f"{planned.world_size}), and {found}: the step takes other memory than predicted. Plan for the "
-            "ranks that train"
+            f"the plan is for {planned.world_size} ranks, parallel=planner.{kind}(world_size="
+            f"{planned.world_size}), and {situation}: the step takes other memory than predicted. Plan for "
+            "the ranks that train"
         )
     elif planned.kind == "fsdp2":
         reduces = warn_of_other_sharding(plan, planned, model)

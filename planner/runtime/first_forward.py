@@ -71,7 +71,7 @@ class Path:
         self._others = OtherPaths() if others is None else others
         self._planned = {_key(graph) for graph in plan.graphs}
         self._followed: set[tuple[str, int]] = set()
-        self._left = self._fits = False
+        self._strayed = self._fits = False
         alike = Counter((graph.structure, *(op.bytes for op in graph.ops)) for graph in plan.graphs)
         self._many_alike = max(alike.values(), default=0) >= _MANY_ALIKE
         self.captures = 0
@@ -81,7 +81,7 @@ class Path:
         self.captures += 1
         self._followed.add(_key(graph))
 
-    def left(self, followed: int, structure: str) -> str:
+    def note_other(self, followed: int, structure: str) -> str:
         """Note that a graph was captured that is none of the plan's.
 
         Args:
@@ -95,7 +95,7 @@ class Path:
         if structure in self._others.fitting:
             self._fits = True
             return ""
-        warned, self._left = self._left and self.captured_again, True
+        warned, self._strayed = self._strayed and self.captured_again, True
         if warned:
             return ""
         if self._replaced():
@@ -119,7 +119,7 @@ class Path:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was captured."""
-        return not (self._left or self._fits or self._followed)
+        return not (self._strayed or self._fits or self._followed)
 
     @property
     def is_settled(self) -> bool:
@@ -132,14 +132,14 @@ class Path:
         return not self.captured_again or self._many_alike or self.is_the_plans
 
     @property
-    def is_left(self) -> bool:
+    def has_strayed(self) -> bool:
         """Whether a graph was captured that is none of the plan's."""
-        return self._left
+        return self._strayed
 
     @property
     def is_the_plans(self) -> bool:
         """Whether the graphs are those of the plan, all of them and no others."""
-        return not self._left and self._followed == self._planned
+        return not self._strayed and self._followed == self._planned
 
 
 class CapturedAgain:
@@ -185,7 +185,7 @@ class CapturedAgain:
                 self._compile_again(once_more=self._path.captured_again)
             raise
         looked = dynamo.frames_looked_at() != before and self._returns < MOST_RETURNS
-        if looked and (self._path.is_left or self._path.captures == captures):
+        if looked and (self._path.has_strayed or self._path.captures == captures):
             self._hooks = modules.hooks_inside(model)
         return result
 

@@ -97,7 +97,7 @@ class PlanCall(InstalledCall):
         """Install it again, after a snapshot was put back."""
         modules.install_call(self._model, self)
 
-    # ---- guards, in the order in which they are asked: what runs instead, or None --------------------------
+    # ---- guards, in the order in which they are asked: a function to run instead, or None ------------------
 
     def _is_of_a_clone(self, args: Any, kwargs: Any) -> Run | None:
         clone = self.clone()
@@ -118,7 +118,7 @@ class PlanCall(InstalledCall):
         self.unplanned.hindered_call(hindrance, END_IT)
         return self.run_original
 
-    def _is_left(self, args: Any, kwargs: Any) -> Run | None:
+    def _is_left_to_the_module(self, args: Any, kwargs: Any) -> Run | None:
         """No warning: there was one when such calls were left to the module."""
         return self.run_original if self._calls.is_left(args, kwargs) else None
 
@@ -142,7 +142,7 @@ class PlanCall(InstalledCall):
         _is_recorded,
         _is_no_step,
         _is_hindered,
-        _is_left,
+        _is_left_to_the_module,
         _has_changed,
         _accumulates,
     )
@@ -192,7 +192,7 @@ class PlanCall(InstalledCall):
     def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments of a step that took an unseen path, to plan for it when the next step begins.
 
-        Now the memory is taken by what the forward keeps.
+        Now the values that the forward keeps take the memory.
         """
         if self.on_new_shape == "replan" and self._shapes.strayed:
             self._strayed = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))

@@ -26,6 +26,7 @@ MODES = {True: "training", False: "evaluation"}
 
 
 _watching: "weakref.WeakSet[Unplanned]" = weakref.WeakSet()
+"""Those of all planned modules."""
 
 
 class Unplanned:
